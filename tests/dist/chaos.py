@@ -1,6 +1,9 @@
 """Random faults on an elastic run for some minutes; at the end its losses are those of an undisturbed run.
 
-chaos.py MINUTES [SEED] [AGENTS]     `make chaos` runs 30 minutes; AGENTS: 1, or 2 that meet on 127.0.0.1
+chaos.py MINUTES [SEED] [AGENTS] [EVERY]  `make chaos` runs 30 minutes; AGENTS: 1, or 2 that meet on 127.0.0.1
+
+With EVERY the one launcher copies the run into memory after each step (`--peer-copies 1`) and saves it after
+EVERY steps; most faults are workers' then. One takes at most a step; a launcher's, with the copies, EVERY.
 
 Four processes train and save each step. Every few seconds there is one fault: SIGKILL to a worker or a
 launcher, SIGSTOP to a worker (the watchdog ends it), SIGTERM to a worker or a launcher (which saves the run).
@@ -19,25 +22,41 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from elastic_worker import train
 
+from outsize.train.launch.spec import COPIES
+
 HERE = Path(__file__).parent
 OUTSIZE = "from outsize.cli import main; main()"
 STEP_S, PAUSE_S = 0.2, (4.0, 20.0)
 FAULTS = ("kill worker", "kill worker", "stop worker", "end worker", "kill launcher", "end launcher")
+OF_COPIES = (*(fault for fault in FAULTS if fault.endswith("worker")), "kill worker", "kill launcher")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "end": signal.SIGTERM}
 
 
-def command(folder: Path, agents: int, port: int) -> list[str]:
+@dataclass(frozen=True)
+class Chaos:
+    """How the run is started; `every` is 0 without copies in memory."""
+
+    folder: Path
+    agents: int
+    every: int
+
+
+def command(chaos: Chaos, port: int) -> list[str]:
+    folder, agents = chaos.folder, chaos.agents
     each = "--nproc-per-node=2:4" if agents == 1 else "--nproc-per-node=1:2"
     meeting = [] if agents == 1 else ["--nnodes=1:2", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    options = [each, *meeting, "--max-restarts=1000", "--shutdown-timeout=20"]
+    copies = ["--peer-copies=1"] if chaos.every else []
+    options = [each, *meeting, *copies, "--max-restarts=1000", "--shutdown-timeout=20"]
     return [
         *(sys.executable, "-c", OUTSIZE, "run", *options),
         *(str(HERE / "elastic_worker.py"), str(folder), "1000000000", "", str(STEP_S)),
+        str(chaos.every or 1),
     ]
 
 
@@ -54,16 +73,25 @@ def workers_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def run_for(minutes: float, folder: Path, agents: int, chance: random.Random) -> Counter[str]:
-    """Inflicts faults for so long, and returns how many of each kind."""
+def copies_of(worker: psutil.Process) -> str:
+    """The folder of the copies in memory that a worker makes; "" where it makes none."""
+    try:
+        return worker.environ().get(COPIES, "").partition(":")[2]
+    except psutil.Error:
+        return ""
+
+
+def run_for(minutes: float, chaos: Chaos, chance: random.Random) -> tuple[Counter[str], set[str]]:
+    """Inflicts faults for so long; returns how many of each kind, and where copies in memory were."""
+    folder, agents = chaos.folder, chaos.agents
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")}
-    counts: Counter[str] = Counter()
+    counts, copies = Counter[str](), set[str]()
     log = (folder / "log").open("ab")
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command(folder, agents, port), stdout=log, stderr=log, env=env)
+        return subprocess.Popen(command(chaos, port), stdout=log, stderr=log, env=env)
 
     launchers = [start() for _ in range(agents)]
     end_s, next_s = time.monotonic() + 60 * minutes, time.monotonic() + 20
@@ -76,9 +104,11 @@ def run_for(minutes: float, folder: Path, agents: int, chance: random.Random) ->
         if time.monotonic() < next_s:
             continue
         next_s = time.monotonic() + chance.uniform(*PAUSE_S)
-        fault = chance.choice(FAULTS)
+        fault = chance.choice(OF_COPIES if chaos.every else FAULTS)
         how, _, whom = fault.partition(" ")
-        pids = [one.pid for one in (workers_of(folder) if whom == "worker" else launchers)]
+        workers = workers_of(folder)
+        copies.update(filter(None, map(copies_of, workers)))
+        pids = [one.pid for one in (workers if whom == "worker" else launchers)]
         if pids:
             counts[fault] += 1
             os.kill(chance.choice(pids), SIGNALS[how])
@@ -86,7 +116,7 @@ def run_for(minutes: float, folder: Path, agents: int, chance: random.Random) ->
         launcher.send_signal(signal.SIGTERM)
     for launcher in launchers:
         launcher.wait(60)
-    return counts
+    return counts, copies
 
 
 def check(folder: Path) -> tuple[int, int]:
@@ -101,18 +131,29 @@ def check(folder: Path) -> tuple[int, int]:
     return last, len(lines)
 
 
-def main(minutes: float, seed: int, agents: int) -> None:
+def most_taken_again(counts: Counter[str], every: int) -> int:
+    """How many steps the faults may have cost, where the run copies itself into memory."""
+    of_launchers = sum(number for fault, number in counts.items() if fault.endswith("launcher"))
+    of_workers = sum(number for fault, number in counts.items() if fault.endswith("worker"))
+    return of_workers + of_launchers * every
+
+
+def main(minutes: float, seed: int, agents: int, every: int) -> None:
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         (folder / "temporary").mkdir()
-        counts = run_for(minutes, folder, agents, random.Random(seed))
+        counts, copies = run_for(minutes, Chaos(folder, agents, every), random.Random(seed))
         time.sleep(3)
         left = [p.pid for p in psutil.process_iter() if any(name in word for word in _words(p))]
         folders = [path.name for path in (folder / "temporary").glob("outsize-*")]
+        folders += filter(os.path.exists, copies)
         try:
             steps, taken = check(folder)
             assert not left, f"processes are left: {left}"
             assert not folders, f"folders are left: {folders}"
+            assert bool(copies) == bool(every), copies
+            most = most_taken_again(counts, every)
+            assert not every or taken - steps <= most, f"{taken - steps} steps taken again, at most {most}"
         except BaseException:
             sys.stdout.write((folder / "log").read_text(errors="replace")[-20000:])
             raise
@@ -130,5 +171,6 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 if __name__ == "__main__":
-    given = [*sys.argv[1:], "0", "1"]
-    main(float(given[0]), int(given[1]), int(sys.argv[3]) if len(sys.argv) > 3 else 1)
+    defaults = ["0", "1", "0"]
+    given = sys.argv[2:] + defaults[len(sys.argv) - 2 :]
+    main(float(sys.argv[1]), *map(int, given))

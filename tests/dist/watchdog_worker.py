@@ -44,14 +44,15 @@ def hook(parameter: Tensor) -> None:
         dist.all_reduce(torch.ones(2))
     if engine.steps in (0, AT) and FAULT == "noise":
         spin(2.5)
-    if FAULT == "slow":
-        time.sleep(0.2 if faulty and engine.steps > 1 else 0.1)  # it takes none of this machine's cores
+    if FAULT in ("slow", "same"):
+        is_slow = faulty and FAULT == "slow" and engine.steps > 1
+        time.sleep(0.2 if is_slow else 0.1)  # it takes none of this machine's cores
 
 
-if faulty or FAULT == "slow":
+if faulty or FAULT in ("slow", "same"):
     for _, parameter in engine.named_parameters():
         parameter.register_post_accumulate_grad_hook(hook)  # pyright: ignore[reportArgumentType]
-for step in range(10):
+for step in range(16 if FAULT in ("slow", "input", "same") else 10):
     if step == AT and faulty:
         if FAULT == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)

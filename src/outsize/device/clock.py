@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol, final
 import torch
 
 from outsize.device.accelerators import is_accelerator, lacks, synchronize
+from outsize.device.cores import CoreWaits
 
 
 class TimedEvent(Protocol):
@@ -60,6 +61,12 @@ class Clock(ABC):
     def free(self, marks: Sequence[Any]) -> None:
         """Takes back marks that nobody reads any more."""
 
+    def core_waits(self, marks: Sequence[Any]) -> list[float]:
+        """Returns for each mark the seconds that its thread had waited for a CPU core by then; zeros where
+        that is not counted.
+        """
+        return [0.0] * len(marks)
+
 
 @final
 class HostClock(Clock):
@@ -77,6 +84,42 @@ class HostClock(Clock):
 
     def free(self, marks: Sequence[Any]) -> None:
         """Does nothing: a mark is a number."""
+
+
+@final
+class CoreClock(Clock):
+    """Marks work of the thread that has made it, and counts how long it has waited for a core.
+
+    A reading takes a microsecond more. Close it after the last mark.
+    """
+
+    def __init__(self) -> None:
+        self._waits, self._at_mark = CoreWaits(), dict[float, float]()
+
+    @property
+    def mark(self) -> Callable[[], float]:
+        return self._marked
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        return list(marks)
+
+    def offsets(self, marks: Sequence[Any]) -> list[float] | None:
+        return list(marks)
+
+    def free(self, marks: Sequence[Any]) -> None:
+        """Does nothing: a mark is a number."""
+
+    def close(self) -> None:
+        """Ends the counting; what was counted stays."""
+        self._waits.close()
+
+    def core_waits(self, marks: Sequence[Any]) -> list[float]:
+        return [self._at_mark.get(mark, 0.0) for mark in marks]
+
+    def _marked(self) -> float:
+        waited_s, now_s = self._waits.seconds(), perf_counter()
+        self._at_mark[now_s] = waited_s
+        return now_s
 
 
 @final

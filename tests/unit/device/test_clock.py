@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+import os
+import subprocess
+import sys
+from time import perf_counter, thread_time
 from typing import Any
 
 import pytest
 import torch
 
-from outsize.device.clock import HOST, EventClock, clock_of
+from outsize.device.clock import HOST, CoreClock, EventClock, clock_of
 from outsize.run.interpreter.trace import Marks
 
 
@@ -114,4 +117,32 @@ def test_lent_marks_are_read_without_waiting_and_are_not_recorded_again() -> Non
 def test_marks_of_the_host_are_read_at_once() -> None:
     marks = Marks([("0F0", "compute")])
     marks.times[:] = [5.0, 6.0, 8.0]
-    assert marks.lend()() == (2.0, [5.0, 6.0, 8.0])
+    assert marks.lend()() == (2.0, 0.0, [5.0, 6.0, 8.0])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="the system does not tell")
+def test_a_clock_of_cores_counts_what_the_thread_waits_for_one() -> None:
+    """Another process takes half of the core to which this thread is bound."""
+    before, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile os.getppid() > 1: pass"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    clock = CoreClock()
+    try:
+        os.sched_setaffinity(0, {core})
+        marks = Marks([("0F0", "compute")], clock=clock)
+        marks.times[0], end_s = clock.mark(), thread_time() + 0.2
+        while thread_time() < end_s:
+            pass
+        marks.times[2] = clock.mark()
+    finally:
+        os.sched_setaffinity(0, before)
+        other.kill()
+        other.communicate()
+        clock.close()
+    read = marks.lend()()
+    assert read is not None
+    compute_s, waited_s, _ = read
+    assert waited_s > 0.05
+    assert compute_s - waited_s == pytest.approx(0.2, rel=0.2)

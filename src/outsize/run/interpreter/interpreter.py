@@ -120,11 +120,12 @@ class Interpreter:
         """Returns what the step has computed so far."""
         return self._handlers.outputs
 
-    def begin(self, step: StepInputs) -> None:
-        """Sets the data of a step."""
-        self._at = 0
+    def begin(self, step: StepInputs, clock: Clock | None = None) -> None:
+        """Sets the data of a step, which another clock than usual may mark."""
+        self._at, used = 0, clock or self._clock
+        self._mark = used.mark
         self._current = self._in_ranges() if is_profiled() else self._ops
-        marks = Marks(self._names, clock=self._clock)
+        marks = Marks(self._names, clock=used)
         self._times = marks.times
         self._handlers.begin(step, StepOutputs(marks))
 

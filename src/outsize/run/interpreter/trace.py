@@ -26,9 +26,9 @@ class Marks:
             self._clock.free(self.times)
         self.times, self._is_lent = [0.0] * len(self.times), False
 
-    def lend(self) -> Callable[[], tuple[float, list[float]] | None]:
-        """Returns a function for another thread that reads, once, the seconds of compute actions, and the
-        marks in seconds since any moment before.
+    def lend(self) -> Callable[[], tuple[float, float, list[float]] | None]:
+        """Returns a function for another thread that reads, once, the seconds of compute actions, those of
+        them in which the thread waited for a core, and the marks in seconds since any moment before.
 
         It returns None as long as the device has not passed all marks. They are no longer the clock's to
         record again before that.
@@ -36,12 +36,19 @@ class Marks:
         times, clock, names = self.times, self._clock, self._names
         self._is_lent = True
 
-        def read() -> tuple[float, list[float]] | None:
+        def read() -> tuple[float, float, list[float]] | None:
             offsets = clock.offsets(times)
             if offsets is None:
                 return None
-            ends = ((offsets[3 * at + 1] or offsets[3 * at], offsets[3 * at + 2]) for at in computes)
-            return sum(end - start for start, end in ends if end), offsets
+            ran = [at for at in computes if offsets[3 * at + 2]]
+            starts = [3 * at + bool(offsets[3 * at + 1]) for at in ran]
+            ends, waited = [3 * at + 2 for at in ran], clock.core_waits(times)
+            of_all = (
+                sum(row[end] - row[start] for start, end in zip(starts, ends, strict=True))
+                for row in (offsets, waited)
+            )
+            compute_s, core_wait_s = of_all
+            return compute_s, core_wait_s, offsets
 
         computes = [at for at, (_, lane) in enumerate(names) if lane == "compute"]
         return read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final, Self, final
 
 _DIGITS: Final = 6
@@ -27,11 +27,22 @@ class LinkPace:
 @final
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """One step of a rank: the seconds of its computing, and those of the user's code before it."""
+    """One step of a rank: the seconds of its computing, and those of the user's code before it.
+
+    `compute_wait_s` and `input_wait_s` are those of them in which its thread was ready to run and no CPU core
+    ran it, since other programs had the cores.
+    """
 
     step: int
     compute_s: float
     input_s: float
+    compute_wait_s: float = 0.0
+    input_wait_s: float = 0.0
+
+    def on_a_core(self) -> Pace:
+        """Returns the step as it would have been on a machine that has a core for the rank at any time."""
+        own = max(0.0, self.compute_s - self.compute_wait_s), max(0.0, self.input_s - self.input_wait_s)
+        return Pace(self.step, *own)
 
 
 @final
@@ -49,7 +60,7 @@ class RankPaces:
 
     def to_json(self) -> str:
         """Returns the paces as a short text for the store, whose file grows by it each second."""
-        steps = [(p.step, round(p.compute_s, _DIGITS), round(p.input_s, _DIGITS)) for p in self.steps]
+        steps = [(one.step, *(round(seconds, _DIGITS) for seconds in astuple(one)[1:])) for one in self.steps]
         links = [(k.step, k.peer, round(k.held_s, _DIGITS), round(k.transit_s, _DIGITS)) for k in self.links]
         return json.dumps([self.stages, self.planned_s, steps, links], separators=(",", ":"))
 

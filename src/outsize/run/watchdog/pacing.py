@@ -12,14 +12,12 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from typing import Any, Final, final
+from typing import Any, final
 
 from outsize.run.watchdog.links import MessageTimes, StepMessages, slowest_link
 from outsize.run.watchdog.paces import LinkPace, Pace, RankPaces
-from outsize.run.watchdog.progress import Progress, Runner, StepSample
+from outsize.run.watchdog.progress import STEPS_PER_BEAT, Progress, Runner, StepSample
 from outsize.run.watchdog.stragglers import Straggler, Stragglers
-
-STEPS_PER_BEAT: Final = 4
 
 
 @final
@@ -40,7 +38,7 @@ class Pacing:
         steps: list[Pace] = []
         while progress.sampled and (parts := progress.sampled[0].read()) is not None:
             sample = progress.sampled.popleft()
-            steps.append(Pace(sample.step, parts[0], sample.input_s))
+            steps.append(parts[0])
             self._messages.add(sample, parts[1], progress.ranks, far)
         done, self._done = progress.done - self._done, progress.done
         progress.stride = 1 << max(0, -(-done // STEPS_PER_BEAT) - 1).bit_length()

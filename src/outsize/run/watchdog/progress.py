@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, final
 
+from outsize.device.cores import core_wait_s
 from outsize.device.profiler import profiled_range
 from outsize.ir.schedule import Schedule
+from outsize.run.watchdog.paces import Pace
 from outsize.run.watchdog.stragglers import Straggler
 
 P = ParamSpec("P")
 R = TypeVar("R")
+STEPS_PER_BEAT: Final = 4
 _RECENT: Final = 8
 
 
@@ -35,8 +38,10 @@ class Runner(Protocol):
         ...
 
 
-ReadMarks = Callable[[], "tuple[float, list[float]] | None"]
-"""Reads the seconds of compute of a part of a step, and its marks; None as long as the device is in it."""
+ReadMarks = Callable[[], "tuple[float, float, list[float]] | None"]
+"""Reads the seconds of compute of a part of a step, those of them in which its thread waited for a core, and
+the marks of the part; None as long as the device is in it.
+"""
 
 
 @final
@@ -44,22 +49,26 @@ ReadMarks = Callable[[], "tuple[float, list[float]] | None"]
 class StepSample:
     """One step that was sampled: the seconds of the user's code before it, and what reads its marks.
 
-    `runner` is the interpreter of the part, where there is one part.
+    `input_wait_s` are the seconds of that code in which its thread waited for a core. `runner` is the
+    interpreter of the part, where there is one part.
     """
 
     step: int
     input_s: float
+    input_wait_s: float
     parts: tuple[ReadMarks, ...]
     runner: Runner | None
 
-    def read(self) -> tuple[float, list[float]] | None:
-        """Returns the seconds of compute and the marks of its last part; None as long as the device is in the
-        step.
+    def read(self) -> tuple[Pace, list[float]] | None:
+        """Returns the pace of the step and the marks of its last part; None as long as the device is in
+        it.
         """
         known = [part for part in (read() for read in self.parts) if part is not None]
         if len(known) < len(self.parts):
             return None
-        return sum(compute_s for compute_s, _ in known), known[-1][1]
+        compute_s, compute_wait_s = sum(part[0] for part in known), sum(part[1] for part in known)
+        pace = Pace(self.step, compute_s, self.input_s, compute_wait_s, self.input_wait_s)
+        return pace, known[-1][2]
 
 
 @final
@@ -69,8 +78,9 @@ class Progress:
     `ranks` are the numbers in the run of the ranks of this pipeline. `moves` counts the begins and ends of
     calls; `step` is the number of the step that runs, or of the next one, `done` counts those that have
     ended, and `steps_s` are the seconds of the latest. `samples` asks for samples of so many steps, those
-    whose numbers are multiples of `stride`, which are then in `sampled`. `began_s` is when the call began,
-    and `stragglers` are the ranks that rank 0's watcher has named.
+    whose numbers are multiples of `stride`, which are then in `sampled`; the first steps are sampled before
+    anybody asks, since a rank that becomes slow later is compared with them. `began_s` is when the call
+    began, and `stragglers` are the ranks that rank 0's watcher has named.
     """
 
     def __init__(
@@ -82,10 +92,11 @@ class Progress:
     ) -> None:
         self.ranks, self.expected_s = tuple(ranks), expected_s
         self.stages, self.planned_s = tuple(stages), planned_s
-        self.samples, self.stride = 0, 1
+        self.samples, self.stride = STEPS_PER_BEAT, 1
         self.sampled: deque[StepSample] = deque()
         self._kept: list[ReadMarks] = []
-        self._input_s = self._ended_s = 0.0
+        self._next_is_sampled = False
+        self._input_s = self._ended_s = self._input_wait_s = self._ended_wait_s = 0.0
         self.stragglers: deque[Straggler] = deque(maxlen=_RECENT)
         self.doing, self.step, self.moves, self.done = "", 0, 0, 0
         self.thread = threading.get_ident()
@@ -99,6 +110,7 @@ class Progress:
         self.thread, self.began_s, self.runner = threading.get_ident(), time.perf_counter(), None
         self.step, self.doing = step, doing
         self._input_s = self.began_s - self._ended_s if self._ended_s else 0.0
+        self._input_wait_s = max(0.0, core_wait_s() - self._ended_wait_s) if self._next_is_sampled else 0.0
         self.moves += 1
 
     @contextmanager
@@ -122,9 +134,12 @@ class Progress:
             self.step += 1
             if self._kept:
                 runner = self.runner if len(self._kept) == 1 else None
-                self.sampled.append(StepSample(self.step - 1, self._input_s, tuple(self._kept), runner))
+                own_code = self._input_s, self._input_wait_s
+                self.sampled.append(StepSample(self.step - 1, *own_code, tuple(self._kept), runner))
                 self.samples -= 1
         self._kept, self._ended_s = [], time.perf_counter()
+        self._next_is_sampled = self.samples_now
+        self._ended_wait_s = core_wait_s() if self._next_is_sampled else 0.0
         self.doing, self.runner = "", None
         self.moves += 1
 

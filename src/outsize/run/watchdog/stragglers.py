@@ -14,6 +14,10 @@ machine that is slower than planned as a whole has no straggler (without a plan,
 own fastest step counts); of the longest compute with the rank's own input to the same with that of others;
 and of the longest compute with the waiting for a link to that without.
 
+A machine whose cores other programs use, too, disturbs all of this. So the ranks are compared twice: by their
+seconds without those in which they waited for a core, and by the clock on the wall, which names a rank whose
+cores are taken. Who is slow by the first must not be far behind another one by the second.
+
 A ratio counts when it is 1.5 and when it is not noise. Its median over the last 8 steps, or over the last 32
 where steps are noisy, must differ from the others' by six standard errors, as the differences from step to
 step on all ranks give them. A rank must also be the slowest by far, since a lighter stage may be late without
@@ -25,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import Final, Literal, final
@@ -46,7 +50,8 @@ class Straggler:
     """A rank that the others wait for.
 
     `own` and `others` are ratios to the plan, seconds of input, or the seconds in which the link to rank
-    `peer` holds up a step, and those that a message takes.
+    `peer` holds up a step, and those that a message takes. `core_wait_s` are the seconds of its computing, or
+    of its input, in which other programs had its cores.
     """
 
     rank: int
@@ -56,6 +61,7 @@ class Straggler:
     others: float
     step: int
     peer: int = -1
+    core_wait_s: float = 0.0
 
 
 @final
@@ -68,11 +74,12 @@ class _History:
     steps: deque[Pace] = field(default_factory=lambda: deque[Pace](maxlen=max(SAMPLES)))
     links: deque[LinkPace] = field(default_factory=lambda: deque[LinkPace](maxlen=max(SAMPLES)))
 
-    def add(self, paces: RankPaces) -> None:
+    def add(self, paces: RankPaces, on_a_core: bool) -> None:
         """Takes the steps that are new."""
         self.last = paces
         step = self.steps[-1].step if self.steps else -1
-        self.steps += [pace for pace in paces.steps if pace.step > step]
+        new = [pace for pace in paces.steps if pace.step > step]
+        self.steps += [pace.on_a_core() for pace in new] if on_a_core else new
         self.fastest_s = min(self.fastest_s, *(pace.compute_s for pace in self.steps))
         step = self.links[-1].step if self.links else -1
         self.links += [link for link in paces.links if link.step > step]
@@ -87,23 +94,60 @@ class _History:
 class Stragglers:
     """Names each straggler once, from the paces of all ranks."""
 
-    _histories: dict[int, _History] = field(default_factory=dict[int, _History])
+    _on_a_core: _Comparison = field(default_factory=lambda: _Comparison(on_a_core=True))
+    _by_the_wall: _Comparison = field(default_factory=lambda: _Comparison(on_a_core=False))
     _named: set[tuple[int, Cause]] = field(default_factory=set[tuple[int, Cause]])
 
     def look(self, paces: Mapping[int, RankPaces]) -> Straggler | None:
         """Takes the latest steps of each rank; returns a straggler that was not named before."""
+        by_the_wall = self._by_the_wall
+        for comparison in (self._on_a_core, by_the_wall):
+            comparison.add(paces)
+        for count in SAMPLES:
+            found = [one for one in self._on_a_core.slow(count) if by_the_wall.is_slow(one, count)]
+            for one in (*found, *by_the_wall.slow(count)):
+                if (one.rank, one.cause) not in self._named:
+                    self._named.add((one.rank, one.cause))
+                    return replace(one, core_wait_s=by_the_wall.core_wait_s(one, count))
+        return None
+
+
+@final
+@dataclass(slots=True)
+class _Comparison:
+    """Compares the ranks by one kind of seconds: with those in which they waited for a core, or without."""
+
+    on_a_core: bool
+    _histories: dict[int, _History] = field(default_factory=dict[int, _History])
+
+    def add(self, paces: Mapping[int, RankPaces]) -> None:
+        """Takes the latest steps of each rank."""
         for rank, one in paces.items():
-            self._histories.setdefault(rank, _History(one)).add(one)
+            self._histories.setdefault(rank, _History(one)).add(one, self.on_a_core)
+
+    def slow(self, count: int) -> list[Straggler]:
+        """Returns the stragglers of the latest `count` steps, at most one of each cause."""
         steps = min((len(history.steps) for history in self._histories.values()), default=0)
         if len(self._histories) < 2 or steps < SAMPLES[0]:
-            return None
-        for count in SAMPLES:
-            for find in (self._slow_input, self._slow_link, self._slow_compute):
-                found = find(min(count, steps))
-                if found is not None and (found.rank, found.cause) not in self._named:
-                    self._named.add((found.rank, found.cause))
-                    return found
-        return None
+            return []
+        finds = (self._slow_input, self._slow_link, self._slow_compute)
+        found = (find(min(count, steps)) for find in finds)
+        return [one for one in found if one is not None]
+
+    def is_slow(self, straggler: Straggler, count: int) -> bool:
+        """Tells whether no other rank has far more of the seconds that made it a straggler."""
+        medians = {rank: self._median_s(rank, straggler.cause, count) for rank in self._histories}
+        return straggler.cause == "link" or _AHEAD * medians[straggler.rank] >= max(medians.values())
+
+    def core_wait_s(self, straggler: Straggler, count: int) -> float:
+        """Returns the median of the seconds in which a straggler waited for a core."""
+        steps = [*self._histories[straggler.rank].steps][-count:]
+        is_input = straggler.cause == "input"
+        return median(one.input_wait_s if is_input else one.compute_wait_s for one in steps)
+
+    def _median_s(self, rank: int, cause: Cause, count: int) -> float:
+        steps = [*self._histories[rank].steps][-count:]
+        return median(one.input_s if cause == "input" else one.compute_s for one in steps)
 
     def _slow_input(self, count: int) -> Straggler | None:
         longest_s = self._longest_s(count)

@@ -16,6 +16,7 @@ from outsize.run.watchdog.reports import Card, RankReport, SilentRank
 from outsize.run.watchdog.stragglers import Straggler
 
 _LINES: Final = 16
+_TOLD_S: Final = 0.02
 _STATES: Final = {
     "stopped": "stopped by a signal (SIGSTOP)",
     "traced": "held by a debugger",
@@ -60,6 +61,8 @@ def slow(straggler: Straggler, host: str, peer_host: str = "") -> str:
     else:
         how = f"it computes {one.own / one.others:.1f}x as long as the others, by the plan's seconds"
         next_step = f"look at what else runs on {host}, or outsize tune MODEL for a plan that fits its speed"
+    if one.core_wait_s >= _TOLD_S:
+        how += f", {one.core_wait_s:.2f} s a step of it in wait for a core"
     return f"outsize: {what}: {how} ({one.cause}). Next: {next_step}"
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outsize.device.accelerators import CPU, current_device, is_accelerator, widest_float
-from outsize.device.clock import Clock, clock_of
+from outsize.device.clock import HOST, Clock, CoreClock, clock_of
 from outsize.device.streams import TorchStreams
 from outsize.errors import RankFailed
 from outsize.ir.plan import Plan
@@ -519,11 +520,13 @@ class ProcessCrew(Crew):
         (load,) = loads
         (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})
         own = own_inputs(self._streams, self._place, load.inputs, partial(_used, interpreter, load.variants))
-        interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale))
-        self._has_failed = True  # Unless it ends.
-        self.progress.runner = interpreter
-        with self.moves.step_context(optimizer):
-            result = interpreter.run()
+        counts = self.progress.samples_now and clock_of(self._place) is HOST
+        with closing(CoreClock()) if counts else nullcontext() as clock:
+            interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale), clock)
+            self._has_failed = True  # Unless it ends.
+            self.progress.runner = interpreter
+            with self.moves.step_context(optimizer):
+                result = interpreter.run()
         self._has_failed = False
         self.keep(self.rank, result.marks)
         return [_outputs(load.variants, interpreter.schedule, [result])]

@@ -90,7 +90,7 @@ def paced(transit_s: float, steps: int) -> list[Straggler]:
             progress.begin("step", step)
             if progress.samples_now:
                 progress.runner = Row(rank)
-                progress.keep(lambda rank=rank: (0.8, marks[rank]))
+                progress.keep(lambda rank=rank: (0.8, 0.0, marks[rank]))
             progress.end()
             if (found := pacings[rank].beat(progress, lambda: far)) is not None:
                 said.append(found)
@@ -110,10 +110,10 @@ def test_steps_are_sampled_alike_on_all_ranks() -> None:
     for step in range(500):
         progress.begin("step", step)
         if progress.samples_now:
-            progress.keep(lambda: (0.01, []))
+            progress.keep(lambda: (0.01, 0.0, []))
             sampled.append(step)
         progress.end()
         if step % 100 == 10:
             pacing.beat(progress, frozenset)
-    assert len(sampled) > 8
-    assert all(step % 32 == 0 for step in sampled[4:])
+    assert len(sampled) > 12
+    assert all(step % 32 == 0 for step in sampled[8:])

@@ -17,13 +17,19 @@ FIRST = SAMPLES[0] - 1  # the step in which a rank that is slow from the beginni
 
 
 def named(
-    seconds: list[list[float]], planned_s: float = 0.2, inputs: list[list[float]] | None = None
+    seconds: list[list[float]],
+    planned_s: float = 0.2,
+    inputs: list[list[float]] | None = None,
+    waits: list[list[float]] | None = None,
 ) -> list[Straggler]:
-    """What is said of steps in which the ranks compute for `seconds`, one list a step."""
+    """What is said of steps in which the ranks compute for `seconds`, one list a step, and wait for a core
+    in `waits` of them.
+    """
     stragglers, found = Stragglers(), list[Straggler | None]()
     for step, of_ranks in enumerate(seconds):
-        gaps = inputs[step] if inputs else [0.0] * len(of_ranks)
-        paces = {r: RankPaces((r,), planned_s, (Pace(step, s, gaps[r]),)) for r, s in enumerate(of_ranks)}
+        gaps, waited = ([0.0] * len(of_ranks) if rows is None else rows[step] for rows in (inputs, waits))
+        steps = [Pace(step, s, gaps[r], waited[r]) for r, s in enumerate(of_ranks)]
+        paces = {r: RankPaces((r,), planned_s, (pace,)) for r, pace in enumerate(steps)}
         found.append(stragglers.look(paces))
     return [one for one in found if one is not None]
 
@@ -36,6 +42,27 @@ def test_a_rank_that_takes_twice_as_long_is_named_once() -> None:
         "by the plan's seconds (compute). Next: look at what else runs on node1, or outsize tune MODEL for "
         "a plan that fits its speed"
     )
+
+
+def test_on_a_machine_that_others_use_it_is_named_within_ten_steps() -> None:
+    """Each step of each rank waits for a core, for as long as it computes in the mean."""
+    for seed in range(50):
+        chance = random.Random(seed)
+        waits = [[chance.expovariate(1 / 0.2) for _ in range(4)] for _ in range(10)]
+        seconds = [[(0.4 if r == 2 else 0.2) + wait for r, wait in enumerate(row)] for row in waits]
+        found = named(seconds, waits=waits)
+        assert [(one.rank, one.cause) for one in found] == [(2, "compute")], seed
+
+
+def test_a_rank_whose_cores_others_take_is_named_for_that() -> None:
+    (one,) = named([[0.2, 0.5]] * 10, waits=[[0.0, 0.3]] * 10)
+    assert (one.rank, one.core_wait_s) == (1, 0.3)
+    assert "2.5x as long" in slow(one, "node1")
+    assert "by the plan's seconds, 0.30 s a step of it in wait for a core (compute)" in slow(one, "node1")
+
+
+def test_who_computes_longer_but_is_held_up_by_who_waits_for_a_core_is_not_named() -> None:
+    assert named([[0.56, 0.4]] * 20, waits=[[0.36, 0.0]] * 20) == []
 
 
 def test_without_a_plan_the_own_fastest_step_counts() -> None:
@@ -140,5 +167,6 @@ def test_a_link_that_costs_little_or_now_and_then_is_not_told(held: list[float])
 
 
 def test_paces_travel_as_text() -> None:
-    paces = RankPaces((1, 3), 0.25, (Pace(3, 0.5, 0.125), Pace(4, 0.5, 0.25)), (LinkPace(3, 2, 0.5, 0.25),))
+    steps = (Pace(3, 0.5, 0.125, 0.25, 0.0625), Pace(4, 0.5, 0.25))
+    paces = RankPaces((1, 3), 0.25, steps, (LinkPace(3, 2, 0.5, 0.25),))
     assert RankPaces.from_json(paces.to_json()) == paces
