@@ -63,7 +63,7 @@ for step in range(16 if FAULT in ("slow", "input", "same") else 10):
         if FAULT == "disk":
             time.sleep(3)
     if FAULT == "input":
-        time.sleep(0.6 * faulty)
+        time.sleep(0.6 * (faulty and step >= 4))
     if FAULT == "noise":
         time.sleep(0.5 * faulty)
         engine.evaluate(x, target=x)
