@@ -24,6 +24,7 @@ from outsize.run.watchdog.stragglers import Straggler
 P = ParamSpec("P")
 R = TypeVar("R")
 STEPS_PER_BEAT: Final = 4
+_FIRST_SAMPLES: Final = 8
 _RECENT: Final = 8
 
 
@@ -92,7 +93,7 @@ class Progress:
     ) -> None:
         self.ranks, self.expected_s = tuple(ranks), expected_s
         self.stages, self.planned_s = tuple(stages), planned_s
-        self.samples, self.stride = STEPS_PER_BEAT, 1
+        self.samples, self.stride = _FIRST_SAMPLES, 1
         self.sampled: deque[StepSample] = deque()
         self._kept: list[ReadMarks] = []
         self._next_is_sampled = False
