@@ -115,7 +115,7 @@ def raises(run: Run, fault: str = "raise", text: str = "failed first") -> Second
 
 def leaves(run: Run) -> Seconds:
     """A rank leaves its loop before the other."""
-    return raises(run, "leave", "has left the run")
+    return raises(run, "leave", "has ended, while others still trained")
 
 
 def dies(run: Run) -> Seconds:

@@ -8,6 +8,10 @@ torch's own `state_dict` numbers parameters by their order, which is another one
 created lazily, by the first step; here it is created from what was saved. What says how a step is computed
 (`foreach`, `fused`) and not what it computes is the new run's. Hyperparameters are the saved ones, as with
 `Optimizer.load_state_dict`.
+
+LBFGS has one state, whose vectors are those of all weights behind each other, in the order of its
+parameters. Each weight gets its part of each vector, `old_dirs.3`, and the numbers as they are; where it goes
+on, the parts are put together in the order that holds there.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from outsize.train.checkpoint.weights import CheckpointTensors, HeldPart, HeldWe
 
 HOW: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 _ON_HOST: Final = ("step", "mu_product")  # where torch leaves them unless a step is fused or capturable
+_VECTORS: Final = frozenset({"d", "prev_flat_grad", "old_dirs", "old_stps"})  # those of LBFGS
+_SCRATCH: Final = "al"  # LBFGS writes it before it reads it.
 Facts = dict[str, Any]
 
 
@@ -45,8 +51,8 @@ class NamedOptimizer:
 
         Raises BadOption for states that do not belong to one weight each, also before there are any.
         """
-        if isinstance(self._optimizer, LBFGS):
-            raise self._not_by_weight("directions and step lengths of all weights together")
+        if isinstance(self._optimizer, LBFGS) and self._held.crew.mesh is not None:
+            raise self._not_by_weight("directions and step lengths of all weights of a rank together")
         names = self._names()
         groups = [
             {
@@ -98,7 +104,7 @@ class NamedOptimizer:
         return known
 
     def _states(self, names: Mapping[int, str]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        for weight, state in self._optimizer.state.items():
+        for weight, state in _states_of(self._optimizer).items():
             if isinstance(weight, Tensor) and not weight.numel() and id(weight) not in names:
                 continue
             if not isinstance(weight, Tensor) or id(weight) not in names or not isinstance(state, dict):
@@ -160,13 +166,17 @@ class NamedOptimizer:
             if full.startswith(prefix):
                 name, _, key = full.removeprefix(prefix).rpartition("/")
                 keys.setdefault(name, []).append(key)
+        states: dict[Tensor, dict[str, Any]] = {}
         for group in self._optimizer.param_groups:
             for weight in group["params"]:
                 name = names.get(id(weight), "")
                 state = {key: self._made(weight, name, key, group, saved) for key in keys.get(name, ())}
                 state |= read(facts["states"].get(name, {}), no_tensor)
                 if state:
-                    self._optimizer.state[weight] = state
+                    states[weight] = state
+        self._optimizer.state.update(
+            _joined(states) if isinstance(self._optimizer, LBFGS) and states else states
+        )
 
     @torch.no_grad()
     def restore_groups(self, facts: Facts) -> None:
@@ -228,6 +238,41 @@ class NamedOptimizer:
         )
         part.fill(saved)
         return part.tensor
+
+
+def _states_of(optimizer: Optimizer) -> Mapping[Any, Any]:
+    """Returns the state of each weight; of LBFGS each weight has its part of each vector, and all numbers."""
+    if not isinstance(optimizer, LBFGS):
+        return optimizer.state
+    weights: list[Tensor] = optimizer.param_groups[0]["params"]
+    state = {key: value for key, value in optimizer.state.get(weights[0], {}).items() if key != _SCRATCH}
+    lists = {key: value for key, value in state.items() if isinstance(value, list)}
+    flat = {key: value for key, value in state.items() if key not in lists}
+    flat |= {f"{key}.{at}": value for key, values in lists.items() for at, value in enumerate(values)}
+    vectors = {key: value for key, value in flat.items() if isinstance(value, Tensor) and value.ndim}
+    numbers = {key: value for key, value in flat.items() if key not in vectors}
+    sizes = [weight.numel() for weight in weights]
+    parts = {key: vector.split(sizes) for key, vector in vectors.items()}
+    return {
+        weight: {key: part[at].view(weight.shape) for key, part in parts.items()} | numbers
+        for at, weight in enumerate(weights)
+        if flat
+    }
+
+
+def _joined(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """Returns the state of LBFGS from that of each weight, in the order of the weights."""
+    first, of_first = next(iter(states.items()))
+    flat = {
+        key: torch.cat([state[key].reshape(-1) for state in states.values()])
+        if isinstance(value, Tensor) and key.partition(".")[0] in _VECTORS
+        else value
+        for key, value in of_first.items()
+    }
+    whole: dict[str, Any] = {key: value for key, value in flat.items() if "." not in key}
+    listed = sorted((key.partition(".")[0], int(key.partition(".")[2])) for key in flat if "." in key)
+    whole |= {key: [flat[f"{key}.{at}"] for kind, at in listed if kind == key] for key, _ in listed}
+    return {first: whole}
 
 
 def _goes_along(state: Sequence[int], weight: Sequence[int], dim: int) -> bool:

@@ -465,14 +465,29 @@ def test_accumulated_gradients_are_not_lost_without_a_word(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_an_optimizer_over_all_weights_together_is_refused(tmp_path: Path) -> None:
-    """Also before its first step, when it has no state yet: nothing would go on behind the second one."""
-    run = engine(1, make=lambda parameters: torch.optim.LBFGS(parameters))
-    for _ in range(3):
-        with pytest.raises(BadOption, match="LBFGS has a state that is not of one weight"):
-            run.save(tmp_path)
-        losses(run, 1)
-    assert not list(tmp_path.glob("step-*"))
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_an_optimizer_over_all_weights_together_goes_on_at_other_stages(
+    tmp_path: Path, search: str | None
+) -> None:
+    """Its vectors are those of all weights, in the order of the stages; saved before the first step, too."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(
+            list(parameters)[::order], lr=0.1, max_iter=3, history_size=4, line_search_fn=search
+        )
+
+    order = 1
+    whole = engine(1, make=make)
+    whole.save(tmp_path / "begin")
+    expected = losses(whole, 6)
+    first = engine(2, make=make, resume=tmp_path / "begin")
+    assert losses(first, 3) == expected[:3]
+    first.save(tmp_path / "run")
+    again = engine(3, make=make, resume=tmp_path / "run")
+    assert losses(again, 3) == expected[3:]
+    order = -1
+    other = engine(3, make=make, resume=tmp_path / "run")
+    assert losses(other, 3) == pytest.approx(expected[3:], rel=1e-4)  # sums over vectors in another order
 
 
 def test_another_optimizer_than_the_saved_one_is_refused_before_anything_changes(tmp_path: Path) -> None:
