@@ -34,6 +34,7 @@ def run(tmp_path: Path) -> Iterator[object]:
 # For each fault: what is said of the rank, and the exit code.
 FAULTS = {
     "stop": ("RunHung [E404]: rank {} is stopped (SIGSTOP) in step 5; ", 4),
+    "save": ("RunHung [E404]: rank {} is stopped (SIGSTOP) before step 5; ", 4),
     "inside": ("RunHung [E404]: rank {} waits in torch.distributed.all_reduce of watchdog_worker.py:", 4),
     "loop": ("RunHung [E404]: rank {} waits in torch.distributed.barrier of watchdog_worker.py:", 4),
     "leave": ("rank {} has left the run after step 4", 4),

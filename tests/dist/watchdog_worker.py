@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
+from outsize.train.checkpoint import background
 
 FAULT, RANK = sys.argv[1], int(sys.argv[2])
 AT = 5
@@ -60,6 +62,8 @@ for step in range(16 if FAULT in ("slow", "input", "same") else 10):
             dist.barrier()
         if FAULT == "leave":
             break
+        if FAULT == "save":
+            background.WrittenSave.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # pyright: ignore
         if FAULT == "disk":
             time.sleep(3)
     if FAULT == "input":
@@ -67,4 +71,7 @@ for step in range(16 if FAULT in ("slow", "input", "same") else 10):
     if FAULT == "noise":
         time.sleep(0.5 * faulty)
         engine.evaluate(x, target=x)
+    if step == AT and FAULT == "save":
+        engine.save(Path("saved"), wait=False)
+        engine.finish_saving()
     engine.step(x, target=x)

@@ -57,7 +57,9 @@ def diagnose(reports: Mapping[int, RankReport], silent: Mapping[int, SilentRank]
     ends = {
         rank: _kind(rank, reports, silent, patience=longest_s)
         for rank in sorted(reached)
-        if rank in silent or not reports[rank].is_waiting
+        if rank in silent
+        or not reports[rank].is_waiting
+        or (reports[rank].where == "saves" and not edges[rank])
     }
     for kind in _ORDER:
         if culprits := tuple(rank for rank, found in ends.items() if found == kind):
@@ -71,6 +73,8 @@ def _edges(rank: int, reports: Mapping[int, RankReport], silent: Mapping[int, Si
     if not report.is_waiting:
         return set()
     others = (set(reports) | set(silent)) - {rank}
+    if report.where == "saves":  # Others may still write, which takes as long as it takes.
+        return others & set(silent)
     if report.waits:
         return {wait.rank for wait in report.waits} & others
     return {other for other in others if other in silent or not _is_with(report, reports[other])}
@@ -105,7 +109,7 @@ def _kind(
         return "left"
     if report.where == "debugger":
         return "busy"
-    if not report.card.doing:
+    if not report.card.doing or report.where == "saves":
         return "between"
     computes = report.busy > BUSY_SHARE or report.is_first or report.stalled_s < report.limit_s
     return "busy" if computes else "stuck"

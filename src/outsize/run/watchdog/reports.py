@@ -84,7 +84,7 @@ class RankReport:
     @property
     def is_waiting(self) -> bool:
         """Tells whether the rank can go on only after others have."""
-        return self.where in ("waits", "collective")
+        return self.where in ("waits", "collective", "saves")
 
 
 @final

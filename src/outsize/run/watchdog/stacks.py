@@ -13,24 +13,28 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Final, Literal, final
 
 from outsize.program.source_line import is_outsize_file
 
-Where = Literal["waits", "collective", "runs", "debugger"]
+Where = Literal["waits", "collective", "saves", "runs", "debugger"]
+SAVER: Final = "outsize-checkpoint"  # how names of threads begin that write checkpoints
 _DISTRIBUTED: Final = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _WAITING_FILES: Final = tuple(
     os.sep.join(part) for part in (("run", "transport", ""), ("device", "futex.py"), ("train", "ranks", ""))
 )
+_SAVING_FILE: Final = os.sep.join(("train", "checkpoint", "background.py"))
+_STANDARD_LIBRARY: Final = str(Path(os.__file__).parent) + os.sep
 _LIBRARIES: Final = (
     f"{os.sep}site-packages{os.sep}",
     f"{os.sep}dist-packages{os.sep}",
-    str(Path(os.__file__).parent) + os.sep,
+    _STANDARD_LIBRARY,
     "<frozen ",
 )
 _DEBUGGERS: Final = ("bdb.py", "pdb.py", "pydevd.py", "_pydevd_bundle")
@@ -42,6 +46,7 @@ _SHOWN_FRAMES: Final = 12
 class Stack:
     """Says where a thread is: `waits` in outsize, in a `collective` of the user's, it `runs`, or is debugged.
 
+    It `saves` where it waits for the thread that writes a checkpoint, which waits for other ranks.
     `line` is the nearest `file:line` of the user's code, `call` the function of torch.distributed.
     """
 
@@ -57,8 +62,26 @@ def stack_of(thread: int, helpers: Collection[int] = ()) -> Stack:
     own = _stack(frames.get(thread))
     if own.where != "runs":
         return own
+    if _awaits_saver(frames.get(thread)) and any(_waits(frames.get(one)) for one in _savers()):
+        return replace(own, where="saves")
     others = (_stack(frames.get(helper)) for helper in helpers)
     return next((other for other in others if other.where == "collective"), own)
+
+
+def _savers() -> list[int]:
+    """Returns the threads of this process that write checkpoints."""
+    return [one.ident for one in threading.enumerate() if one.ident and one.name.startswith(SAVER)]
+
+
+def _awaits_saver(frame: FrameType | None) -> bool:
+    """Tells whether a thread is in a lock of Python's library that a wait for a save has asked for."""
+    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD_LIBRARY):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.endswith(_SAVING_FILE)
+
+
+def _waits(frame: FrameType | None) -> bool:
+    return _stack(frame).where in ("waits", "collective")
 
 
 def _stack(frame: FrameType | None) -> Stack:

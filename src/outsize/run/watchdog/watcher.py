@@ -164,7 +164,7 @@ class Watchdog:
         """Tells whether this rank waits for others; between steps only the youngest engine looks."""
         if not progress.doing and self._run.store.add(f"engines/{self._run.rank}", 0) != self._number:
             return False
-        return self._stack(progress).where in ("waits", "collective")
+        return self._stack(progress).where in ("waits", "collective", "saves")
 
     def _stack(self, progress: Progress) -> Stack:
         # Within a step threads of autograd may call what the user has hooked into the backward.

@@ -126,6 +126,8 @@ def _line(rank: int, reports: Mapping[int, RankReport], silent: Mapping[int, Sil
     report = reports[rank]
     if report.waits:
         doing = "; ".join(f"{w.own} waits for {w.other} of rank {w.rank}" for w in report.waits)
+    elif report.where == "saves":
+        doing = f"waits for its save at {report.line}"
     elif report.is_waiting:
         doing = f"waits in {report.call or 'a message'} at {report.line}"
     else:

@@ -22,6 +22,7 @@ from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import PartFacts
 from outsize.run.checkpoint.overwrite import MappedWriter
 from outsize.run.checkpoint.write import abandon, publish, write_part
+from outsize.run.watchdog.stacks import SAVER
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.progress import SaveProgress, shown
 
@@ -84,7 +85,7 @@ class BackgroundSaves:
     def write(self, save: WrittenSave, chunks: Sequence[Chunk], group: dist.ProcessGroup | None) -> None:
         """Copies the chunks to the host and lets the thread write them; all ranks call this together."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "outsize-checkpoint")
+            self._pool = ThreadPoolExecutor(1, SAVER)
             if group is not None:
                 ranks = dist.get_process_group_ranks(group)
                 own: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

@@ -145,3 +145,13 @@ def test_a_hang_is_one_and_has_a_culprit(
         assert set(found.culprits) <= {*running, *absent}
     if found.is_hang:
         assert str(hang(found, reports, absent)).startswith("RunHung [E404]: ")
+
+
+def test_who_waits_for_its_save_waits_for_stopped_ranks_alone() -> None:
+    saves = report(0, "saves", doing="")
+    found = diagnose(of(saves), {1: silent(1, "stopped", doing="")})
+    assert (found.kind, found.culprits, found.waiting) == ("stopped", (1,), (0,))
+    for other in (report(1, "waits", 0), report(1, "runs", doing=""), report(1, "collective")):
+        found = diagnose(of(saves, other), {})
+        assert not found.is_hang, "another rank may still write its part"
+        assert "rank 0 has not called step 12; it is in train.py:42" in notice(found, of(saves, other))
