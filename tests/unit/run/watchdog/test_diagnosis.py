@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -108,8 +109,10 @@ def test_a_rank_that_has_left_the_loop_is_named() -> None:
     assert "rank 1 has left the loop after step 11" in text
 
 
-WHERES = st.sampled_from(["waits", "collective", "runs", "debugger"])
-STATES = st.sampled_from(["stopped", "traced", "gone", "busy", "disk", "asleep", "unknown"])
+WHERES: st.SearchStrategy[Where] = st.sampled_from(get_args(Where))
+STATES: st.SearchStrategy[State] = st.sampled_from(
+    ["stopped", "traced", "gone", "busy", "disk", "asleep", "unknown"]
+)
 
 
 @st.composite

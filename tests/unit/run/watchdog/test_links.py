@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from outsize.ir.schedule import Kind
 from outsize.run.watchdog.links import MessageTimes, StepMessages, slowest_link
