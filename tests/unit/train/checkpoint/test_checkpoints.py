@@ -218,7 +218,7 @@ def test_scaler_and_scheduler_go_on_together_on_fewer_stages(dropout: float, tmp
 
     def run(stages: int, steps: int, *, resume: bool = True) -> tuple[list[Any], dict[str, Tensor]]:
         scaler = GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
-        of = outsize.parallelize(
+        of: Any = outsize.parallelize(
             six_layers(dropout),
             (X,),
             loss_fn=steep,
