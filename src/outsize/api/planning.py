@@ -108,8 +108,8 @@ def plan(
       where a stage does not fit; "selective" those of some units,
       "offload" stores them on the host until their backward, "none" leaves them on the device.
     - `bn`: how BatchNorm keeps its running statistics (see Plan); "micro" by default.
-    - `dp_replicate`, `dp_shard` (FSDP), `tp`, `cp` (each sequence shared by its tokens): axes that give every
-      stage that many devices; 1 by default.
+    - `dp_replicate`, `dp_shard` (FSDP), `tp`, `cp` (each sequence shared by its tokens), `ep` (each has some
+      of the experts): axes that give every stage that many devices; 1 by default.
     - `axes`: "all" (the default) searches every axis that is not given and runs; "pp" searches none.
     - `exact`: True keeps to layouts whose results are bit-identical to one device's: pipelines, and where
       none fits, weights on the host. By default sums over replicas or tp may be rounded in another order,

@@ -24,6 +24,7 @@ from outsize.ir.profile import Profile, ProfileSet
 from outsize.planner.costs.context_parallel import LEAST_TOKENS
 from outsize.planner.costs.roofline import roofline
 from outsize.program.context_parallel.rows import by_rows
+from outsize.program.expert_parallel.experts import insist_on_experts
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import how_on, measure_sizes
 
@@ -163,9 +164,11 @@ def asked_of(case: TrainingCase, options: LayoutOptions) -> PlanRequest:
 def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = False) -> ModelGraph:
     """Returns the graph, with what tensor parallelism divides where tp > 1, or `always`.
 
-    Raises BadOption where so many ranks cannot divide the model, or its sequences (cp).
+    Raises BadOption where so many ranks cannot divide the model, its sequences (cp), or its experts (ep).
     """
     tp = axes.tp
+    if axes.ep > 1 and captured.graph.form == "tape":
+        insist_on_experts(captured.tape, case.module, axes.ep)
     is_long = captured.graph.form == "tape" and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS
     if axes.cp > 1 or (always and is_long):
         graph = with_rows(captured, case.module, max(2, axes.cp))

@@ -154,6 +154,10 @@ Context = Annotated[
     int | None,
     typer.Option("--cp", min=1, help="Number of devices that share each sequence, by its tokens."),
 ]
+ExpertRanks = Annotated[
+    int | None,
+    typer.Option("--ep", min=1, help="Number of devices that share the experts; each has its own samples."),
+]
 SequenceParallel = Annotated[
     bool | None,
     typer.Option(

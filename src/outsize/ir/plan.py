@@ -40,8 +40,8 @@ ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 Recompute = Literal["none", "selective", "full", "offload"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
-# This version of outsize runs these axes.
-RUN: Final = frozenset({"pp", "dp_replicate", "tp", "cp"})
+# This version of outsize runs these axes; ep without tp and cp.
+RUN: Final = frozenset({"pp", "dp_replicate", "tp", "cp", "ep"})
 
 
 @final
@@ -53,6 +53,7 @@ class Axes(Record):
     dp_shard: Count = 1
     tp: Count = 1
     cp: Count = 1
+    ep: Count = 1
 
     @property
     def world_size(self) -> int:
@@ -62,12 +63,12 @@ class Axes(Record):
     @property
     def group_size(self) -> int:
         """Returns the number of devices of one rank of the pipeline."""
-        return self.dp_replicate * self.dp_shard * self.tp * self.cp
+        return self.replicas * self.tp * self.cp
 
     @property
     def replicas(self) -> int:
         """Returns into how many parts the batch is divided that are computed at the same time."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.ep
 
     @property
     def beyond_pp(self) -> str:
@@ -107,7 +108,8 @@ def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
     """Returns what this version of outsize does not run of a plan with these; empty where it runs all."""
     shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
     run = RUN | {"dp_shard"} if shards else RUN
-    run = run if form == "tape" else run - {"cp"}
+    run = run if form == "tape" else run - {"cp", "ep"}
+    run = run - {"ep"} if axes.tp * axes.cp > 1 else run
     where = "" if streams or shards else weights_text(weights)
     return ", ".join(filter(None, (axes.used_besides(run), where)))
 

@@ -9,7 +9,7 @@ recorded through as well, because its function shows on the tape what its mean i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final, final
 
@@ -19,6 +19,7 @@ from torch.nn.modules.loss import _Loss
 from outsize.capture.costs.weight_casts import is_of_torch
 from outsize.capture.guards.consumed import Consumed
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
+from outsize.program.expert_parallel.experts import calls_experts
 from outsize.program.python_reads import LOSS
 from outsize.program.tape import Weight
 from outsize.program.tensor_parallel.opaque_modules import is_hooked
@@ -47,6 +48,7 @@ class LeafRule:
     tensors leak (rule 10), which are recorded through instead; `traced` asks the recorder to remember which
     tensor was made inside which leaf; `saved` says whether it may ask what autograd saves. `live_loss`: the
     loss function is one instruction. `guards_reads`: somebody will compare what Python code has read.
+    `experts` are modules that were called as a collection of experts, and are leaves in every precision.
     `numbers` are in their places while the forward is recorded. `keepers` are leaves whose calls depend on
     the calls before, because they write outside of modules or draw from a generator of their own: all calls
     of one stay in one stage. `used` has the objects that change with each use (capture.guards.consumed), by
@@ -58,6 +60,7 @@ class LeafRule:
         self.opened: dict[str, str] = {}
         # These were opened once; no other fallback exists for what failed then and leaks now.
         self.walked: set[str] = set()
+        self.experts: set[str] = set()
         self.traced, self.saved, self.live_loss = False, True, False
         self.guards_reads = False
         self.numbers: PlantedNumbers | None = None
@@ -74,7 +77,14 @@ class LeafRule:
             module, "parametrizations"
         ):
             return True
+        if fqn in self.experts:
+            return True
         return not any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+    def is_called(self, fqn: str, module: nn.Module, args: Sequence[Any]) -> None:
+        """Notes a call: what is called as experts is a leaf, whatever its code shows in this precision."""
+        if fqn not in self.experts and calls_experts(module, args):
+            self.experts.add(fqn)
 
     def may_open(self, module: nn.Module) -> bool:
         """Returns whether a module may be recorded through: it is the user's and has no hooks."""

@@ -158,6 +158,8 @@ class Recorder(Watcher):
     def _on_module(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._insist_on_no_chance()
         fqn = self._fqn.get(id(module))
+        if fqn is not None:
+            self._rule.is_called(fqn, module, args)
         if fqn is not None and self._is_leaf(fqn, module):
             if reads_cache(module):
                 reason = "it computes weights once, in parametrize.cached()"

@@ -46,6 +46,7 @@ class LayoutOptions(TypedDict, total=False):
     dp_shard: int | None
     tp: int | None
     cp: int | None
+    ep: int | None
     sequence_parallel: bool | None
     what_if: bool | None
 
@@ -88,6 +89,7 @@ class PlanRequest(Record):
     dp_shard: Count = 1
     tp: Count = 1
     cp: Count = 1
+    ep: Count = 1
     sequence_parallel: bool | None = None
     weights: Weights | None = None
     what_if: bool = False
@@ -98,11 +100,18 @@ class PlanRequest(Record):
 
     def mesh(self, pp: int) -> Axes:
         """Returns the given axes together with `pp` pipeline ranks."""
-        return Axes(pp=pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp, cp=self.cp)
+        return Axes(
+            pp=pp,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+        )
 
     @property
     def has_group_axes(self) -> bool:
-        """Returns whether a pipeline rank is a group of devices, by replicas, tensor or context
+        """Returns whether a pipeline rank is a group of devices, by replicas, tensor, context or expert
         parallelism.
         """
         return self.mesh(1).group_size > 1
@@ -157,6 +166,12 @@ class PlanRequest(Record):
                 numbers=self.mesh(1).beyond_pp or "what_if=True",
                 next_step="leave out exact (--exact), or the axes",
             )
+        if self.ep > 1 and max(self.tp, self.cp) > 1:
+            raise BadOption(
+                "this version runs expert parallelism without tensor and context parallelism",
+                numbers=f"ep={self.ep}, tp={self.tp}, cp={self.cp}",
+                next_step="leave out ep, or tp and cp: ep composes with stages, dp_replicate and dp_shard",
+            )
         if self.inference:
             self._check_inference()
         if self.bn == "sync":
@@ -190,10 +205,10 @@ class PlanRequest(Record):
 
     def _check_whole_batch(self) -> None:
         """Checks that no replica and no microbatch splits the batch whose statistics BatchNorm takes."""
-        if max(self.dp_replicate, self.dp_shard) > 1:
+        if self.mesh(1).replicas > 1:
             raise BadOption(
                 "bn='sync' takes the statistics of the whole batch, and replicas split the batch",
-                numbers=f"dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}",
+                numbers=f"dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, ep {self.ep}",
                 next_step="bn='deferred'",
             )
         if self.microbatches not in (None, 1):

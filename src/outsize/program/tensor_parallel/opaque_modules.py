@@ -147,7 +147,7 @@ def _experts_by_rows(module: nn.Module, args: Sequence[Any]) -> bool:
         weights = {n: _weight(experts, _small(share, inner), generator) for n, share in shares.items()}
         inputs = [_input(arg, _WIDTH, experts, generator) for arg in args]
         inputs[0] = torch.rand(_TOKENS, _WIDTH, generator=generator)
-        return _same_by_rows(_with(module, weights), inputs, 0)
+        return _same_by_rows(copied_with(module, weights), inputs, 0)
 
 
 def _with_few_tokens(arg: Any, dim: int, generator: torch.Generator) -> Any:
@@ -230,9 +230,10 @@ def _tried(module: nn.Module, shares: Mapping[str, Share], width: int, args: Seq
         whole = {name: _weight(experts, share, generator) for name, share in small.items()}
         inputs = [_input(a, width, experts, generator) for a in args]
         try:
-            expected = _with(module, whole)(*inputs)
+            expected = copied_with(module, whole)(*inputs)
             parts = [
-                _with(module, {n: _part(whole[n], small[n], rank) for n in whole})(*inputs) for rank in (0, 1)
+                copied_with(module, {n: _part(whole[n], small[n], rank) for n in whole})(*inputs)
+                for rank in (0, 1)
             ]
         except (RuntimeError, ValueError, TypeError, IndexError):
             return False
@@ -266,7 +267,8 @@ def _input(arg: Any, width: int, experts: int, generator: torch.Generator) -> An
     return torch.rand(*shape[:-1], experts, generator=generator).argsort(-1)[..., : shape[-1]]
 
 
-def _with(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+def copied_with(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Returns a copy of the module with these as its own parameters; its own values are not read."""
     parameters = dict(module._parameters)
     try:
         module._parameters.update(dict.fromkeys(parameters))

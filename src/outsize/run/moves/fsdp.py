@@ -46,17 +46,24 @@ class ShardedWeights(Moves):
     """Shards the weights of this rank's stages."""
 
     def __init__(
-        self, model: nn.Module, home: Mapping[str, int], mesh: DeviceMesh, fill: Fill, *, once: bool = False
+        self,
+        model: nn.Module,
+        home: Mapping[str, int],
+        meshes: Mapping[str, DeviceMesh],
+        fill: Fill,
+        *,
+        once: bool = False,
     ) -> None:
-        """Shards in place the weights that `home` gives a stage, over the last dim of `mesh`.
+        """Shards in place the weights that `home` gives a stage, over the last dim of their mesh.
 
-        A first dim of the mesh replicates. `fill(names)` is called before weights are sharded, so that they
+        A first dim of a mesh replicates. `fill(names)` is called before weights are sharded, so that they
         have values. With `once`, weights are gathered and gradients scattered once a step.
         """
-        self._home, self._mesh, self._once = dict(home), mesh, once
+        self._home, self._once = dict(home), once
         self._root = nn.Module()
         self._stages: dict[int, list[_FsdpGroup]] = {}
-        for (stage, _), names in _grouped_names(model, home).items():
+        mesh = next(iter(meshes.values()))
+        for (stage, _, mesh), names in _grouped_names(model, home, meshes).items():
             fill(names)
             holder = _holder(model, names)
             marks = {name: dict(vars(model.get_parameter(name))) for name in names}
@@ -65,7 +72,7 @@ class ShardedWeights(Moves):
             # The loop restores attributes that the user has set on parameters.
             for name, known in marks.items():
                 vars(model.get_parameter(name)).update(known)
-            self._stages.setdefault(stage, []).append(_FsdpGroup(holder))
+            self._stages.setdefault(stage, []).append(_FsdpGroup(holder, mesh))
         fully_shard(self._root, mesh=mesh)
         _state(self._root)._lazy_init()
 
@@ -121,15 +128,19 @@ class ShardedWeights(Moves):
     def _finish(self) -> None:
         """Ends the step: gradients are ready, and those that no replica has computed become None."""
         groups = [group for groups_of_stage in self._stages.values() for group in groups_of_stage]
+        for mesh in dict.fromkeys(group.mesh for group in groups):
+            self._forget(mesh, [group for group in groups if group.mesh is mesh])
+        _release(self._root)
+
+    def _forget(self, mesh: DeviceMesh, groups: Sequence[_FsdpGroup]) -> None:
         here = [made for group in groups for made in group.finish()]
-        made = launched_to(self._mesh.device_type, torch.tensor(here, dtype=torch.uint8))
-        for dim in range(self._mesh.ndim):
-            dist.all_reduce(made, dist.ReduceOp.MAX, self._mesh.get_group(dim))
+        made = launched_to(mesh.device_type, torch.tensor(here, dtype=torch.uint8))
+        for dim in range(mesh.ndim):
+            dist.all_reduce(made, dist.ReduceOp.MAX, mesh.get_group(dim))
         # What this replica has made, some replica has: the host reads the device only for what it lacks.
         anywhere = iter(here if all(here) else made.tolist())
         for group in groups:
             group.forget(anywhere)
-        _release(self._root)
 
 
 @final
@@ -151,10 +162,10 @@ class _Waiting(Moves):
 
 @final
 class _FsdpGroup:
-    """Drives FSDP2 for the weights of one dtype of one stage."""
+    """Drives FSDP2 for the weights of one dtype of one stage, over one mesh."""
 
-    def __init__(self, holder: nn.Module) -> None:
-        self._fsdp = cast(FSDPModule, holder)
+    def __init__(self, holder: nn.Module, mesh: DeviceMesh) -> None:
+        self._fsdp, self.mesh = cast(FSDPModule, holder), mesh
         self._fsdp.set_gradient_divide_factor(1.0)
         self._fsdp.set_force_sum_reduction_for_comms(True)
         self._fsdp.set_reshard_after_backward(False)
@@ -230,12 +241,14 @@ def may_be_sharded(weight: Tensor) -> bool:
     return isinstance(weight, nn.Parameter) and weight.ndim > 0 and weight.is_contiguous()
 
 
-def _grouped_names(model: nn.Module, home: Mapping[str, int]) -> dict[tuple[int, torch.dtype], list[str]]:
-    """Groups names by stage and dtype, which is the dtype of the gradients' sum."""
-    groups = defaultdict[tuple[int, torch.dtype], list[str]](list)
+def _grouped_names(
+    model: nn.Module, home: Mapping[str, int], meshes: Mapping[str, DeviceMesh]
+) -> dict[tuple[int, torch.dtype, DeviceMesh], list[str]]:
+    """Groups names by stage, dtype, which is the dtype of the gradients' sum, and mesh."""
+    groups = defaultdict[tuple[int, torch.dtype, DeviceMesh], list[str]](list)
     for name, weight in model.named_parameters():
         if name in home:
-            groups[home[name], weight.dtype].append(name)
+            groups[home[name], weight.dtype, meshes[name]].append(name)
     return dict(groups)
 
 

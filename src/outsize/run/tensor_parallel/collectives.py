@@ -287,6 +287,11 @@ def local_of(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+def mesh_of(weight: Tensor) -> DeviceMesh | None:
+    """Returns the mesh over whose ranks a weight (or gradient) is sharded; None where it is not."""
+    return weight.device_mesh if isinstance(weight, DTensor) else None
+
+
 def full_of(weight: Tensor) -> Tensor:
     """Returns the whole weight (or gradient) on every rank; all of them must call it."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -359,15 +364,16 @@ def norms_of_shards(norms: Sequence[Tensor], gradients: Sequence[Tensor | None])
 
     `norms[i]` belongs to `gradients[i]`.
     """
-    mesh = next((g.device_mesh for g in gradients if isinstance(g, DTensor)), None)
-    if mesh is None:
-        return list(norms)
+    whole = list(norms)
+    for mesh in dict.fromkeys(g.device_mesh for g in gradients if isinstance(g, DTensor)):
+        is_part = [isinstance(g, DTensor) and g.device_mesh == mesh for g in gradients]
+        whole = with_added_squares(whole, is_part, partial(_total_over, mesh.get_group(mesh.ndim - 1)))
+    return whole
 
-    def total(squares: Tensor) -> Tensor:
-        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-        return squares
 
-    return with_added_squares(norms, [isinstance(g, DTensor) for g in gradients], total)
+def _total_over(group: dist.ProcessGroup, squares: Tensor) -> Tensor:
+    dist.all_reduce(squares, group=group)
+    return squares
 
 
 def with_added_squares(

@@ -25,7 +25,7 @@ from outsize.train.checkpoint.regions import Division, Located, Region, Sizes, l
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.launch.model_facts import facts_of
-from outsize.train.ranks.tensor_parallel import TensorRanks
+from outsize.train.ranks.divided_weights import DividedWeights
 
 MODEL: Final = "model"
 BUFFERS: Final = "buffers"
@@ -78,7 +78,9 @@ class HeldPart:
 class HeldWeights:
     """The weights of one rank of a run: which it has, where they lie, and which of them it writes."""
 
-    def __init__(self, model: nn.Module, crew: Crew, ownership: Ownership, ranks: TensorRanks | None) -> None:
+    def __init__(
+        self, model: nn.Module, crew: Crew, ownership: Ownership, ranks: DividedWeights | None
+    ) -> None:
         self.model, self.crew, self._ownership, self._ranks = model, crew, ownership, ranks
         self._placed: dict[tuple[Any, ...], Located] = {}
 
@@ -98,7 +100,10 @@ class HeldWeights:
 
     def _placed_anew(self, name: str, tensor: Tensor, division: Division | None) -> Located:
         at = located(tensor, division)
-        first = at.writes if tensor is not local_of(tensor) else self.crew.replicas.holder == 0
+        replicas = self.crew.replicas
+        of_experts = division is not None and self._ownership.of_experts(name)
+        holder = replicas.expert_holder if of_experts else replicas.holder
+        first = at.writes if tensor is not local_of(tensor) else holder == 0
         alone = division is not None or self._ranks is None or self._ranks.first
         return replace(at, writes=first and alone and self._ownership.is_own(name))
 

@@ -164,7 +164,7 @@ class NamedCalls:
         homes = {self._home(tensor) for _, tensor in row}
         axes = [(name, self._division(self._first_names[id(tensor)])) for name, tensor in row]
         for name, axis in axes:
-            if axis == "tp" or (axis is not None and len(homes) > 1):
+            if axis in ("tp", "ep") or (axis is not None and len(homes) > 1):
                 stages = ", ".join(map(str, sorted(homes)))
                 raise BadOption(
                     f"ranks hold parts of {name}, and the function would get one",

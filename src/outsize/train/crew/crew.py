@@ -18,7 +18,7 @@ Each object holds those to its right and none to its left; nobody sets another's
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -136,15 +136,18 @@ class Crew(ABC):
         """Returns the mover that brings the weights of stages to where they compute."""
         return self._moves
 
-    def shard(self, model: nn.Module, home: Mapping[str, int], fill: Fill) -> None:
+    def shard(self, model: nn.Module, home: Mapping[str, int], experts: Collection[str], fill: Fill) -> None:
         """Divides the weights that `home` assigns to a stage over this rank's replicas, before the first
-        step.
+        step; those of `experts` over the ranks that have the same ones.
 
         `fill(names)` is called before weights are divided, so that they have their values.
         """
         assert self.mesh is not None
-        gather_once = self._plan.weights == "resident"
-        self._moves = ShardedWeights(model, home, self.mesh.sharding(), fill, once=gather_once)
+        gather_once, mesh = self._plan.weights == "resident", self.mesh.sharding()
+        meshes = dict.fromkeys(home, mesh)
+        if experts:
+            meshes |= dict.fromkeys(experts, self.mesh.sharding(of_experts=True))
+        self._moves = ShardedWeights(model, home, meshes, fill, once=gather_once)
 
     @property
     def gradient_device(self) -> torch.device:
@@ -508,7 +511,8 @@ class ProcessCrew(Crew):
         place = ProcessPlace(group.rank(), group.size(), stages, mesh=mesh, device=device)
         replicas: Replicas = SingleReplica()
         if mesh.replicas is not None and mesh.holders is not None:
-            replicas = ReplicaGroup(mesh.replicas, mesh.holders, own_batches=options.own_batches)
+            groups = mesh.replicas, mesh.holders, mesh.expert_holders
+            replicas = ReplicaGroup(*groups, own_batches=options.own_batches)
             options = replace(options, moves=options.moves or OverlappedAllReduce(replicas.gradients))
         super().__init__(plan, place, replicas, options)
         self._transport = connect(TransportGroups.make(group, device), device, plan.axes.group_size)

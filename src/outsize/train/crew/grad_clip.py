@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from outsize.device.accelerators import is_accelerator, widest_float
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.host.speculative_step import Speculation
-from outsize.run.tensor_parallel.collectives import local_of, norms_of_shards
+from outsize.run.tensor_parallel.collectives import local_of, mesh_of, norms_of_shards
 from outsize.train.crew.crew import Crew, LocalCrew
-from outsize.train.ranks.tensor_parallel import TensorRanks
+from outsize.train.ranks.divided_weights import DividedWeights
 
 Clipping = Literal["exact", "speculative"]
 
@@ -37,7 +37,7 @@ def clip_by_global_norm(
     everything: Mapping[str, nn.Parameter],
     max_norm: float,
     crew: Crew,
-    tensor: TensorRanks | None = None,
+    tensor: DividedWeights | None = None,
     speculation: Speculation | None = None,
 ) -> Tensor:
     """Scales the owned gradients in place; returns the norm before clipping (0-dim).
@@ -61,7 +61,12 @@ def clip_by_global_norm(
     total = _norm_of_norms(every_norm, present.tolist(), [p.dtype for p in everything.values()])
     if speculation is not None:  # torch's coefficient; with NaN the step is undone
         speculation.settle(stands=bool(max_norm / (total + 1e-6) >= 1))
-    torch.nn.utils.clip_grads_with_norm_(owned.values(), max_norm, total)
+    # torch scales many gradients at once, but not of several meshes (experts have another than the rest).
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in owned.values():
+        by_mesh.setdefault(None if parameter.grad is None else mesh_of(parameter.grad), []).append(parameter)
+    for parameters in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
 
 

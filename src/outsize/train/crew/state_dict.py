@@ -18,13 +18,13 @@ from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.weights.ownership import places
 from outsize.run.weights.save import ShardWriter, shards
 from outsize.train.crew.crew import Crew
-from outsize.train.ranks.tensor_parallel import TensorRanks
+from outsize.train.ranks.divided_weights import DividedWeights
 
 Fetch = Callable[[Tensor], Tensor | None]
 
 
 def gathered(
-    model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: TensorRanks | None = None
+    model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: DividedWeights | None = None
 ) -> dict[str, Tensor]:
     """Returns copies on the CPU by name, on rank 0; an empty dict on other ranks. Tied names share one
     tensor.
@@ -47,7 +47,7 @@ def save(
     crew: Crew,
     folder: Path,
     limit: int,
-    ranks: TensorRanks | None = None,
+    ranks: DividedWeights | None = None,
 ) -> None:
     """Writes `folder` in the Hugging Face layout, at most `limit` bytes a file; tied names are written once.
 
@@ -87,7 +87,7 @@ def _once(model: nn.Module) -> dict[str, Tensor]:
     return dict(named_by_id.values())
 
 
-def _fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: TensorRanks | None) -> Fetch:
+def _fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: DividedWeights | None) -> Fetch:
     names = {id(table[key]): name for table, key, name in places(model)}
 
     def fetch(tensor: Tensor) -> Tensor | None:

@@ -27,8 +27,8 @@ from outsize.run.weights.placement import Holders, Placement
 from outsize.run.weights.safetensors import TensorPart, WeightSource
 from outsize.train.crew.crew import Crew, device_of
 from outsize.train.crew.pretrained import refuse_parts
-from outsize.train.ranks.gradient_allreduce import ByStage
-from outsize.train.ranks.tensor_parallel import TensorRanks
+from outsize.train.ranks.divided_weights import DividedWeights
+from outsize.train.ranks.gradient_allreduce import ByStage, Trained
 
 
 @final
@@ -41,7 +41,7 @@ class Ownership:
         plan: Plan,
         crew: Crew,
         files: WeightSource | None,
-        tensor: TensorRanks | None = None,
+        tensor: DividedWeights | None = None,
     ) -> None:
         self._model, self._plan, self._crew, self._files = model, plan, crew, files
         self._tensor = tensor
@@ -49,7 +49,7 @@ class Ownership:
         self._placement: Placement | None = None
         self._foreign: set[str] = set()
         self._sharded: frozenset[str] = frozenset()  # FSDP adds up their gradients, replicas do not
-        self._trained: tuple[Placement | None, list[tuple[int, dict[str, Any], str, bool]]] = (None, [])
+        self._trained: tuple[Placement | None, list[tuple[int, dict[str, Any], str, bool, bool]]] = (None, [])
 
     def settle(self, find: Callable[[], Placement]) -> None:
         """Decides who owns what, once: frees the weights of others, loads the rest and moves it to the
@@ -74,7 +74,10 @@ class Ownership:
         if self._files is not None:
             self._load(self._files, wanted, notes)
         move_weights(self._model, {n: d for n, d in self._devices().items() if wanted(n)})
-        self._crew.replicas.spread(tensor for name, tensor in self.used() if wanted(name))
+        used = [(self.of_experts(name), tensor) for name, tensor in self.used() if wanted(name)]
+        for of_experts in (False, True):
+            own = (tensor for kind, tensor in used if kind is of_experts)
+            self._crew.replicas.spread(own, of_experts=of_experts)
 
     def _to_shard(self) -> dict[str, int]:
         """Returns the stage of each weight that this rank owns and a program uses; the rest is not
@@ -92,7 +95,7 @@ class Ownership:
         def fill(names: Collection[str]) -> None:
             self._fill(set(names).__contains__, notes)
 
-        self._crew.shard(self._model, home, fill)
+        self._crew.shard(self._model, home, set(filter(self.of_experts, home)), fill)
         self._sharded = frozenset(home)
 
     def adopt(self, find: Callable[[], Placement]) -> None:
@@ -153,10 +156,15 @@ class Ownership:
         """Tells whether this rank owns the weight of this name."""
         return self._placement is not None and self._placement.home.get(name) in self._crew.stages
 
-    def division(self, name: str) -> Literal["tp", "dp_shard"] | None:
+    def of_experts(self, name: str) -> bool:
+        """Tells whether ranks divide the weight of this name as one of experts."""
+        ranks = self._tensor
+        return ranks is not None and ranks.axis == "ep" and ranks.share(name) is not None
+
+    def division(self, name: str) -> Literal["tp", "ep", "dp_shard"] | None:
         """Returns the axis whose ranks may hold parts of the weight of this name."""
         if self._tensor is not None and self._tensor.share(name) is not None:
-            return "tp"
+            return self._tensor.axis
         return "dp_shard" if self._plan.shards and self._crew.mesh is not None else None
 
     def trained(self) -> list[nn.Parameter]:
@@ -183,20 +191,22 @@ class Ownership:
         """
         if self._trained[0] is not self.placement:
             self._trained = self.placement, self._own_parameters()
-        weights = [(stage, table[key], sparse) for stage, table, key, sparse in self._trained[1]]
-        trained = [(stage, p, sparse) for stage, p, sparse in weights if p.requires_grad]
-        return {stage: [(p, s) for at, p, s in trained if at == stage] for stage in self._crew.stages}
+        by_stage: dict[int, list[Trained]] = {stage: [] for stage in self._crew.stages}
+        for stage, table, key, *kinds in self._trained[1]:
+            if table[key].requires_grad:
+                by_stage[stage].append(Trained(table[key], *kinds))
+        return by_stage
 
-    def _own_parameters(self) -> list[tuple[int, dict[str, Any], str, bool]]:
-        """Returns for each owned parameter its stage, its table and key, and whether its gradient is
-        sparse.
+    def _own_parameters(self) -> list[tuple[int, dict[str, Any], str, bool, bool]]:
+        """Returns for each owned parameter its stage, its table and key, whether its gradient is sparse, and
+        whether it is of experts.
         """
         lookups = [m for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         sparse = {id(m.weight) for m in lookups if m.sparse}
         home, excluded = self.placement.home, self.placement.unused | self._sharded
         first_places = {name: (table, key) for table, key, name in reversed(places(self._model))}
         return [
-            (home[name], table, key, id(table[key]) in sparse)
+            (home[name], table, key, id(table[key]) in sparse, self.of_experts(name))
             for name, (table, key) in reversed(first_places.items())
             if isinstance(table[key], nn.Parameter) and self.is_own(name) and name not in excluded
         ]

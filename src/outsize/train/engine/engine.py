@@ -84,6 +84,7 @@ from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
 from outsize.train.ranks.batch_check import insist_on_one_batch, is_checked
 from outsize.train.ranks.context_parallel import context_ranks
+from outsize.train.ranks.expert_parallel import expert_ranks
 from outsize.train.ranks.tensor_parallel import insist_on_whole, tensor_ranks
 from outsize.train.variants.results import BatchLoss, EvalResult, StepResult, evaluating
 from outsize.train.variants.variant import RecordingOptions
@@ -115,7 +116,10 @@ class Engine:
         self._callbacks = Callbacks(options.callbacks, crew, plan)
         self.optimizer: Optimizer | None = None
         home = _home(model, crew, len(plan.stages))
-        self._tensor = tensor_ranks(model, plan, crew.mesh, compiled=options.compiled is not None)
+        is_compiled = options.compiled is not None
+        self._tensor = tensor_ranks(model, plan, crew.mesh, compiled=is_compiled) or expert_ranks(
+            model, plan, crew.mesh, compiled=is_compiled
+        )
         self._ownership = Ownership(model, plan, crew, options.weights, self._tensor)
         rejects = rejection(model, options.loss_fn, home)
         rejects = rejects if self._tensor is None else self._tensor.whole()(rejects)
@@ -126,7 +130,7 @@ class Engine:
         # An engine in a cycle would keep what it has recorded until the garbage is collected.
         itself = weakref.ref(self)
         self._checkpoints = Checkpoints(held, settings, lambda: engine.steps if (engine := itself()) else 0)
-        context = context_ranks(model, plan, crew.mesh, compiled=options.compiled is not None)
+        context = context_ranks(model, plan, crew.mesh, compiled=is_compiled)
         recording = RecordingOptions(options.counting, home, self._tensor, context, options.captures)
         self._executor: Executor = (
             ByModules(model, plan, crew, self._ownership, options)

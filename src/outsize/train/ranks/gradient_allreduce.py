@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,19 @@ from outsize.run.transport.groups import RankGroup
 from outsize.schedules.sharded import BUCKET_BYTES, with_reductions
 
 _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
-ByStage = Mapping[int, Sequence[tuple[nn.Parameter, bool]]]
-"""Trained parameters of each stage of this rank, each with whether its gradients are sparse."""
+
+
+@final
+class Trained(NamedTuple):
+    """A trained parameter, whether its gradients are sparse, and whether ranks divide it as experts."""
+
+    parameter: nn.Parameter
+    sparse: bool
+    of_experts: bool = False
+
+
+ByStage = Mapping[int, Sequence[Trained]]
+"""Trained parameters of each stage of this rank."""
 
 
 @final
@@ -47,8 +58,11 @@ class GradientSum:
     `begin` is called before the first backward, `start(stage)` after a stage's last one, `finish` at the end.
     """
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group, self._first = group, group.rank() == 0
+    def __init__(self, group: RankGroup, expert_group: RankGroup | None = None) -> None:
+        """Sums over `group`, and gradients of experts over `expert_group`, which has the same experts; None:
+        no other rank has them.
+        """
+        self._groups: dict[bool, RankGroup | None] = {False: group, True: expert_group}
         self._weights: ByStage = {}
         self._left: list[int] = []  # stages that have not started, the next one last
         self._ended: set[int] = set()
@@ -62,11 +76,17 @@ class GradientSum:
         """Begins a step; `weights` are the same on all replicas."""
         self._weights, self._left, self.ending = weights, sorted(weights), False
         self._ended.clear()
-        if not self._first:
-            trained = [p for stage in weights.values() for p, _ in stage]
-            self._kept = [(p, p.grad) for p in trained if p.grad is not None]
-            for parameter, _ in self._kept:
-                parameter.grad = None
+        trained = [each for stage in weights.values() for each in stage if not self._counts(each)]
+        self._kept = [
+            (each.parameter, each.parameter.grad) for each in trained if each.parameter.grad is not None
+        ]
+        for parameter, _ in self._kept:
+            parameter.grad = None
+
+    def _counts(self, trained: Trained) -> bool:
+        """Tells whether gradients from earlier steps are counted on this rank."""
+        group = self._groups[trained.of_experts]
+        return group is None or group.rank() == 0
 
     def begin_round(self, *, last: bool) -> None:
         """Announces that microbatches of one wiring are about to run; `last`: the last ones of the step."""
@@ -80,7 +100,7 @@ class GradientSum:
         while self._left and self._left[-1] in self._ended:
             following = self._left.pop()
             queue = self._queues.pop(following, None)
-            for bucket in _buckets(self._weights[following]) if queue is None else queue:
+            for bucket in self._buckets(following) if queue is None else queue:
                 self._send(bucket)
 
     def watch(self, stage: int, arrival_counts: dict[int, int]) -> None:
@@ -89,7 +109,7 @@ class GradientSum:
         `once` counts by parameter how often each gradient arrived when these programs first ran; an empty one
         is filled.
         """
-        self._queues[stage] = _buckets(self._weights[stage])
+        self._queues[stage] = self._buckets(stage)
         learning = not arrival_counts
         for bucket in self._queues[stage]:
             for parameter in bucket.parameters:
@@ -112,8 +132,17 @@ class GradientSum:
         while self._left[-1:] == [stage] and queue and queue[0].complete(arrival_counts):
             self._send(queue.pop(0))
 
+    def _buckets(self, stage: int) -> list[_Bucket | _Sparse]:
+        """Returns the buckets of a stage; experts that no other rank has are in none."""
+        return [
+            bucket
+            for of_experts, group in self._groups.items()
+            if group is not None
+            for bucket in _buckets([t for t in self._weights[stage] if t.of_experts is of_experts], group)
+        ]
+
     def _send(self, bucket: _Bucket | _Sparse) -> None:
-        bucket.send(self._group)
+        bucket.send()
         self._in_flight.append(bucket)
 
     def finish(self) -> None:
@@ -180,8 +209,8 @@ class OverlappedAllReduce(Moves):
 class _Bucket:
     """The gradients of one dtype on one device in a row, then a 1 for each that exists."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters, self.arrived = parameters, set[int]()
+    def __init__(self, parameters: Sequence[nn.Parameter], group: RankGroup) -> None:
+        self.parameters, self.arrived, self._group = parameters, set[int](), group
         self._work: Any = None
         self._flat, self._is_whole = torch.empty(0), True
 
@@ -190,7 +219,7 @@ class _Bucket:
         all_arrived = len(self.arrived) == len(self.parameters)
         return all_arrived and all(arrival_counts.get(id(parameter)) == 1 for parameter in self.parameters)
 
-    def send(self, group: RankGroup) -> None:
+    def send(self) -> None:
         """Begins the all-reduce."""
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
@@ -202,7 +231,7 @@ class _Bucket:
                 place.view(parameter.shape).copy_(grad)
                 there[number] = 1
         self._is_whole = all(parameter.grad is not None for parameter in self.parameters)
-        self._work = dist.all_reduce(self._flat, group=group.device, async_op=True)
+        self._work = dist.all_reduce(self._flat, group=self._group.device, async_op=True)
 
     def received(self) -> list[Tensor]:
         """Waits; returns whether each gradient exists on any replica, unless all exist on this one."""
@@ -224,8 +253,8 @@ class _Bucket:
 class _Sparse:
     """The sparse gradient of one parameter, with rows where it was looked up."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
+    def __init__(self, parameter: nn.Parameter, group: RankGroup) -> None:
+        self._parameter, self._group = parameter, group
         self.parameters, self.arrived = (), set[int]()
         self._parts: list[Tensor] = []
 
@@ -233,10 +262,10 @@ class _Sparse:
         """Returns False: sparse gradients are sent at the end."""
         return False
 
-    def send(self, group: RankGroup) -> None:
+    def send(self) -> None:
         """Gathers the gradients on the host, at once, since nobody knows their numbers of rows before."""
         grad = self._parameter.grad
-        gathered = all_gather_tensors([] if grad is None else [grad], group.host, "sparse gradients")
+        gathered = all_gather_tensors([] if grad is None else [grad], self._group.host, "sparse gradients")
         self._parts = [part for parts in gathered for part in parts]
 
     def received(self) -> list[Tensor]:
@@ -250,18 +279,18 @@ class _Sparse:
             self._parameter.grad = reduce(torch.add, gradients)
 
 
-def _buckets(parameters: Sequence[tuple[nn.Parameter, bool]]) -> list[_Bucket | _Sparse]:
+def _buckets(parameters: Sequence[Trained], group: RankGroup) -> list[_Bucket | _Sparse]:
     """Returns the buckets, those of the last parameters first, as the backward makes them."""
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     buckets: list[_Bucket | _Sparse] = []
-    for parameter, sparse in reversed(parameters):
+    for parameter, sparse, _ in reversed(parameters):
         if sparse:
-            buckets.append(_Sparse(parameter))
+            buckets.append(_Sparse(parameter, group))
             continue
         key = parameter.dtype, parameter.device
         group_parameters, used_bytes = open_.get(key, ([], 0))
         group_parameters.append(parameter)
         open_[key] = group_parameters, used_bytes + parameter.numel() * parameter.element_size()
         if open_[key][1] >= BUCKET_BYTES:
-            buckets.append(_Bucket(open_.pop(key)[0]))
-    return [*buckets, *(_Bucket(group_parameters) for group_parameters, _ in open_.values())]
+            buckets.append(_Bucket(open_.pop(key)[0], group))
+    return [*buckets, *(_Bucket(group_parameters, group) for group_parameters, _ in open_.values())]

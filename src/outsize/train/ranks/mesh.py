@@ -4,8 +4,9 @@ neighbours.
     axes        pp 2 x dp_replicate 2 x tp 2      torch's names and order, the last one innermost
     rank 5   =  pp 1, dp_replicate 0, tp 1
     pipeline    ranks 1, 5                        as rank 5 on every axis but pp
-    replicas    ranks 5, 7                        as rank 5 on every axis but dp_replicate and dp_shard
+    replicas    ranks 5, 7                        as rank 5 on every axis but dp_replicate, dp_shard and ep
     holders     ranks 5, 7                        as rank 5 on every axis but these and cp
+    of experts  ranks 5, 7                        as rank 5 on every axis but dp_replicate and dp_shard
 
 A run of pp alone has one pipeline, the group of the run, and makes no other.
 """
@@ -23,19 +24,20 @@ from outsize.errors import WorldMismatch
 from outsize.ir.plan import Axes
 from outsize.run.transport.groups import RankGroup, backend_of, device_backend
 
-AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 
 @final
 class Mesh:
-    """`coordinate` of this process by axis. `device_mesh`: torch's, with all five names; None for pp alone.
+    """`coordinate` of this process by axis. `device_mesh`: torch's, with all six names; None for pp alone.
 
     group     all processes of the run, among which this one is `rank`
     pipeline  the ranks of this process's pipeline, in the order of the plan
     replicas  those that hold this stage for other parts of the batch, by `replica`
     holders   those that hold the same weights of this stage, and add up their gradients
+    expert_holders   those that hold the same experts, where ranks divide them
 
-    Both are None where nobody else holds them.
+    Each is None where nobody else holds them.
     """
 
     def __init__(self, axes: Axes, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -44,28 +46,34 @@ class Mesh:
         Raises WorldMismatch before it.
         """
         insist_on_size(axes, group.size())
+        self._flattened = set[str]()
         self.axes, self.group, self.rank = axes, RankGroup.of(group, device), group.rank()
         self.coordinate = coordinate(axes, self.rank)
         self.device_mesh = None if axes.group_size == 1 else _device_mesh(axes, group, device)
         mesh, axis = self.device_mesh, self.coordinate
         self.pipeline = self.group if mesh is None else RankGroup.of(mesh.get_group("pp"), device)
-        self.replica = axis["dp_replicate"] * axes.dp_shard + axis["dp_shard"]
-        self.replicas = self.holders = None
+        self.replica = (axis["dp_replicate"] * axes.dp_shard + axis["dp_shard"]) * axes.ep + axis["ep"]
+        self.replicas = self.holders = self.expert_holders = None
         if mesh is not None and axes.replicas * axes.cp > 1:
-            self.replicas = self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard"), device)
+            self.replicas = self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "ep"), device)
         if mesh is not None and axes.cp > 1:
-            self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "cp"), device)
+            self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "ep", "cp"), device)
+        if mesh is not None and axes.ep > 1 and axes.replicas > axes.ep:
+            self.expert_holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard"), device)
 
-    def sharding(self) -> DeviceMesh:
+    def sharding(self, *, of_experts: bool = False) -> DeviceMesh:
         """Returns the mesh over whose last dim weights are sharded; a first dim replicates.
 
-        Ranks that share sequences hold the same weights, so they share them as replicas do.
+        Ranks that share sequences, or divide the experts, hold the same other weights, so they share those as
+        replicas do.
         """
         mesh, axes = self.device_mesh, self.axes
         assert mesh is not None
-        if axes.cp > 1:
-            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-        last = "dp_shard_cp" if axes.cp > 1 else "dp_shard"
+        sharing = ("dp_shard", *(name for name in ("ep", "cp") if getattr(axes, name) > 1 and not of_experts))
+        last = "_".join(sharing)
+        if len(sharing) > 1 and last not in self._flattened:
+            mesh[sharing]._flatten(last)
+            self._flattened.add(last)
         return mesh["dp_replicate", last] if axes.dp_replicate > 1 else mesh[last]
 
 

@@ -88,7 +88,7 @@ class ProgramAgreement:
         store: Any = dist.distributed_c10d._get_default_store()
         self._rank, self._places, self._own_batches = mesh.rank, tuple(places), own_batches
         at = [coordinate(mesh.axes, rank) for rank in range(mesh.group.size())]
-        self._seats = [(axis["pp"], (axis["dp_replicate"], axis["dp_shard"])) for axis in at]
+        self._seats = [(axis["pp"], (axis["dp_replicate"], axis["dp_shard"], axis["ep"])) for axis in at]
         name = f"outsize/programs/{'-'.join(map(str, ranks))}"
         engine = store.add(f"{name}/{mesh.rank}", 1)  # engines are made in one order on all ranks
         self._store, self._name = store, f"{name}/{engine}"

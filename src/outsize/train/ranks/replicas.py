@@ -42,13 +42,15 @@ class Piece(NamedTuple):
 class Replicas(ABC):
     """The ranks that hold one stage for different parts of the batch; this one is `index` of `count`.
 
-    `holder`: the number of this rank among all that hold the same weights, also for other rows of sequences.
+    `holder`: the number of this rank among all that hold the same weights, also for other rows of sequences;
+    `expert_holder`: among those that hold the same experts.
     `own_batches`: every replica is given its own samples alone, not the whole batch.
     """
 
     index: int
     count: int
     holder: int = 0
+    expert_holder: int = 0
     own_batches: bool = False
 
     @abstractmethod
@@ -75,8 +77,10 @@ class Replicas(ABC):
         """Returns the values of each replica, on all of them."""
 
     @abstractmethod
-    def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Copies the first replica's values to all others, in place."""
+    def spread(self, tensors: Iterable[Tensor], *, of_experts: bool = False) -> None:
+        """Copies the first replica's values to all others, in place; `of_experts` to those with the same
+        experts.
+        """
 
     @abstractmethod
     def begin_round(self, *, last: bool) -> None:
@@ -107,7 +111,7 @@ class SingleReplica(Replicas):
     def of_all(self, values: Any) -> list[Any]:
         return [values]
 
-    def spread(self, tensors: Iterable[Tensor]) -> None:
+    def spread(self, tensors: Iterable[Tensor], *, of_experts: bool = False) -> None:
         """Does nothing: there is no other replica."""
 
     def begin_round(self, *, last: bool) -> None:
@@ -121,10 +125,21 @@ class SingleReplica(Replicas):
 class ReplicaGroup(Replicas):
     """The replicas of a process group."""
 
-    def __init__(self, group: RankGroup, holders: RankGroup, *, own_batches: bool = False) -> None:
-        """Joins the replicas of `group`, whose gradients are added up over `holders`."""
+    def __init__(
+        self,
+        group: RankGroup,
+        holders: RankGroup,
+        expert_holders: RankGroup | None = None,
+        *,
+        own_batches: bool = False,
+    ) -> None:
+        """Joins the replicas of `group`, whose gradients are added up over `holders`, those of experts over
+        `expert_holders`.
+        """
         self.group, self.index, self.count = group, group.rank(), group.size()
-        self.holder, self.own_batches, self.gradients = holders.rank(), own_batches, GradientSum(holders)
+        self.holder, self.own_batches = holders.rank(), own_batches
+        self.expert_holder = 0 if expert_holders is None else expert_holders.rank()
+        self.gradients, self._expert_holders = GradientSum(holders, expert_holders), expert_holders
 
     def pieces(
         self, counted: Sequence[Counted], written: frozenset[str]
@@ -151,10 +166,11 @@ class ReplicaGroup(Replicas):
     def of_all(self, values: Any) -> list[Any]:
         return all_gather_values(values, self.group.host, "outputs")
 
-    def spread(self, tensors: Iterable[Tensor]) -> None:
+    def spread(self, tensors: Iterable[Tensor], *, of_experts: bool = False) -> None:
         written_tensors = [tensor.detach() for tensor in tensors if _is_written_to(tensor)]
-        if written_tensors:
-            dist._broadcast_coalesced(self.group.device, written_tensors, BUCKET_BYTES, 0)  # pyright: ignore[reportPrivateImportUsage]
+        group = self._expert_holders if of_experts else self.group
+        if written_tensors and group is not None:
+            dist._broadcast_coalesced(group.device, written_tensors, BUCKET_BYTES, 0)  # pyright: ignore[reportPrivateImportUsage]
 
     def begin_round(self, *, last: bool) -> None:
         self.gradients.begin_round(last=last)

@@ -41,7 +41,7 @@ from outsize.run.tensor_parallel.collectives import whole_shapes
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares, LossTrial
 from outsize.train.ranks.context_parallel import ContextRanks
-from outsize.train.ranks.tensor_parallel import TensorRanks
+from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.number_inputs import another_number, with_number_inputs
 
@@ -101,7 +101,7 @@ class RecordingOptions:
 
     counting: Counting = FROM_LOSS
     home: TapeHome | None = None
-    tensor: TensorRanks | None = None
+    tensor: DividedWeights | None = None
     context: ContextRanks | None = None
     most: int = KEPT
 

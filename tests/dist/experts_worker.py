@@ -1,0 +1,286 @@
+"""Run by test_experts.py, one process per rank: plans with ep against a plain loop over microbatches."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from recorded_once import recorded_once
+from tensor_models import SMALL, transformer
+from tensor_worker import all_in, worst
+from torch import Tensor, nn
+from torch.nn import functional
+
+import outsize
+from outsize.ir.plan import Plan
+from outsize.run.tensor_parallel.collectives import local_of
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.batch_dims import BatchDims, rejection
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import World, join, leave
+from outsize.train.ranks.expert_parallel import ExpertRanks
+
+CLIP, SEED, STEPS = 0.5, 5, 3
+
+
+class Collection(nn.Module):
+    """Experts as research code has them: a loop over those that some token has chosen."""
+
+    def __init__(self, experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.amount = experts
+        self.up = nn.Parameter(0.3 * torch.randn(experts, inner, width))
+        self.bias = nn.Parameter(0.3 * torch.randn(experts, inner))
+        self.down = nn.Parameter(0.3 * torch.randn(experts, width, inner))
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.amount):
+            token, choice = (index == expert).nonzero(as_tuple=True)
+            if len(token):
+                inner = self.act(functional.linear(x[token], self.up[expert], self.bias[expert]))
+                made = functional.linear(inner, self.down[expert]) * weight[token, choice, None]
+                out.index_add_(0, token, made)
+        return out
+
+
+class Block(nn.Module):
+    """A router, experts, and an expert that all tokens have. The router may drop tokens, or avoid experts."""
+
+    def __init__(self, width: int = 16, experts: int = 5, capacity: int = 0, avoided: int = 0) -> None:
+        super().__init__()
+        self.gate, self.capacity, self.avoided = nn.Linear(width, experts), capacity, avoided
+        self.experts, self.shared = Collection(experts, width, 12), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        logits = self.gate(flat)
+        if self.avoided:
+            logits = torch.cat([logits[:, : -self.avoided], logits[:, -self.avoided :] - 1e4], 1)
+        weight, index = logits.softmax(-1).topk(2)
+        if self.capacity:
+            chosen = functional.one_hot(index.flatten(), logits.shape[1])
+            place = (chosen.cumsum(0) * chosen).sum(-1).view(index.shape)
+            index = index.masked_fill(place > self.capacity, logits.shape[1])
+        return x + (self.experts(flat, index, weight) + self.shared(flat)).view(x.shape)
+
+
+class Tower(nn.Module):
+    """Blocks, and their loss, for 3 samples of which microbatches have 2 and 1."""
+
+    def __init__(self, samples: int, **of_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Linear(8, 16), Block(**of_blocks), Block(**of_blocks), nn.Linear(16, 8)
+        )
+        self.samples = samples
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return functional.mse_loss(self.blocks(input_ids), labels)
+
+
+def decoder(name: str, **more: Any) -> Callable[[], nn.Module]:
+    fields = {**SMALL, "num_hidden_layers": 2, "experts_implementation": "eager", **more}
+    return lambda: transformer(f"{name}ForCausalLM", f"{name}Config", fields)
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": decoder("Mixtral", num_local_experts=5, num_experts_per_tok=2, output_router_logits=True),
+    "grouped": decoder("Mixtral", num_local_experts=4, experts_implementation="grouped_mm"),
+    "qwen3": decoder("Qwen3Moe", num_experts=4, num_experts_per_tok=3, moe_intermediate_size=12, head_dim=4),
+    "deepseek": decoder(
+        "DeepseekV3", num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
+        topk_group=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
+        first_k_dense_replace=1, moe_intermediate_size=12,
+    ),
+    "gptoss": decoder(
+        "GptOss", num_local_experts=4, num_experts_per_tok=1, head_dim=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "dropping": lambda: Tower(4, capacity=5),
+    "avoiding": lambda: Tower(4, avoided=2),
+    "uneven": lambda: Tower(3),
+}  # fmt: skip
+
+
+def axes_of(text: str) -> tuple[str, dict[str, int], list[str]]:
+    """`mixtral:pp2:full` is a Mixtral with pp 2 and full recompute; ep takes the other ranks."""
+    name, *marks = text.split(":")
+    axes = {mark.rstrip("0123456789"): int(mark[-1]) for mark in marks if mark[-1].isdigit()}
+    return name, axes, [mark for mark in marks if not mark[-1].isdigit()]
+
+
+def made(text: str) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    name, axes, _ = axes_of(text)
+    model, dtype = CASES[name]().train(), dtype_of(text)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * torch.randn(p.shape)
+    samples = model.samples if isinstance(model, Tower) else 4
+    samples *= 1 + (axes.get("replicate", 1) * axes.get("shard", 1) > 1)
+    if isinstance(model, Tower):
+        kwargs = {"input_ids": torch.randn(samples, 7, 8), "labels": torch.randn(samples, 7, 8)}
+        kwargs = {name: value.to(dtype) for name, value in kwargs.items()}
+    else:
+        ids = torch.randint(3, 61, (samples, 9))
+        kwargs = {"input_ids": ids, "labels": ids}
+    return model.to(dtype), Batch((), kwargs)
+
+
+def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
+    _, axes, marks = axes_of(text)
+    replicas = {f"dp_{name}": axes.get(name, 1) for name in ("replicate", "shard")}
+    apart = axes.get("pp", 1) * replicas["dp_replicate"] * replicas["dp_shard"]
+    recompute = next((mark for mark in marks if mark in ("full", "selective")), "none")
+    wishes: dict[str, Any] = {"stages": axes.get("pp", 1), "recompute": recompute, **replicas}
+    wishes |= {"ep": ranks // apart, "microbatches": axes.get("pp", 1)}
+    if "zb-h1" in marks:
+        wishes["schedule"] = "zb-h1"
+    return outsize.plan(model, batch.args, batch.kwargs, cluster=f"{ranks}xcpu", **wishes)
+
+
+def dtype_of(text: str) -> torch.dtype:
+    name, _, marks = axes_of(text)
+    return torch.float32 if name == "grouped" or "single" in marks else torch.float64
+
+
+def record_cases(texts: Iterable[str], ranks: int) -> None:
+    """Records what the ranks of a launch need, in the process that they are forks of."""
+    with recorded_once():
+        for text in texts:
+            with all_in(dtype_of(text)):
+                model, batch = made(text)
+                plan_of(model, batch, text, ranks)
+                BatchDims(rejection(model, None), None).of(batch)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def loss_in(out: Any) -> Tensor:
+    return out if isinstance(out, Tensor) else out.loss
+
+
+def plain(
+    model: nn.Module, batch: Batch, count: int
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses of all steps, the gradients of the first, the parameters after the last, of PyTorch alone."""
+    optimizer, losses, grads = adamw(model.parameters()), list[float](), dict[str, Tensor]()
+    samples = len(batch.kwargs["input_ids"])
+    for step in range(2 * STEPS):
+        total = 0.0
+        parts = zip(*(value.tensor_split(count) for value in batch.kwargs.values()), strict=True)
+        for part in parts:
+            share = len(part[0]) / samples
+            loss = loss_in(model(**dict(zip(batch.kwargs, part, strict=True)))) * share
+            (0.5 * loss).backward()
+            total += loss.item()
+        losses.append(total)
+        if step == 0:
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, grads, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def split(engine: Engine, batch: Batch) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    losses, grads = list[float](), dict[str, Tensor]()
+    for step in range(2 * STEPS):
+        found = engine.step(*batch.args, update=bool(step % 2), loss_scale=0.5, **batch.kwargs)
+        losses.append(found.loss.item())
+        if step == 0:
+            own = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
+            grads = {n: engine.whole(n, grad) for n, grad in own.items()}
+    return losses, grads, engine.full_state_dict()
+
+
+def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return worst({n: found[n] for n in expected}, expected)
+
+
+def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
+    model, batch = made(text)
+    alone = copy.deepcopy(model)
+    plan = plan_of(model, batch, text, world.world_size)
+    options = EngineOptions(optimizer=adamw, clip_norm=CLIP, seed=SEED)
+    engine = make_engine(model, plan, world.group, options)
+    engine.prepare(batch)
+    losses, grads, trained = split(engine, batch)
+    count, first = plan.microbatches * plan.axes.replicas, world.rank == 0
+    box: list[Any] = [plain(copy.deepcopy(alone), batch, count) if first else None]
+    dist.broadcast_object_list(box, src=0)
+    expected_losses, expected_grads, expected = box[0]
+    # The gradient of a key's bias is zero but for rounding, since softmax does not see it.
+    top = max(g.abs().max().item() for g in expected_grads.values())
+    real = {n: g for n, g in expected_grads.items() if g.abs().max() > 1e-7 * top}
+    engine.evaluate(*batch.args, **batch.kwargs)
+    place = folder / text.replace(":", "_")
+    engine.save(place)
+    ranks = engine._tensor  # pyright: ignore
+    assert isinstance(ranks, ExpertRanks)
+    states = [s for state in engine.optimizer.state.values() for s in state.values() if s.ndim]  # pyright: ignore
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True)),
+        "gradients": far(grads, {n: g for n, g in real.items() if n in grads}),
+        "lacking": [n for n in real if n not in grads] if plan.axes.pp == 1 else [],
+        "trained": far(trained, expected) if trained else 0.0,
+        "resumed": resumed(alone, batch, text, world, place, trained),
+        "state_elements": sum(local_of(s).numel() for s in states),
+        "sent": dict(ranks.group.sent),
+        "rows": {name: (c.rows, c.expected_rows) for name, c in ranks.counts.items()},
+    }
+
+
+def resumed(
+    model: nn.Module, batch: Batch, text: str, world: World, place: Path, trained: dict[str, Tensor]
+) -> float:
+    """How far a step after the checkpoint is, of replicas without ep, from one of the same plan."""
+    options = EngineOptions(optimizer=adamw, clip_norm=CLIP, seed=SEED)
+    found: list[dict[str, Tensor]] = []
+    _, axes, _ = axes_of(text)
+    replicas = world.world_size // axes.get("pp", 1)
+    wishes: dict[str, Any] = {
+        "stages": axes.get("pp", 1),
+        "microbatches": axes.get("pp", 1),
+        "dp_replicate": replicas,
+    }
+    other = outsize.plan(
+        copy.deepcopy(model), batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", **wishes
+    )
+    for plan in (plan_of(model, batch, text, world.world_size), other):
+        engine = make_engine(copy.deepcopy(model), plan, world.group, options)
+        engine.prepare(batch)
+        engine.resume(place)
+        loaded = engine.full_state_dict()
+        assert all(torch.equal(loaded[n], t) for n, t in trained.items())
+        engine.step(*batch.args, **batch.kwargs)
+        found.append(engine.full_state_dict())
+    return worst(*found) if found[0] else 0.0
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    world = join()
+    found: dict[str, Any] = {}
+    for text in cases:
+        with all_in(dtype_of(text)):
+            found[text] = compared(text, world, folder)
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,107 @@
+"""Expert parallelism: ranks with some of the experts, and samples of their own, train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from experts_worker import record_cases
+from launches import said_by
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+# Five experts over two ranks, with an auxiliary loss; three choices over four; experts that all tokens have,
+# and groups; biases, dispatched; dropped tokens; a rank without rows; samples that do not divide.
+PAIRS = ("mixtral", "qwen3", "deepseek", "gptoss", "dropping", "avoiding", "uneven")
+SINGLE = ("grouped", "mixtral:single", "qwen3:single", "deepseek:single", "gptoss:single")
+MESHES = ("qwen3:pp2:full", "deepseek:shard2", "gptoss", "mixtral:pp2:selective", "deepseek:pp2:zb-h1")
+MESHES += ("mixtral:replicate2", "mixtral:shard2")
+RARE = {
+    "qwen3",
+    "deepseek",
+    "dropping",
+    "uneven",
+    "mixtral:single",
+    "qwen3:single",
+    "deepseek:single",
+    "gptoss:single",
+}
+RARE_MESHES: set[str] = {*MESHES[1:]}
+
+Found = list[dict[str, dict[str, Any]]]
+
+
+def run(ranks: int, folder: Path, cases: list[str]) -> Found:
+    record_cases(cases, ranks)
+    return said_by("experts_worker.py", ranks, folder, *cases, timeout_s=390)
+
+
+@pytest.fixture(scope="module")
+def ep2(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    everything = pytestconfig.getoption("--all")
+    cases = [name for name in (*PAIRS, *SINGLE) if everything or name not in RARE]
+    return run(2, tmp_path_factory.mktemp("ep2"), cases)
+
+
+@pytest.fixture(scope="module")
+def meshes(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    everything = pytestconfig.getoption("--all")
+    cases = [name for name in MESHES if everything or name not in RARE_MESHES]
+    return run(4, tmp_path_factory.mktemp("ep4"), cases)
+
+
+def marked(names: tuple[str, ...], rare: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.full] if name in rare else []) for name in names]
+
+
+def insist(rank: dict[str, Any], within: float, trained: float) -> None:
+    assert rank["loss"] < within
+    assert rank["gradients"] < within
+    assert rank["trained"] < trained
+    assert rank["resumed"] < trained
+    assert not rank["lacking"]
+
+
+@pytest.mark.parametrize("name", marked(PAIRS, RARE))
+def test_two_ranks_train_as_one_process(ep2: Found, name: str) -> None:
+    """Losses, gradients, and parameters after three clipped steps of AdamW of two accumulated batches each;
+    then a step after a checkpoint that replicas without ep go on from.
+    """
+    for rank in ep2:
+        insist(rank[name], 1e-12, 1e-10)
+
+
+@pytest.mark.parametrize("name", marked(SINGLE, RARE))
+def test_in_float32_but_for_rounding(ep2: Found, name: str) -> None:
+    for rank in ep2:
+        insist(rank[name], 1e-6, 1e-4)
+
+
+def test_a_rank_without_rows_has_gradients_of_zero(ep2: Found) -> None:
+    """The last two of five experts are never chosen, and are those of the second rank."""
+    rows = [rank["avoiding"]["rows"]["blocks.1.experts"] for rank in ep2]
+    assert rows[0][0] > 0
+    assert rows[1][0] == 0
+
+
+def test_states_of_experts_are_divided(ep2: Found) -> None:
+    """Of three and of two of five experts, with two moments for each number of their weights."""
+    first, second = (rank["mixtral"]["state_elements"] for rank in ep2)
+    assert first - second == 2 * 2 * (2 * 24 * 16 + 16 * 24)
+
+
+def test_rows_are_dispatched_where_a_token_has_fewer_choices_than_there_are_ranks(ep2: Found) -> None:
+    """Per call 2 x 9 tokens of 16 numbers and a weight each are sent there and back, and so are gradients."""
+    sent = [rank["gptoss"]["sent"] for rank in ep2]
+    assert "reduce_scatter" not in sent[0]
+    assert "all_to_all" not in ep2[0]["mixtral"]["sent"]
+    rows, index = 16 * 8, 8
+    of_call = 2 * 18 * (rows + 8 + index)
+    assert sum(s["all_to_all"] for s in sent) >= of_call
+
+
+@pytest.mark.parametrize("case", marked(MESHES, RARE_MESHES))
+def test_meshes_train_as_one_process(meshes: Found, case: str) -> None:
+    for rank in meshes:
+        insist(rank[case], 1e-12, 1e-10)
