@@ -178,8 +178,8 @@ class Pipelined(Executor):
                 for note in memory_notes(self._plan, self._crew, self._model, step.optimizer, samples):
                     error.add_note(note)
             for parameters in self._ownership.trained_by_stage().values():
-                for parameter, _ in parameters:
-                    parameter.grad = None
+                for trained in parameters:
+                    trained.parameter.grad = None
             error.add_note("outsize: the step was dropped with all gradients, also those of steps before it")
             raise
 
