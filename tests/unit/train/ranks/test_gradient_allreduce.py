@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils.checkpoint import checkpoint
 
 from outsize.run.transport.groups import RankGroup
@@ -18,7 +19,7 @@ from outsize.train.ranks.replicas import ReplicaGroup, own_pieces, pieces_of
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
