@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outsize.ir.answers.recorded_run import MeasuredMemory, RecordedRun, RunStep, TimedStep
+from outsize.ir.answers.runs.recorded_run import MeasuredMemory, RecordedRun, RunStep, TimedStep
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.cluster import Link
 from outsize.ir.findings import ComputeBound, FullestDevice, NotChosen, SlowestStage, UnitsRecomputed

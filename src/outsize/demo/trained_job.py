@@ -17,7 +17,7 @@ from outsize import api
 from outsize.demo.job import DemoJob
 from outsize.demo.screen import DemoScreen
 from outsize.errors import RankFailed
-from outsize.ir.answers.recorded_run import RecordedRun
+from outsize.ir.answers.runs.recorded_run import RecordedRun
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.formatting import seconds_text
 from outsize.ir.plan import Plan

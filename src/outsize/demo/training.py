@@ -21,7 +21,7 @@ import outsize
 from outsize.demo.images import image_job
 from outsize.demo.job import DemoJob
 from outsize.demo.text import text_job
-from outsize.ir.answers.recorded_run import RecordedRun
+from outsize.ir.answers.runs.recorded_run import RecordedRun
 from outsize.train.publishing.recorder import RunRecorder
 
 JOBS = {"gpt2": text_job, "resnet": image_job}

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, final
 
-from outsize.ir.answers.recorded_run import RecordedRun, RunStep
 from outsize.ir.answers.request import PlanRequest
+from outsize.ir.answers.runs.recorded_run import RecordedRun, RunStep
 from outsize.ir.answers.utilisation import Idle, Utilisation
 from outsize.ir.base import Record
 from outsize.ir.graph import ModelGraph

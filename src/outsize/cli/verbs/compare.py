@@ -22,8 +22,8 @@ Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_d
 
 def compare(first: First, second: Second, json: options.Json = False) -> None:
     """Say what differs between two plans or runs: choices, stages, time, memory."""
-    from outsize.ir.answers.comparison import ComparedReport
-    from outsize.ir.answers.comparison import compare as compared
+    from outsize.ir.answers.runs.comparison import ComparedReport
+    from outsize.ir.answers.runs.comparison import compare as compared
 
     found = compared(ComparedReport.load_report(first), ComparedReport.load_report(second))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outsize.ir.answers.recorded_run import MeasuredMemory
+from outsize.ir.answers.runs.recorded_run import MeasuredMemory
 from outsize.ir.formatting import byte_unit, bytes_text, percent_text, seconds_text
 from outsize.ir.plan import Expected, Plan, StageFigures
 from outsize.ir.schedule import Action

@@ -14,7 +14,7 @@ from outsize.errors import visible_lines
 from outsize.files.replace import replace_text
 from outsize.ir.answers.advice import Advice
 from outsize.ir.answers.curve import ThroughputCurve
-from outsize.ir.answers.recorded_run import RecordedRun
+from outsize.ir.answers.runs.recorded_run import RecordedRun
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.formatting import bytes_text, count_text, percent_text, rate_text, seconds_text
 from outsize.ir.graph import ModelGraph

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from outsize.ir.answers.comparison import ReportComparison, ReportDifference
+from outsize.ir.answers.runs.comparison import ReportComparison, ReportDifference
 from outsize.ir.formatting import bytes_text, percent_text, rate_text, seconds_text
 from outsize.report.tables import table_style
 from outsize.report.tables.stage_units import short_units

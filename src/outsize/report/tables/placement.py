@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from outsize.ir.answers.recorded_run import MeasuredMemory
+from outsize.ir.answers.runs.recorded_run import MeasuredMemory
 from outsize.ir.plan import Expected, Plan, StageFigures
 
 BYTES = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outsize.ir.answers.advice import Advice
-from outsize.ir.answers.recorded_run import MeasuredMemory, RecordedRun
+from outsize.ir.answers.runs.recorded_run import MeasuredMemory, RecordedRun
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.findings import NotChosen

@@ -19,7 +19,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from outsize.ir.answers.recorded_run import MeasuredMemory, RecordedRun, RunStep, TimedStep
+from outsize.ir.answers.runs.recorded_run import MeasuredMemory, RecordedRun, RunStep, TimedStep
 from outsize.ir.offload import HOSTED
 from outsize.ir.timeline import Timeline
 from outsize.run.stage.to_device import device_of_model

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from outsize.errors import BadPlan
 from outsize.files.strict_json import BadJson, parse, read_text
-from outsize.ir.answers.recorded_run import MeasuredMemory
+from outsize.ir.answers.runs.recorded_run import MeasuredMemory
 from outsize.ir.base import Bytes, Finite, Rate, Record, Seconds
 from outsize.ir.plan import Plan, StageFigures
 
