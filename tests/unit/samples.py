@@ -243,6 +243,7 @@ def what_if() -> Plan:
     return plan().model_copy(
         update={
             "cluster": "3x8xh100-80gb",
+            "form": "modules",
             "axes": Axes(pp=3, dp_shard=2, tp=2, cp=2),
             "batch_size": 48,
             "precision": "bf16-mixed",

@@ -77,7 +77,8 @@ def plans(outsize: Outsize, folder: Path, planned: dict[str, str]) -> None:
         planned["text"] = (folder / "plan.json").read_text()
     text = planned["text"]
     (folder / "plan.json").write_text(text)
-    (folder / "whatif.json").write_text(re.sub('"cp": 1', '"cp": 4', re.sub('"tp": 1', '"tp": 2', text)))
+    beyond = text.replace('"tp": 1', '"tp": 2').replace('"cp": 1', '"cp": 4')
+    (folder / "whatif.json").write_text(beyond.replace('"form": "tape"', '"form": "modules"'))
     (folder / "moved.json").write_text(text.replace('"device": "cpu:1"', '"device": "cpu:7"'))
     (folder / "field.json").write_text(re.sub('"schedule": "[^"]*"', '"schedule": "2f2b"', text, count=1))
     assert '"0-' in text

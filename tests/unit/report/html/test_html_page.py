@@ -311,7 +311,10 @@ def test_an_interleaved_plan_is_drawn_by_device(tmp_path: Path) -> None:
 
 def test_a_what_if_is_marked_and_not_run(tmp_path: Path) -> None:
     page = page_of(tmp_path, plan=samples.what_if(), predicted=samples.predicted())
-    assert ">WHAT-IF, which this version cannot run: pp 3, cp 2; 24 devices<" in page
+    assert (
+        ">WHAT-IF, which this version cannot run: pp 3, dp_shard 2, cp 2, weights sharded; 24 devices<"
+        in page
+    )
     assert "rank 1 · cuda:8-15" in page
     assert "zero-bubble, 6 microbatches, pp 12, cp 2, WHAT-IF" in page
     assert "optimal (of what was searched)" in page
