@@ -195,7 +195,7 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
     if str(fields.get("precision")).startswith(_EIGHT_BITS):
         raise BadOption(
             f"precision={fields['precision']!r} is neither priced nor swapped in by outsize",
-            numbers="backwards of torchao's Float8Linear are not counted, so a plan's seconds would mean nothing",
+            numbers="backwards of torchao's Float8Linear are not counted, nor is their time",
             next_step="torchao.float8.convert_to_float8_training(model), and no precision",
         )
     try:

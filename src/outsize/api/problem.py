@@ -10,6 +10,7 @@ from torch import nn
 
 from outsize.api.options import AdaptedCaseOptions, CaseOptions, CostOptions, request_of
 from outsize.capture.graph.build import Captured
+from outsize.capture.graph.experts import with_experts
 from outsize.capture.graph.row_parallel import longest_sequence, with_rows
 from outsize.capture.graph.tensor_parallel import with_styles
 from outsize.capture.measure.local_cluster import find_cluster
@@ -176,8 +177,8 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
         if axes.cp > 1 and graph.rows is not None and graph.rows.refused:
             by_rows(captured.tape, case.module, axes.cp)
     if tp == 1 and not always:
-        return captured.graph
-    graph = with_styles(captured, case.module)
+        return captured.graph if axes.ep == 1 else with_experts(captured, case.module, captured.graph)
+    graph = with_experts(captured, case.module, with_styles(captured, case.module))
     if graph.tensor is not None:
         graph.tensor.insist_on_degree(tp)
     elif tp > 1:

@@ -49,13 +49,17 @@ class Work(Record):
 
 @final
 class Parameter(Record):
-    """Describes one trainable or frozen tensor; `names` are all its FQNs (more than one when tied)."""
+    """Describes one trainable or frozen tensor; `names` are all its FQNs (more than one when tied).
+
+    `experts` is the number of experts along its first dim, which ranks can divide; 0 for any other tensor.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     size_bytes: int
     trainable: bool
+    experts: int = 0
 
     @property
     def name(self) -> str:
@@ -134,7 +138,8 @@ class Unit(Record):
     for each microbatch until the batch is over: what inference returns or caches. The three tuples give
     work by family of ops and pass; they are empty where it was not counted. `divided` is set where the graph
     has `tensor`; `in_sequence` replaces it under sequence parallelism. `row_gather_bytes` is set where the
-    graph has `rows`: bytes of whole tensors that ranks with rows of each sequence gather.
+    graph has `rows`: bytes of whole tensors that ranks with rows of each sequence gather. `routed_bytes` are
+    the tokens that it gives to experts, each with `choices` of them.
     """
 
     index: int
@@ -158,6 +163,8 @@ class Unit(Record):
     backward_weight: tuple[Work, ...] = ()
     divided: ShardedFraction = ShardedFraction()
     in_sequence: ShardedFraction = ShardedFraction()
+    routed_bytes: int = 0
+    choices: int = 0
 
 
 @final

@@ -13,6 +13,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import Room
 from outsize.planner.bounds.recompute import recompute_s, storable_bytes
 from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.layout.expert_parallel import of_expert_rank
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import OptimizerBytes
 from outsize.planner.memory.range_tables import Bytes, bytes_of_units
@@ -31,13 +32,13 @@ class MemoryBounds:
         self, candidates: Mapping[int, tuple[ModelGraph, Profile]], optimizer: OptimizerBytes, together: bool
     ) -> None:
         self._candidates, self._optimizer, self._together = candidates, optimizer, together
-        self._held: dict[int, dict[str, Bytes]] = {}
+        self._held: dict[tuple[int, int], dict[str, Bytes]] = {}
 
     def bytes_of(self, layout: Layout, units: int | slice = -1) -> tuple[Any, Any, Any, Any]:
         """Returns the bytes that devices hold of the units before each: weights, gradients, states with
         master copies, and what a microbatch saves; of all units, or of shape (n + 1,).
         """
-        axes, held = layout.axes, self._sums(layout.captured)
+        axes, held = layout.axes, self._sums(layout)
         shards = axes.tp * layout.weight_parts
         divided = ("weights", shards), ("gradients", shards), ("optimizer", axes.tp * layout.shards)
         weights, gradients, states = (held[name][units] / by for name, by in divided)
@@ -77,14 +78,16 @@ class MemoryBounds:
         """
         if not self._together:
             return 0.0
-        return self._sums(layout.captured)["update"][units] / (layout.axes.tp * layout.shards)
+        return self._sums(layout)["update"][units] / (layout.axes.tp * layout.shards)
 
-    def _sums(self, captured: int) -> dict[str, Bytes]:
-        """Returns sums over units, of shape (n + 1,); weights without buffers, of which every
-        device has all.
+    def _sums(self, layout: Layout) -> dict[str, Bytes]:
+        """Returns sums over units, of shape (n + 1,), of a rank that may have some of the experts alone;
+        weights without buffers, of which every device has all.
         """
-        if captured not in self._held:
-            sizes = bytes_of_units(*self._candidates[captured], self._optimizer)
+        key = layout.captured, layout.axes.ep
+        if key not in self._held:
+            model = of_expert_rank(self._candidates[layout.captured], layout.axes.ep)
+            sizes = bytes_of_units(*model, self._optimizer)
             sizes["weights"] = sizes["weights"] - sizes["buffers"]
-            self._held[captured] = {name: np.append(0, np.cumsum(part)) for name, part in sizes.items()}
-        return self._held[captured]
+            self._held[key] = {name: np.append(0, np.cumsum(part)) for name, part in sizes.items()}
+        return self._held[key]

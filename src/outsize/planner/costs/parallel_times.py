@@ -39,6 +39,7 @@ from outsize.planner.costs.collectives import Collective, collective_s
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds, passes_of, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
+from outsize.planner.layout.expert_parallel import sent_bytes
 from outsize.planner.layout.layout import Layout
 
 _Ranks = Callable[[Layout], Sequence[int]]
@@ -96,6 +97,21 @@ def split_times(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: C
     if layout.axes.cp > 1:
         times = _with_gathers(sharing, times, layout, cluster)
     return times
+
+
+def routed_times(graph: ModelGraph, times: UnitSeconds, ep: int, cluster: Cluster) -> UnitSeconds:
+    """Returns the seconds of each unit on one of `ep` ranks that divide experts, with what is sent there and
+    back; a mean rank computes as many rows as it sends.
+    """
+    ranks = range(ep)
+    waits = [
+        collective_s("all_gather", sent_bytes(unit, ep), ranks, cluster)
+        + collective_s("reduce_scatter", sent_bytes(unit, ep), ranks, cluster)
+        if unit.routed_bytes
+        else 0.0
+        for unit in graph.units
+    ]
+    return times.plus(np.array(waits), np.array(waits))
 
 
 @final

@@ -34,10 +34,11 @@ from outsize.planner.costs.coarsening import (
 )
 from outsize.planner.costs.device_scaling import on_kind
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, split_times
+from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, routed_times, split_times
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.heterogeneous.assignment import excess_bytes, first_of, numbers, orders, taken
 from outsize.planner.heterogeneous.bounds import Crossing, Fleet, Groups
+from outsize.planner.layout.expert_parallel import of_expert_rank
 from outsize.planner.layout.layout import Layout, grouped, of_kind
 from outsize.planner.layout.tensor_parallel import of_rank, styled
 from outsize.planner.memory.headroom import with_usable_memory
@@ -87,6 +88,7 @@ class CostTables:
         self._made: dict[int, NDArray[np.int64]] = {}
         self._moved: dict[Key, float] = {}
         self._ranks: dict[Key, tuple[ModelGraph, Profile]] = {}
+        self._expert_ranks: dict[Key, tuple[ModelGraph, Profile]] = {}
         self._shares: dict[tuple[int, bool], Sharing] = {}
         self._works: dict[Key, PrefixTimes] = {}
         self._cases: dict[Key, PricedModel] = {}
@@ -222,11 +224,11 @@ class CostTables:
 
     def graph(self, layout: Layout) -> ModelGraph:
         """Returns the model at the layout's microbatch size, unit by unit."""
-        return self._candidates[layout.captured][0]
+        return self._model(layout)[0]
 
     def whole(self, layout: Layout, device: Device) -> tuple[ModelGraph, Profile, UnitSeconds]:
         """Returns the model unit by unit, with its seconds on such a device."""
-        return *self._candidates[layout.captured], self._seconds(layout, device)
+        return *self._model(layout), self._seconds(layout, device)
 
     def kept(self, key: Key, make: Callable[[], Kept]) -> Kept:
         """Returns what was made of these tables under a key, which is made once."""
@@ -258,7 +260,8 @@ class CostTables:
             return self._cuts[layout]
         if layout.captured not in self._ends:
             seconds = self._alone(layout.captured, self._cluster.devices[0])
-            self._ends[layout.captured] = pieces(self.graph(layout), seconds, self._most)
+            graph, _ = self._candidates[layout.captured]
+            self._ends[layout.captured] = pieces(graph, seconds, self._most)
         return self._ends[layout.captured]
 
     def work(self, layout: Layout) -> PrefixTimes:
@@ -368,8 +371,8 @@ class CostTables:
 
     def collectives_s(self, layout: Layout) -> float:
         """Returns a lower bound of a step: its collectives of weights and gradients on an average rank."""
-        if layout.hosted or layout.replicas * layout.axes.cp == 1:
-            return 0.0
+        if layout.hosted or layout.replicas * layout.axes.cp == 1 or layout.axes.ep > 1:
+            return 0.0  # Experts are summed over fewer ranks than the rest.
         work, devices = self.work(layout), self._kinds_of(layout)
         return min(
             self._collective_bounds.average_s(layout, work, self._collectives_of(layout, device))
@@ -378,7 +381,7 @@ class CostTables:
 
     def _queue(self, layout: Layout) -> Queue | None:
         """Returns the collectives of sharded weights along the stages."""
-        if layout.weights != "sharded" or self.unequal:
+        if layout.weights != "sharded" or self.unequal or layout.axes.ep > 1:
             return None
         prices = self._collectives_of(layout, self._kinds_of(layout)[0])
         return self._collective_bounds.queue(
@@ -444,14 +447,21 @@ class CostTables:
 
     def _of_rank(self, layout: Layout) -> tuple[ModelGraph, Profile]:
         """Returns the model as one tensor-parallel rank has it."""
-        key = layout.captured, layout.axes.tp, layout.sequence
+        key = layout.captured, layout.axes.tp, layout.sequence, layout.axes.ep
         if key not in self._ranks:
-            self._ranks[key] = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
+            self._ranks[key] = of_rank(self._model(layout), layout.axes.tp, layout.sequence)
         return self._ranks[key]
+
+    def _model(self, layout: Layout) -> tuple[ModelGraph, Profile]:
+        """Returns the model as one rank has it that holds some of the experts."""
+        key = layout.captured, layout.axes.ep
+        if key not in self._expert_ranks:
+            self._expert_ranks[key] = of_expert_rank(self._candidates[layout.captured], layout.axes.ep)
+        return self._expert_ranks[key]
 
     def _whole(self, layout: Layout, device: Device) -> PricedModel:
         """Returns the case of the model as one tensor-parallel rank runs it: bytes are divided from here."""
-        key = "whole", layout.captured, layout.axes.tp, layout.sequence, style_of(device.kind)
+        key = "whole", layout.captured, layout.axes.tp, layout.axes.ep, layout.sequence, style_of(device.kind)
         key = (*key, self._cuts.get(layout))
         if key not in self._cases:
             ends = self.ends(layout)
@@ -465,7 +475,8 @@ class CostTables:
 
     def _in_blocks(self, layout: Layout, device: Device) -> PricedModel:
         """Returns the same when all units are recomputed block by block."""
-        key = "blocks", layout.captured, layout.axes.tp, layout.sequence, device.kind, self._cuts.get(layout)
+        key = "blocks", layout.captured, layout.axes.tp, layout.axes.ep, layout.sequence, device.kind
+        key = (*key, self._cuts.get(layout))
         if key not in self._cases:
             whole = self._whole(layout, device)
             graph, profile = self._of_rank(layout)
@@ -489,9 +500,14 @@ class CostTables:
     def _split(self, layout: Layout, device: Device) -> UnitSeconds:
         """Returns the seconds of a device of a tensor- and context-parallel group; layouts share them."""
         alone = self._alone(layout.captured, device)
+        axes, alike = layout.axes, self._like(device)
+        if axes.ep > 1:
+            key = "experts", layout.captured, axes.ep, device.kind
+            if key not in self._costs:
+                self._costs[key] = routed_times(self.graph(layout), alone, axes.ep, alike)
+            return self._costs[key]
         if layout.microbatch_ranks == 1:
             return alone
-        axes, alike = layout.axes, self._like(device)
         splits = layout.splits_backward
         key = "split", layout.captured, axes.tp, axes.cp, layout.sequence, splits, device.kind
         if key not in self._costs:
@@ -528,4 +544,5 @@ def _spread_key(layout: Layout) -> Key:
     """Returns what changes the seconds of a unit."""
     where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.hosted else ()
     splits = layout.axes.tp > 1 and layout.splits_backward
-    return layout.captured, layout.axes.tp, layout.axes.cp, layout.sequence, splits, layout.weights, *where
+    axes = layout.axes
+    return layout.captured, axes.tp, axes.cp, axes.ep, layout.sequence, splits, layout.weights, *where

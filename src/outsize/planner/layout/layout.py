@@ -1,6 +1,6 @@
 """Problem: in which layouts can a model run on N devices?
 
-A layout fixes everything but the cuts: p pipeline ranks of k = dp_replicate x dp_shard x cp x tp devices
+A layout fixes everything but the cuts: p pipeline ranks of k = dp_replicate x dp_shard x ep x cp x tp devices
 each, v stages on a rank, the schedule, the size and number of microbatches. Rank r of the pipeline has the
 devices [r k, (r + 1) k); within it tp is innermost, then cp, then dp_shard, then dp_replicate, so the axes
 with the most traffic have the nearest neighbours. On unequal devices a group has devices of one kind, because
@@ -107,7 +107,7 @@ class Layout:
     @property
     def replicas(self) -> int:
         """Returns the number of parts of the batch that are computed at the same time."""
-        return self.axes.dp_replicate * self.axes.dp_shard
+        return self.axes.replicas
 
     @property
     def microbatch_ranks(self) -> int:
@@ -159,15 +159,16 @@ def all_layouts(
     schedules: Sequence[ScheduleName],
     units: int,
     contexts: Sequence[int] = (1,),
+    experts: Sequence[int] = (),
 ) -> Iterator[Layout]:
     """Yields all layouts of all devices.
 
     `captured`: the numbers of microbatches of the whole batch for which there is a model. `contexts`: the
-    sizes of cp.
+    sizes of cp. `experts`: those of ep beside 1.
     """
     ascending = sorted(captured)
     per_node = gcd(*(part.devices_per_node for part in cluster.parts)) or cluster.devices_per_node
-    for axes, weights in _meshes(_sizes(cluster, units), per_node, contexts):
+    for axes, weights in _meshes(_sizes(cluster, units), per_node, contexts, experts):
         counts = counts_for(ascending if axes.cp == 1 else ascending[-1:], axes)
         for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units):
             yield replace(layout, weights=weights)
@@ -277,7 +278,7 @@ def _sizes(cluster: Cluster, units: int) -> list[tuple[int, int]]:
 
 
 def _meshes(
-    sizes: Sequence[tuple[int, int]], per_node: int, contexts: Sequence[int]
+    sizes: Sequence[tuple[int, int]], per_node: int, contexts: Sequence[int], experts: Sequence[int]
 ) -> Iterator[tuple[Axes, Weights]]:
     largest = max(size for size, _ in sizes)
     within = (t for t in _divisors(per_node) if largest % t == 0)
@@ -285,6 +286,14 @@ def _meshes(
         for replicas, pp in ((size // tp // cp, pp) for size, pp in sizes if size % (tp * cp) == 0):
             for shard in sorted({1, replicas, _largest(replicas, per_node // tp // cp)}):
                 axes = Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas // shard, dp_shard=shard)
+                for weights in weight_modes(axes):
+                    yield axes, weights
+    for ep, (size, pp) in product(experts, sizes):
+        replicas = size // ep
+        if size % ep == 0:
+            yield Axes(pp=pp, dp_replicate=replicas, ep=ep), "resident"
+            if replicas > 1:
+                axes = Axes(pp=pp, dp_shard=replicas, ep=ep)
                 for weights in weight_modes(axes):
                     yield axes, weights
 

@@ -17,6 +17,7 @@ from outsize.ir.plan import Axes, ScheduleName, beyond
 from outsize.ir.profile import Profile
 from outsize.planner.costs.context_parallel import context_sizes
 from outsize.planner.fit.nearest import device_part
+from outsize.planner.layout.expert_parallel import expert_sizes
 from outsize.planner.layout.layout import (
     MOST_STAGES,
     Layout,
@@ -57,7 +58,8 @@ def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> It
     graph = candidates[max(candidates)][0]
     contexts = context_sizes(graph, len(cluster.devices)) if request.cp == 1 else (request.cp,)
     schedules = _schedules(request, candidates, (DEFAULT.name,))
-    for layout in all_layouts(cluster, candidates, schedules, _units(candidates), contexts):
+    experts = expert_sizes(graph, len(cluster.devices))
+    for layout in all_layouts(cluster, candidates, schedules, _units(candidates), contexts, experts):
         for sequence in _sequence_options(request, layout, graph):
             ordered = request.schedule is None or layout.axes.pp > 1
             if ordered and _allows(request, layout, graph):
