@@ -13,8 +13,8 @@ from outsize.schedules.families import families
 NAMES = frozenset(family.name for family in families())
 # The records; the names of schedules whose rows a plan holds, which the nouns know as well.
 OWNERS = {PACKAGE / "schedules" / "families.py", PACKAGE / "ir" / "schedule.py"}
-# "auto" is a word of the loss's weights, too: how the samples of a microbatch are counted.
-OTHER_MEANINGS = {"auto": {PACKAGE / "train" / "batch" / "loss_weights.py"}}
+# "auto" also says how samples of a microbatch are counted, and whether stages are compiled.
+OTHER_MEANINGS = {"auto": {PACKAGE / "train" / "batch" / "loss_weights.py", PACKAGE / "api" / "running.py"}}
 
 
 def named_schedules(path: Path) -> list[str]:

@@ -36,7 +36,7 @@ from outsize.program.python_reads import NumberInput
 from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
 from outsize.program.tree import FIELD, ITEM, Steps, leaves, paths
-from outsize.program.weight_lookup import attribute_place, weight_named
+from outsize.program.weights.weight_lookup import attribute_place, weight_named
 
 _LITERALS = (
     int,

@@ -34,7 +34,7 @@ from outsize.program.tensor_parallel.local_tape import local_tape
 from outsize.program.tensor_parallel.overlap import overlapped
 from outsize.program.tensor_parallel.sequence import in_sequence
 from outsize.program.tensor_parallel.styles import Derived, Role, derive
-from outsize.program.weight_lookup import weight_named
+from outsize.program.weights.weight_lookup import weight_named
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup, local_of
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.changed_values import ChangedValues

@@ -11,7 +11,7 @@ its code counts experts is found by the same trial. A name or a plan of transfor
 
 Source: GShard, arXiv 2006.16668, sec. 3.2, for experts over devices; deviation: they are derived. Symbols: E
 experts, k choices. Complexity: one trial for each kind of module. Oracle: tests/dist/test_experts.py, and
-tests/unit/program/expert_parallel/test_experts.py by hand.
+tests/unit/program/expert_parallel/test_find_experts.py by hand.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
-from outsize.program.shared_storage import overlapping
+from outsize.program.weights.shared_storage import overlapping
 from outsize.run.by_module.broadcast import Exchange
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.moves.fsdp import may_be_sharded
@@ -28,7 +28,7 @@ from outsize.run.weights.safetensors import TensorPart, WeightSource
 from outsize.train.crew.crew import Crew, device_of
 from outsize.train.crew.pretrained import refuse_parts
 from outsize.train.ranks.divided_weights import DividedWeights
-from outsize.train.ranks.gradient_allreduce import ByStage, Trained
+from outsize.train.ranks.gradient_allreduce import ByStage, TrainedWeight
 
 
 @final
@@ -191,10 +191,10 @@ class Ownership:
         """
         if self._trained[0] is not self.placement:
             self._trained = self.placement, self._own_parameters()
-        by_stage: dict[int, list[Trained]] = {stage: [] for stage in self._crew.stages}
+        by_stage: dict[int, list[TrainedWeight]] = {stage: [] for stage in self._crew.stages}
         for stage, table, key, *kinds in self._trained[1]:
             if table[key].requires_grad:
-                by_stage[stage].append(Trained(table[key], *kinds))
+                by_stage[stage].append(TrainedWeight(table[key], *kinds))
         return by_stage
 
     def _own_parameters(self) -> list[tuple[int, dict[str, Any], str, bool, bool]]:

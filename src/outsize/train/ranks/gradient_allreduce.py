@@ -39,7 +39,7 @@ _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
 
 
 @final
-class Trained(NamedTuple):
+class TrainedWeight(NamedTuple):
     """A trained parameter, whether its gradients are sparse, and whether ranks divide it as experts."""
 
     parameter: nn.Parameter
@@ -47,7 +47,7 @@ class Trained(NamedTuple):
     of_experts: bool = False
 
 
-ByStage = Mapping[int, Sequence[Trained]]
+ByStage = Mapping[int, Sequence[TrainedWeight]]
 """Trained parameters of each stage of this rank."""
 
 
@@ -83,7 +83,7 @@ class GradientSum:
         for parameter, _ in self._kept:
             parameter.grad = None
 
-    def _counts(self, trained: Trained) -> bool:
+    def _counts(self, trained: TrainedWeight) -> bool:
         """Tells whether gradients from earlier steps are counted on this rank."""
         group = self._groups[trained.of_experts]
         return group is None or group.rank() == 0
@@ -279,7 +279,7 @@ class _Sparse:
             self._parameter.grad = reduce(torch.add, gradients)
 
 
-def _buckets(parameters: Sequence[Trained], group: RankGroup) -> list[_Bucket | _Sparse]:
+def _buckets(parameters: Sequence[TrainedWeight], group: RankGroup) -> list[_Bucket | _Sparse]:
     """Returns the buckets, those of the last parameters first, as the backward makes them."""
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     buckets: list[_Bucket | _Sparse] = []

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.loss_weights import Counted
-from outsize.train.ranks.gradient_allreduce import GradientSum, Trained
+from outsize.train.ranks.gradient_allreduce import GradientSum, TrainedWeight
 from outsize.train.ranks.replicas import ReplicaGroup, own_pieces, pieces_of
 
 
@@ -31,7 +31,7 @@ def test_what_no_replica_has_stays_none_and_the_rest_keeps_its_layout(group: dis
     weights[1].grad = torch.randn(5)
     expected = [None if p.grad is None else p.grad.clone() for p in weights]
     sums = GradientSum(RankGroup(group, group))
-    sums.begin({0: [Trained(p, False) for p in weights[:2]], 2: [Trained(weights[2], False)]})
+    sums.begin({0: [TrainedWeight(p, False) for p in weights[:2]], 2: [TrainedWeight(weights[2], False)]})
     sums.start(0)
     assert sums._left == [0, 2], "stage 2 goes first on every rank"
     sums.start(2)
@@ -55,7 +55,7 @@ def test_buckets_leave_within_the_last_backward(
         return checkpoint(lambda v: v * twice, x, use_reentrant=True)
 
     for step in range(2):
-        sums.begin({0: [Trained(parameter, False) for parameter in (twice, first, last)]})
+        sums.begin({0: [TrainedWeight(parameter, False) for parameter in (twice, first, last)]})
         sums.watch(0, once)
         (again(again(first * 2)) * last).sum().backward()
         left = [bucket.parameters for bucket in sums._in_flight]
@@ -81,7 +81,7 @@ def test_a_step_that_fails_leaves_gradients_as_they_were(
         assert weight.grad is None, "counted on the first replica alone"
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), replicas.summing(lambda: {0: [Trained(weight, False)]}):
+    with pytest.raises(ZeroDivisionError), replicas.summing(lambda: {0: [TrainedWeight(weight, False)]}):
         failing()
     assert torch.equal(weight.grad, torch.tensor([1.0, 2.0]))
 
