@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from outsize.capture.recording import fallbacks
-from outsize.program.modes import current_modes
+from outsize.program.replaying.modes import current_modes
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves
 from outsize.train.batch.batch import Batch

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError, ReplayMismatch, visible
-from outsize.program.modes import entering
 from outsize.program.python_reads import NumberInput
-from outsize.program.replay import resolve
+from outsize.program.replaying.modes import entering
+from outsize.program.replaying.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
 from outsize.program.tree import FIELD, ITEM, Steps, leaves, paths
-from outsize.program.weights.weight_lookup import attribute_place, weight_named
+from outsize.program.weight_lookup import attribute_place, weight_named
 
 _LITERALS = (
     int,

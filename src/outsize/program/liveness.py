@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
-from outsize.program.replay import insist
+from outsize.program.replaying.replay import insist
 from outsize.program.tape import Instruction, Tape, Weight
 
 

@@ -26,15 +26,15 @@ from outsize.errors import BadOption
 from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.program.generate import SliceSpec, compile_slice
 from outsize.program.liveness import live
-from outsize.program.modes import current_modes
-from outsize.program.replay import resolve
+from outsize.program.replaying.modes import current_modes
+from outsize.program.replaying.replay import resolve
 from outsize.program.tape import Tape
 from outsize.program.tensor_parallel.explain_styles import explain
 from outsize.program.tensor_parallel.local_tape import local_tape
 from outsize.program.tensor_parallel.overlap import overlapped
 from outsize.program.tensor_parallel.sequence import in_sequence
 from outsize.program.tensor_parallel.styles import Derived, Role, derive
-from outsize.program.weights.weight_lookup import weight_named
+from outsize.program.weight_lookup import weight_named
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup, local_of
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.changed_values import ChangedValues

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outsize.errors import visible
 from outsize.program.generate import SliceSpec, compile_slice
-from outsize.program.replay import bindings
+from outsize.program.replaying.replay import bindings
 from outsize.program.tape import Ref
 
 RAN = "doors_ran"

@@ -28,7 +28,7 @@ from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.python_random import restored_python_generators
 from outsize.errors import NotCapturable
 from outsize.ir.graph import ModelGraph, Unit, Value
-from outsize.program.modes import current_modes
+from outsize.program.replaying.modes import current_modes
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves, with_copied_tensors
 

@@ -29,7 +29,7 @@ from torch.autograd.graph import Node
 from outsize.capture.graph.build import Captured, required_slots
 from outsize.program.generate import SliceSpec, compile_slice
 from outsize.program.liveness import last_reads, live
-from outsize.program.modes import forget_casts, outside_autocast
+from outsize.program.replaying.modes import forget_casts, outside_autocast
 
 Clock = Callable[[], float]
 Seed = Callable[[int], object]

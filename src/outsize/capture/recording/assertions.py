@@ -3,8 +3,8 @@
     assert torch.isfinite(x).all(), "..."          if weights.sum() == 0: raise ValueError(...)
 
 Such a decision on activations has one answer with which the forward continues. That answer is assumed while
-recording, and checked on every step (program/replay.py). `torch.distributions` validates its arguments
-like this.
+recording, and checked on every step (program/replaying/replay.py). `torch.distributions` validates its
+arguments like this.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ from outsize.capture.recording.python_random import restored_generators, self_se
 from outsize.capture.recording.recorder import FrameFailed, Leaked, Recorder
 from outsize.capture.recording.weight_cache import own_weight_cache
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
-from outsize.program.modes import Modes, current_modes
 from outsize.program.python_reads import LOSS
+from outsize.program.replaying.modes import Modes, current_modes
 from outsize.program.source_line import raising_line
 from outsize.program.tape import Ref, Tape
 from outsize.program.tree import leaves, map_leaves, with_copied_tensors

@@ -21,7 +21,7 @@ from outsize.capture.fakes.fake_model import FakeModel, fake_like
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.capture.recording.slots import Slots
 from outsize.program.python_reads import NumberInput
-from outsize.program.replay import evaluate, resolve
+from outsize.program.replaying.replay import evaluate, resolve
 from outsize.program.tape import Guard, Instruction, Ref, Weight, backward_slice
 from outsize.program.tree import leaves, map_leaves
 

@@ -44,9 +44,9 @@ from outsize.capture.recording.python_random import PythonGenerators, is_seeded,
 from outsize.capture.recording.repeated_blocks import RepeatedBlocks
 from outsize.capture.recording.slots import Slots, UnknownTensor, version, written_by
 from outsize.capture.recording.weight_cache import reads_cache
-from outsize.program.modes import Modes, current_modes
 from outsize.program.python_reads import LOSS
-from outsize.program.replay import insist
+from outsize.program.replaying.modes import Modes, current_modes
+from outsize.program.replaying.replay import insist
 from outsize.program.source_line import calling_line
 from outsize.program.tape import Guard, Instruction, Weight
 from outsize.program.tensor_parallel.opaque_modules import is_hooked

@@ -34,8 +34,8 @@ from outsize.capture.recording.intercept import inside_transform, on_real_tensor
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_equality import Attribute, Kinds, Log, frozen, watched
 from outsize.capture.recording.slots import Slots
-from outsize.program.modes import current_modes
 from outsize.program.objects import ABSENT, ITEM, Path, Scope, Step, apply, diff, fits, look_up, snapshot
+from outsize.program.replaying.modes import current_modes
 from outsize.program.source_line import calling_line
 from outsize.program.tape import Cost, Instruction, Meta, Ref, Weight
 from outsize.program.tree import leaves, map_leaves

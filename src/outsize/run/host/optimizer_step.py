@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from outsize.device.streams import StreamEvent
-from outsize.program.modes import outside_autocast
+from outsize.program.replaying.modes import outside_autocast
 from outsize.run.host.flat_buffer import (
     Allocate,
     Destination,

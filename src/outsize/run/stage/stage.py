@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from outsize.device.storage import shares_storage
 from outsize.errors import BoundaryMismatch
-from outsize.program.modes import casting_devices, outside_autocast
+from outsize.program.replaying.modes import casting_devices, outside_autocast
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.no_share import zero_gradients, zeroed

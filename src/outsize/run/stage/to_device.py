@@ -1,7 +1,7 @@
 """Adapts a stage's program to another device than the one that its tape was recorded on.
 
     recorded on cpu                              for a stage on cuda:1
-    torch.arange(9, device=cpu)                  torch.arange(9, device=cuda:1), by program/replay.py
+    torch.arange(9, device=cpu)                  torch.arange(9, device=cuda:1)
     a constant on cpu                            a copy on cuda:1, made once
     a frozen weight that lives with stage 0      copied, and copied again when the weight has changed
 
@@ -23,10 +23,10 @@ from torch import nn
 
 from outsize.errors import BadOption
 from outsize.program.generate import compile_slice
-from outsize.program.modes import casting_devices
-from outsize.program.replay import relocated, relocated_constants
+from outsize.program.replaying.modes import casting_devices
+from outsize.program.replaying.replay import relocated, relocated_constants
 from outsize.program.tape import Tape
-from outsize.program.weights.weight_lookup import CopiedWeights
+from outsize.program.weight_lookup import CopiedWeights
 from outsize.run.stage.cut import StageProgram
 
 

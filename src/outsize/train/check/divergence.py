@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outsize.capture.graph.build import Captured
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.program.generate import SliceSpec, compile_slice
-from outsize.program.replay import bindings
+from outsize.program.replaying.replay import bindings
 from outsize.program.tape import Instruction
 from outsize.run.stage.rng import Seed, borrowed_generators
 from outsize.train.batch.batch import Batch

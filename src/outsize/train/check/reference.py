@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from outsize.capture.recording.fallbacks import LossFn, find_loss
 from outsize.capture.recording.intercept import Watcher, watching
 from outsize.errors import ReplayMismatch
-from outsize.program.modes import outside_autocast
-from outsize.program.replay import insist
+from outsize.program.replaying.modes import outside_autocast
+from outsize.program.replaying.replay import insist
 from outsize.program.tape import Instruction, Tape
 from outsize.run.stage.no_share import zero_gradients
 from outsize.run.stage.rng import Seed, borrowed_generators

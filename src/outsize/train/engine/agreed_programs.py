@@ -13,8 +13,8 @@ from hashlib import sha256
 from typing import Any, final
 
 from outsize.ir.plan import Plan
-from outsize.program.modes import current_modes
 from outsize.program.python_reads import PythonRead
+from outsize.program.replaying.modes import current_modes
 from outsize.program.tape import Modes
 from outsize.train.batch.batch import Batch
 from outsize.train.crew.crew import Crew

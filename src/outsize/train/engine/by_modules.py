@@ -26,7 +26,7 @@ from outsize.capture.recording.fallbacks import find_loss
 from outsize.errors import BadOption, NotCapturable, OutsizeError
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Lane
-from outsize.program.modes import casting_devices, outside_autocast
+from outsize.program.replaying.modes import casting_devices, outside_autocast
 from outsize.program.source_line import raising_line
 from outsize.program.tree import map_leaves
 from outsize.run.by_module import broadcast

@@ -30,7 +30,7 @@ from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.formatting import axes_text, microbatches_text
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
-from outsize.program.modes import outside_autocast
+from outsize.program.replaying.modes import outside_autocast
 from outsize.program.tree import map_leaves
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.stage.compile import insist_on_backend

@@ -28,10 +28,10 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.stage_graph import check_quotient
 from outsize.ir.units.names import prefixes, unroll
-from outsize.program.modes import current_modes
 from outsize.program.python_reads import LOSS, PythonRead
 from outsize.program.reader import SlotReader, SlotValues, buffers_behind
-from outsize.program.replay import resolve
+from outsize.program.replaying.modes import current_modes
+from outsize.program.replaying.replay import resolve
 from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
 from outsize.run.stage.boundary import backward_edges, forward_edges

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outsize.capture.recording.assertions import surviving_answer
 from outsize.errors import NotCapturable, ReplayMismatch
-from outsize.program.replay import insist
+from outsize.program.replaying.replay import insist
 
 
 def _if_raise(y: Tensor) -> Tensor:
