@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recorded_once import recorded_once  # pyright: ignore[reportMissingImports]
+from recorded_once import recorded_once
 from tensor_models import MODELS, decoder, gpt2, t5, transformer
 from tensor_plan_worker import CASES, CLIP, SEED, STEPS, adamw, loss, loss_of, made, plain
 from tensor_worker import all_in, worst
