@@ -22,6 +22,7 @@ OpFamily = Literal[
     "unaligned_matmul",
     "attention",
     "convolution",
+    "direct_convolution",
     "elementwise",
     "normalisation",
     "reduction",
@@ -29,6 +30,7 @@ OpFamily = Literal[
     "other",
 ]
 MATMULS: Final[frozenset[OpFamily]] = frozenset({"matmul", "unaligned_matmul"})
+CONVOLUTIONS: Final[frozenset[OpFamily]] = frozenset({"convolution", "direct_convolution"})
 # Smaller storages are not worth a separate copy: they stay on the device where activations are offloaded.
 SMALL_BYTES: Final = 1 << 20
 

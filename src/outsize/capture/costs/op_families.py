@@ -7,13 +7,14 @@ no launch, no bytes.
 Products in dtypes of two bytes or less are `unaligned_matmul` where a row of a matrix is no multiple of 16
 bytes, such as 50,257 logits: kernels for tensor cores load 16 bytes at once, and those that cannot are
 several times slower (NVIDIA, Matrix Multiplication Background User's Guide, sec. 2.2; CUTLASS's alignment of
-operands). Oracle: tests/unit/capture/costs/test_costs_truth.py, where the FLOPs of a family are
-torch's.
+operands). Convolutions whose windows do not overlap (of one pixel, of patches) or that have a kernel for each
+channel are `direct_convolution`: they need no copy of their input, and cuDNN no workspace for one. Oracle:
+tests/unit/capture/costs/test_costs_truth.py, where the FLOPs of a family are torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,11 +75,24 @@ def family_of(op: Any) -> OpFamily:
     return "elementwise" if torch.Tag.pointwise in getattr(op, "tags", ()) else "other"
 
 
-def of_operands(family: OpFamily, tensors: Iterable[Tensor]) -> OpFamily:
+def of_operands(family: OpFamily, tensors: Sequence[Tensor]) -> OpFamily:
     """Returns the family of an op of `family` whose arguments and results are `tensors`: products tell
-    unaligned ones apart.
+    unaligned ones apart, convolutions (input, weight, ..., result) those without a workspace.
     """
-    return "unaligned_matmul" if family == "matmul" and any(map(_is_unaligned, tensors)) else family
+    if family == "matmul" and any(map(_is_unaligned, tensors)):
+        return "unaligned_matmul"
+    if family == "convolution" and _is_direct(tensors[0], tensors[1], tensors[-1]):
+        return "direct_convolution"
+    return family
+
+
+def _is_direct(image: Tensor, weight: Tensor, out: Tensor) -> bool:
+    """Returns whether windows do not overlap, or each channel has a kernel of its own."""
+    if not image.ndim == weight.ndim == out.ndim:
+        return False
+    each_channel = weight.shape[1] == 1 < image.shape[1] <= out.shape[1]
+    windows = zip(image.shape[2:], weight.shape[2:], out.shape[2:], strict=True)
+    return each_channel or all(kernel * count <= size for size, kernel, count in windows)
 
 
 def _is_unaligned(tensor: Tensor) -> bool:

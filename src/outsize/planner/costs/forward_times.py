@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from outsize.ir.cluster import Cluster
-from outsize.ir.graph import ModelGraph, Unit, Work
+from outsize.ir.graph import CONVOLUTIONS, MATMULS, ModelGraph, Unit, Work
 from outsize.ir.hardware.devices import Device
 from outsize.ir.profile import Profile
 from outsize.planner.costs.efficiency import default_of
@@ -69,7 +69,7 @@ def _decoded(graph: ModelGraph, unit: Unit) -> Iterator[Work]:
     weights = sum(graph.parameter_of[name].size_bytes for name in unit.parameters)
     tokens = graph.cached_tokens
     for work in unit.forward:
-        whole = min(weights, work.moved_bytes) if work.family in ("matmul", "convolution") else 0
+        whole = min(weights, work.moved_bytes) if work.family in MATMULS | CONVOLUTIONS else 0
         moved = whole + (work.moved_bytes - whole) // tokens
         yield work.model_copy(update={"flops": work.flops // tokens, "moved_bytes": moved})
 

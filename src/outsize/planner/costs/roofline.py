@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from outsize.ir.graph import MATMULS, ModelGraph, Unit, Work
+from outsize.ir.graph import CONVOLUTIONS, MATMULS, ModelGraph, Unit, Work
 from outsize.ir.hardware.devices import Device
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.units.recompute_segments import numbered
@@ -31,7 +31,7 @@ from outsize.planner.costs.unit_times import UnitSeconds
 COMPUTE_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.7
 LAUNCH_S = 8e-6
-TENSOR_FAMILIES = (*MATMULS, "attention", "convolution")
+TENSOR_FAMILIES = (*MATMULS, *CONVOLUTIONS, "attention")
 Passes = tuple[float, float, float]
 WorkPasses = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
 
@@ -99,7 +99,7 @@ def _work_s(work: Work, device: Device, curves: Efficiency) -> float:
 def _peak(work: Work, device: Device) -> float:
     if work.family not in TENSOR_FAMILIES:
         return device.flops("float32")
-    as_tf32 = work.family == "convolution" and work.dtype == "float32"
+    as_tf32 = work.family in CONVOLUTIONS and work.dtype == "float32"
     return device.flops("tfloat32" if as_tf32 else work.dtype)
 
 

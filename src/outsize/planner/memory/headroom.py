@@ -50,13 +50,17 @@ KEPT_SHARE: Final = 0.05
 # Code of cuDNN and cuBLAS, and whatever else such a process has: issue 18 tells of 24 image models on an A100
 # that the median P95 (then 1.115 peaks, 22 MiB and 420 MiB) was 26 %, about 2 GiB, below the device's memory
 # in use. That is a peak of 4.7 GiB with a largest tensor of 0.2 GiB; this is what the terms above leave.
+# Direct convolutions have no workspace: on an H100 Swin, ConvNeXt, ViT and MobileNet hold 0.2 to 0.6 GiB
+# beside their peak and context, ResNets 1.0 to 1.7 GiB (benchmarks/one-gpu).
 CUDNN_BYTES: Final = 1_800 * 1024**2
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Says what a device's stages do with its allocator: their largest tensor, and whether they convolve."""
+    """Says what a device's stages do with its allocator: their largest tensor, and whether they convolve with
+    a workspace.
+    """
 
     largest_bytes: int = 0
     convolves: bool = False
