@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outsize.capture.models.imports import import_torchvision, import_transformers
+
 Precision = Literal["fp32", "bf16", "bf16-mixed"]
 Batch = dict[str, Tensor]
 
@@ -56,8 +58,8 @@ def _gpt2(
     size: tuple[int, int, int], batch: int, length: int, precision: Precision, dropout: float = 0.1
 ) -> Case:
     def build() -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
+        models = import_transformers()
+        GPT2Config, GPT2LMHeadModel = models.GPT2Config, models.GPT2LMHeadModel
         layers, width, heads = size
         rates: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
         shape: dict[str, Any] = {"n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": 1024}
@@ -70,8 +72,8 @@ def _llama(size: tuple[int, int, int, int, int, int], batch: int, length: int) -
     layers, width, inner, heads, groups, vocabulary = size
 
     def build() -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
+        models = import_transformers()
+        LlamaConfig, LlamaForCausalLM = models.LlamaConfig, models.LlamaForCausalLM
         config = LlamaConfig(
             vocab_size=vocabulary,
             hidden_size=width,
@@ -89,8 +91,8 @@ def _llama(size: tuple[int, int, int, int, int, int], batch: int, length: int) -
 
 def _bert(size: tuple[int, int, int], batch: int, length: int, precision: Precision) -> Case:
     def build() -> nn.Module:
-        from transformers import BertConfig, BertForMaskedLM
-
+        models = import_transformers()
+        BertConfig, BertForMaskedLM = models.BertConfig, models.BertForMaskedLM
         layers, width, heads = size
         config = BertConfig(
             num_hidden_layers=layers,
@@ -105,8 +107,8 @@ def _bert(size: tuple[int, int, int], batch: int, length: int, precision: Precis
 
 def _t5(batch: int, length: int) -> Case:
     def build() -> nn.Module:
-        from transformers import T5Config, T5ForConditionalGeneration
-
+        models = import_transformers()
+        T5Config, T5ForConditionalGeneration = models.T5Config, models.T5ForConditionalGeneration
         shape: dict[str, Any] = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
         tokens: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0}
         return T5ForConditionalGeneration(T5Config(**shape, **tokens, use_cache=False))
@@ -116,8 +118,6 @@ def _t5(batch: int, length: int) -> Case:
 
 def _vision(name: str, batch: int, side: int, precision: Precision) -> Case:
     def build() -> nn.Module:
-        from outsize.capture.models.imports import import_torchvision
-
         return import_torchvision().models.get_model(name, weights=None)
 
     return Case(build, partial(_images, batch, side, 1000, False), precision)
@@ -125,8 +125,6 @@ def _vision(name: str, batch: int, side: int, precision: Precision) -> Case:
 
 def _segmentation(batch: int, side: int) -> Case:
     def build() -> nn.Module:
-        from outsize.capture.models.imports import import_torchvision
-
         models = import_torchvision().models
         return models.get_model("deeplabv3_resnet50", weights=None, weights_backbone=None, num_classes=21)
 
