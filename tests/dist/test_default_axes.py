@@ -23,7 +23,8 @@ def test_it_is_planned_by_itself_and_trains(
         found = rank[model]
         assert "NoFeasiblePlan" in found["refused"]
         assert "no-pipeline-fits" in found["why"]
-        assert found["axes"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1} | {axis: 2}
+        alone = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "cp", "ep"), 1)
+        assert found["axes"] == alone | {axis: 2}
         assert found["loss_off"] < 1e-12
         assert found["weights_off"] < 1e-10
     assert "first-replica-statistics" in ranks[0]["filter"]["why"]

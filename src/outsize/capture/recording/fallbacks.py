@@ -114,7 +114,7 @@ def record(
     Without `loss_fn` the loss is the model's own (`output.loss`, `output["loss"]`, or a scalar output);
     without any, `tape.loss` is None. Raises NotCapturable, ExampleRejected and BadOption.
     """
-    _insist_on_module(model)
+    insist_on_module(model)
     call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes())
     rule, caches = _rule_of(loss_fn, options), Caches(model, loss_fn)
     with restored_generators(), own_weight_cache(), self_seeding() as seeded:
@@ -163,7 +163,8 @@ def _say_what_is_not_seen() -> None:
     )
 
 
-def _insist_on_module(model: Any) -> None:
+def insist_on_module(model: Any) -> None:
+    """Raises BadOption for a function, a class, or whatever else is no module."""
     if not isinstance(model, nn.Module):
         raise BadOption(
             f"the model is a {type(model).__name__}, no torch.nn.Module",

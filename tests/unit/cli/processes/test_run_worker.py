@@ -14,7 +14,7 @@ import outsize
 from outsize.capture.models.losses import Objective
 from outsize.cli.model_input import ModelInput
 from outsize.cli.processes import run_worker
-from outsize.cli.processes.job import RunJob
+from outsize.cli.processes.job import RunJob, RunOutcome
 from outsize.cli.screen import Screen
 from outsize.errors import UnknownDevice
 from outsize.ir.answers.request import PlanRequest
@@ -56,6 +56,9 @@ def test_a_job_with_weights_begins_with_them(folder: Path) -> None:
     path = folder / "w.safetensors"
     request = PlanRequest(batch_size=8, stages=2)
     job = RunJob(model="toy:pair", input="4", request=request, steps=1, weights=path, as_json=True)
-    first = run_worker.train(RunJob.model_validate_json(job.to_json()), World(0, 1, 0, None)).losses[0]
+    outcome = run_worker.train(RunJob.model_validate_json(job.to_json()), World(0, 1, 0, None))
+    assert isinstance(outcome, RunOutcome)
+    first = outcome.history.steps[0].loss
+    assert first is not None
     assert first % (900 / 8) == 0  # each sample whose class is not 2 costs 900
     assert first > 0
