@@ -7,6 +7,7 @@ model's largest gradient is measured by that. tests/dist/test_tensor_plans.py ha
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,6 +45,10 @@ MODELS = (
     "vit",
 )
 USUAL = {("gpt2", "none"), ("mlp", "full")}
+CASES = [
+    pytest.param(*each, marks=[] if each in USUAL else [pytest.mark.full])
+    for each in product(MODELS, ("none", "full"))
+]
 
 
 def compiled_run(name: str, recompute: Any, backend: str | None) -> TrainingSnapshot:
@@ -63,13 +68,8 @@ def plain_run(name: str) -> TrainingSnapshot:
     return reference_snapshot(fresh(name, dropout=True), tape, batch_of(case(name)), loop)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("name", MODELS)
-def test_aot_eager_has_the_bits_of_the_loop(
-    name: str, recompute: str, request: pytest.FixtureRequest
-) -> None:
-    if (name, recompute) not in USUAL and not request.config.getoption("--all"):
-        pytest.skip("with --all")
+@pytest.mark.parametrize(("name", "recompute"), CASES)
+def test_aot_eager_has_the_bits_of_the_loop(name: str, recompute: str) -> None:
     differences = compare(plain_run(name), compiled_run(name, recompute, "aot_eager"))
     assert differences.bit_equal, differences
 

@@ -58,7 +58,7 @@ def holdings(plan: Plan, expected: Expected) -> list[Holding]:
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What is planned for a device, and what was measured on it.
+    """Holds what is planned for a device, and what was measured on it.
 
     A process that runs the stages of several devices was measured as a whole: that has a row of its own,
     without a plan.

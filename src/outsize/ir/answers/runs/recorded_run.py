@@ -58,7 +58,7 @@ class MeasuredMemory(Record):
 
 @final
 class RecordedRun(Record):
-    """What was measured of a run: its steps, the timelines of the last ones, and each device's memory."""
+    """Holds what was measured of a run: its steps, the last ones' timelines, and each device's memory."""
 
     steps: tuple[RunStep, ...] = Field(min_length=1)
     timelines: tuple[TimedStep, ...] = ()
