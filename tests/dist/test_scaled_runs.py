@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from test_elastic_runs import losses_in, undisturbed
 
 from outsize.errors import Preempted
+from outsize.run.transport.run_secret import SECRET
 
 pytestmark = pytest.mark.dist
 
@@ -63,6 +65,53 @@ def test_a_run_shrinks_and_grows_as_it_is_told_and_the_digits_stay(tmp_path: Pat
     assert steps == list(range(1, len(steps) + 1))  # none is lost, and none is taken twice
     assert losses_in(tmp_path) == undisturbed(max(steps))
     assert list(temporary.iterdir()) == []
+
+
+def test_each_of_two_machines_is_resized_alone_and_the_digits_stay(tmp_path: Path) -> None:
+    """Two launchers on one machine, whose number is fixed, of one or two processes each."""
+    (tmp_path / "temporary").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = ("--master-addr=127.0.0.1", f"--master-port={free.getsockname()[1]}")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary"), SECRET: "s" * 32}
+
+    def start(node: int) -> subprocess.Popen[bytes]:
+        options = ("--nnodes=2", f"--node-rank={node}", *place, "--devices=1:2", "--shutdown-timeout=100")
+        command = [*OUTSIZE, "run", *options, str(WORKER), str(tmp_path), "1000000", "", "0.1"]
+        with (tmp_path / f"said {node}").open("wb") as said:
+            return subprocess.Popen(command, env=env, stdout=said, stderr=said)
+
+    def until_steps_of(ranks: int) -> None:
+        """Waits until the latest step has so many ranks."""
+        end_s = time.monotonic() + 300
+        while [line.split()[1] for line in _lines(tmp_path / "losses")][-1:] != [str(ranks)]:
+            said = "".join(path.read_text() for path in tmp_path.glob("said *"))
+            assert time.monotonic() < end_s, said
+            assert [one.poll() for one in launchers] == [None, None], said
+            time.sleep(0.1)
+
+    launchers = [start(0), start(1)]
+    try:
+        until_steps_of(4)
+        for node, processes, ranks in ((1, 1, 3), (0, 1, 2), (1, 2, 3)):
+            pid = str(launchers[node].pid)
+            done = subprocess.run([*OUTSIZE, "scale", pid, str(processes)], env=env, capture_output=True)
+            assert done.returncode == 0, done.stderr
+            until_steps_of(ranks)
+        for launcher in launchers:
+            launcher.send_signal(signal.SIGTERM)
+        assert [launcher.wait(300) for launcher in launchers] == [Preempted.exit_code] * 2
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    told = [(tmp_path / f"said {node}").read_text() for node in (0, 1)]
+    for text in told:
+        assert text.count("outsize: the run is saved, and goes on with") == 3
+        assert "Preempted [E405]" not in text
+    assert "restart" not in "".join(told)
+    steps = [int(line.split()[0]) for line in _lines(tmp_path / "losses")]
+    assert steps == list(range(1, len(steps) + 1))  # none is lost, and none is taken twice
+    assert losses_in(tmp_path) == undisturbed(max(steps))
 
 
 def _lines(path: Path) -> list[str]:

@@ -60,15 +60,15 @@ FAILED = "outsize/failed"
 class Ended:
     """How an attempt has ended: what failed first, of how many ranks, and what follows.
 
-    The next attempt has so many `processes` on this machine, if `restarts_left` is not 0. `is_resized`: a
-    user has asked for another number, and nothing has failed.
+    The next attempt has so many `processes` on this machine, if `restarts_left` is not 0. `goes_on`: it was
+    saved and nothing has failed, but a user wants another number of processes, or machines come or go.
     """
 
     failure: Failure
     world_size: int
     restarts_left: int
     processes: int
-    is_resized: bool = False
+    goes_on: bool = False
 
 
 @final
@@ -140,19 +140,18 @@ class Agent(LocalElasticAgent):
         if published is not None and not self._changes:
             self._remaining_restarts = 0  # on that machine the last attempt has ended
         is_saved = self.failure.exit_code == Preempted.exit_code
-        is_resized = is_saved and self._size is not None
-        if is_resized:
-            self._resize(worker_group)
-        elif is_saved and (worker_group.group_world_size or 1) == 1:
+        is_alone = (worker_group.group_world_size or 1) == 1
+        goes_on = is_saved and (self._size is not None or (self._changes and not is_alone))
+        if goes_on:
+            self._go_on(worker_group)
+        elif is_saved and is_alone:
             self._remaining_restarts = 0  # this machine is being taken away
-        elif is_saved and self._changes:
-            self._remaining_restarts += 1  # another machine leaves or joins, which is no failure
         self._context.close(signal.SIGTERM, self._grace_s)
         self.kill()
         self._leave_out_lost_process(worker_group)
         world_size, processes = worker_group.workers[0].world_size, worker_group.spec.local_world_size
         left = self._remaining_restarts
-        self._attempts.show(Ended(self.failure, world_size, left, processes, is_resized))
+        self._attempts.show(Ended(self.failure, world_size, left, processes, goes_on))
         return RunResult(WorkerState.FAILED)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -185,10 +184,10 @@ class Agent(LocalElasticAgent):
             for pid in self._context.pids().values():
                 signal_where_caught(pid)
 
-    def _resize(self, group: WorkerGroup) -> None:
-        """Makes the next attempt, which costs no restart, one of the wanted size."""
-        assert self._size is not None
-        group.spec.local_world_size, self._size = self._size, None
+    def _go_on(self, group: WorkerGroup) -> None:
+        """Makes the next attempt, which costs no restart, one of the size that is wanted here, if any is."""
+        if self._size is not None:
+            group.spec.local_world_size, self._size = self._size, None
         self._remaining_restarts += 1
         self._resized += not self._changes  # meetings.py counts attempts itself
 

@@ -287,8 +287,9 @@ def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
         args = parser.parse_args([*spec.options, "--nproc-per-node", "1", spec.argv[0]])
         _check_meeting(args)
         least, _, most = args.nnodes.partition(":")
-        if args.rdzv_backend == "static" and most not in ("", least):
-            args.rdzv_backend = "c10d"  # machines that come and go have no fixed numbers
+        processes_change = spec.least < spec.nproc_per_node and least != "1"
+        if args.rdzv_backend == "static" and (processes_change or most not in ("", least)):
+            args.rdzv_backend, args.node_rank = "c10d", 0  # who comes, goes or changes has no fixed number
             args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
         any_port = args.nnodes in ("1", "1:1") and args.master_addr in LOOPBACK_NAMES
         args.master_port = args.master_port or (0 if any_port else 29500)
@@ -421,7 +422,7 @@ def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Callable[[En
     """Returns the function that shows what ended an attempt, and records its exit code."""
 
     def show(ended: Ended) -> None:
-        if ended.is_resized:
+        if ended.goes_on:
             many = "1 process" if ended.processes == 1 else f"{ended.processes} processes"
             _say(f"outsize: the run is saved, and goes on with {many} here")
             return
