@@ -20,6 +20,7 @@ pytestmark = pytest.mark.dist
 
 HERE = Path(__file__).parent
 STEPS = 6
+PATIENCE_S = 300.0
 OUTSIZE = "from outsize.cli import main; main()"
 
 
@@ -46,7 +47,7 @@ def run_elastic(
         [*command, str(steps), kills, "0", str(every)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         env=env,
         check=False,
     )
@@ -103,9 +104,9 @@ def test_a_launcher_joins_a_run_and_the_digits_stay(tmp_path: Path) -> None:
             return subprocess.Popen([*command, "1000000", "", "0.1"], env=how, stdout=file, stderr=file)
 
     def until_steps_of(ranks: int) -> None:
-        end_s = time.monotonic() + 90
+        end_s = time.monotonic() + PATIENCE_S
         while ranks not in {int(line.split()[1]) for line in _lines(tmp_path / "losses")}:
-            assert time.monotonic() < end_s, (tmp_path / "first").read_text()
+            assert time.monotonic() < end_s, _said(tmp_path)
             time.sleep(0.05)
 
     launchers = [start("first")]
@@ -114,10 +115,10 @@ def test_a_launcher_joins_a_run_and_the_digits_stay(tmp_path: Path) -> None:
         stranger = start("stranger", "t" * 32)
         launchers += [stranger, start("second")]
         until_steps_of(2)
-        assert stranger.wait(60) == RankFailed.exit_code
+        assert stranger.wait(PATIENCE_S) == RankFailed.exit_code
         launchers[0].send_signal(signal.SIGTERM)
         launchers[2].send_signal(signal.SIGTERM)
-        assert launchers[0].wait(60) in (75, 128 + signal.SIGTERM)
+        assert launchers[0].wait(PATIENCE_S) in (75, 128 + signal.SIGTERM)
     finally:
         for launcher in launchers:
             launcher.kill()
@@ -128,6 +129,12 @@ def test_a_launcher_joins_a_run_and_the_digits_stay(tmp_path: Path) -> None:
     assert "without a secret" not in said
     losses = losses_in(tmp_path)
     assert losses == undisturbed(max(map(int, losses)))
+
+
+def _said(folder: Path) -> str:
+    """What each launcher has written."""
+    logs = (path for path in (folder / name for name in ("first", "second", "stranger")) if path.exists())
+    return "\n".join(f"== {path.name}\n{path.read_text()}" for path in logs)
 
 
 def _lines(path: Path) -> list[str]:

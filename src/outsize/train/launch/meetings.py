@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Final, final
+from typing import Final, Self, final
 
 from torch.distributed import DistError, HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.events.api import NodeState
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -23,7 +24,14 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
     DEFAULT_PORT,
     C10dRendezvousBackend,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousSettings,
+    RendezvousTimeout,
+    Token,
+    _DistributedRendezvousOpExecutor,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import (
@@ -138,6 +146,69 @@ class SealedBackend(RendezvousBackend):
         return None if found is None else (self._secret.opened(self._KEY, found[0]), *found[1:])
 
 
+@final
+class _QuietExecutor(_DistributedRendezvousOpExecutor):
+    """torch's changes of the rendezvous' state, without its record of them (see SharedRendezvous)."""
+
+    def _record(self, message: str, node_state: NodeState = NodeState.RUNNING) -> None:
+        """Records nothing."""
+
+
+@final
+class SharedRendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous over one shared state, for agents that may be slow (decision 162).
+
+    An agent reads the state, changes it, and writes it unless another one has written since. torch's agents
+    find out the name of the running method from the whole call stack with its source files in between, for a
+    record that by default goes nowhere. On a busy machine this takes longer than the second after which
+    another agent's heartbeat writes: an agent that wants to join then never does. Here nothing is recorded.
+
+    An agent that was silent for too long (a paused machine) is gone for all others, and does not take up its
+    heartbeats again. torch's agents do not notice: where it was the only one, a machine that joins begins a
+    second run beside the first. Here such an agent joins again once the run goes on without it.
+    """
+
+    _round_joined = 0
+
+    @classmethod
+    def over(cls, store: Store, backend: RendezvousBackend, parameters: RendezvousParameters) -> Self:
+        """Returns the rendezvous with torch's parameters; `store` is what the agents get."""
+        names = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout")
+        limits_s = [parameters.get_as_int(name) for name in names]
+        handler = cls.from_backend(
+            parameters.run_id,
+            store,
+            backend,
+            parameters.min_nodes,
+            parameters.max_nodes,
+            parameters.local_addr,
+            RendezvousTimeout(*(None if one is None else timedelta(seconds=one) for one in limits_s)),
+            keep_alive_interval=parameters.get_as_int("keep_alive_interval", 5) or 5,
+            keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt", 3) or 3,
+        )
+        settings: RendezvousSettings = handler.settings
+        handler._op_executor = _QuietExecutor(handler._this_node, handler._state_holder, settings)
+        return handler
+
+    def _record(
+        self, message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None
+    ) -> None:
+        """Records nothing."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Returns the next round of the rendezvous. Raises RendezvousError."""
+        info = super().next_rendezvous()
+        self._round_joined = self._state_holder.state.round
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """Returns how many agents wait to join: this one is one of them where a later round is without it."""
+        waiting = super().num_nodes_waiting()
+        state = self._state_holder.state
+        is_later = state.round > self._round_joined and bool(state.participants)
+        return waiting + (is_later and self._this_node not in state.participants)
+
+
 def meeting_point(parameters: RendezvousParameters, secret: RunSecret | None) -> RendezvousHandler:
     """Returns torch's rendezvous of machines that come and go, whose server listens on one interface.
 
@@ -147,7 +218,8 @@ def meeting_point(parameters: RendezvousParameters, secret: RunSecret | None) ->
         return get_rendezvous_handler(parameters)
     store = _agents_store(parameters)
     backend: RendezvousBackend = C10dRendezvousBackend(store, parameters.run_id)
-    return create_handler(store, backend if secret is None else SealedBackend(backend, secret), parameters)
+    sealed = backend if secret is None else SealedBackend(backend, secret)
+    return SharedRendezvous.over(store, sealed, parameters)
 
 
 def _agents_store(parameters: RendezvousParameters) -> TCPStore:

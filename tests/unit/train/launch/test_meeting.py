@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import socket
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    dynamic_rendezvous,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -24,7 +32,7 @@ from outsize.files.file_system import Disk
 from outsize.run.transport.shared_memory import SharedMemory
 from outsize.train.launch import rendezvous
 from outsize.train.launch.failure import Failure, write_failure
-from outsize.train.launch.meetings import CHANGING, ChangingMeeting, FixedMeeting, Loopback
+from outsize.train.launch.meetings import CHANGING, ChangingMeeting, FixedMeeting, Loopback, meeting_point
 from outsize.train.launch.rendezvous import LOOPBACK, STORE, file_store, meet, reach, served_store
 from outsize.train.launch.spec import LaunchSpec, private_folder
 from outsize.train.launch.worker import _die_with_launcher
@@ -42,7 +50,7 @@ def listening(port: int) -> set[str]:
 
 def test_the_store_of_one_machine_is_a_file(tmp_path: Path) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
-    store = meet({**env, STORE: str(tmp_path / "store")}, 30)
+    store: Any = meet({**env, STORE: str(tmp_path / "store")}, 30)
     store.set("here", "now")
     assert b"now" in (tmp_path / "store").read_bytes()
     assert store.timeout == timedelta(seconds=30)
@@ -200,13 +208,18 @@ def test_workers_remove_the_folders_of_a_launcher_that_was_killed(
     assert not folder.exists()
 
 
-def test_a_machine_that_joins_gets_a_store_of_its_own_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second round has none of the keys of the first, under torch's own handlers."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+def two_machines() -> RendezvousParameters:
+    """One machine or two, at a free port of this one."""
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
     quick = {**CHANGING, "last_call_timeout": 1}
-    where = RendezvousParameters("c10d", f"{LOOPBACK}:{port}", "run", 1, 2, LOOPBACK, **quick)
+    return RendezvousParameters("c10d", f"{LOOPBACK}:{port}", "run", 1, 2, LOOPBACK, **quick)
+
+
+def test_a_machine_that_joins_gets_a_store_of_its_own_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second round has none of the keys of the first, under torch's own handlers."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    where = two_machines()
 
     def connect() -> RendezvousHandler:
         return get_rendezvous_handler(where)
@@ -217,13 +230,81 @@ def test_a_machine_that_joins_gets_a_store_of_its_own_attempt(monkeypatch: pytes
     alone.store.set("address", "of the first attempt")
     with ThreadPoolExecutor(2) as pool:
         joined = pool.submit(second.next_rendezvous)
-        while not first.num_nodes_waiting():
-            time.sleep(0.05)
-        both = [pool.submit(first.next_rendezvous).result(60), joined.result(60)]
+        until(lambda: first.num_nodes_waiting() == 1)
+        both = [pool.submit(met_by_two, first).result(300), joined.result(300)]
     assert [info.world_size for info in both] == [2, 2]
     assert {info.rank for info in both} == {0, 1}
-    assert (first.attempt, second.attempt) == (1, 1)
+    assert first.attempt == second.attempt > 0
     both[0].store.set("seen", "by both")
     assert both[1].store.get("seen") == b"by both"
     assert not both[1].store.check(["address"])
     assert first.shutdown()
+
+
+def test_an_agent_joins_beside_others_that_write_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another agent writes whenever torch looks through the call stack, which on a busy machine took longer
+    than the time between two heartbeats: what the agent had changed was stale, again and again.
+    """
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    where = two_machines()
+    where.config["join_timeout"] = 10  # torch's own handler gives up then
+    handler = meeting_point(where, None)
+    others = C10dRendezvousBackend(client_of(where), where.run_id)
+
+    def write(*_: object) -> str:
+        if (found := others.get_state()) is not None:
+            others.set_state(found[0] + b" ", found[1])  # a pickle's end is where its STOP is
+        return ""
+
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", write)
+    assert handler.next_rendezvous().world_size == 1
+    handler.shutdown()
+
+
+def test_an_agent_that_the_others_took_for_dead_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine was paused, so that another one has begun a round without it: one run, not two."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    where = two_machines()
+    paused, other = (ChangingMeeting(lambda: meeting_point(where, None)) for _ in range(2))
+    assert paused.next_rendezvous().world_size == 1
+    assert paused.num_nodes_waiting() == 0
+    state = C10dRendezvousBackend(client_of(where), where.run_id)
+    while True:
+        found = state.get_state()
+        assert found is not None
+        silent = pickle.loads(found[0])
+        silent.last_heartbeats = dict.fromkeys(silent.participants, datetime(2020, 1, 1, tzinfo=UTC))
+        changed = state.set_state(pickle.dumps(silent), found[1])
+        if changed is not None and changed[2]:  # else a heartbeat came first
+            break
+    assert other.next_rendezvous().world_size == 1
+    assert other.num_nodes_waiting() == 0
+    with ThreadPoolExecutor(2) as pool:
+        until(lambda: paused.num_nodes_waiting() == 1)
+        joined = pool.submit(met_by_two, paused)
+        until(lambda: other.num_nodes_waiting() == 1)
+        both = [pool.submit(met_by_two, other).result(300), joined.result(300)]
+    assert [info.world_size for info in both] == [2, 2]
+    assert [one.num_nodes_waiting() for one in (paused, other)] == [0, 0]
+    assert paused.shutdown()
+
+
+def met_by_two(agent: ChangingMeeting) -> RendezvousInfo:
+    """The first round with two agents; as elastic's agents do, it meets again when another one waits."""
+    while (info := agent.next_rendezvous()).world_size < 2:
+        until(lambda: agent.num_nodes_waiting() > 0)
+    return info
+
+
+def client_of(where: RendezvousParameters) -> TCPStore:
+    """The store that an agent of this machine serves."""
+    host, _, port = where.endpoint.partition(":")
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Returns once it holds, which a busy machine may take long for."""
+    end_s = time.monotonic() + 300
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
