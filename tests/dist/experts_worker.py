@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import World, join, leave
-from outsize.train.ranks.expert_parallel import ExpertRanks
+from outsize.train.ranks.expert_parallel import ExpertRanks, TensorAndExpertRanks
 
 CLIP, SEED, STEPS = 0.5, 5, 3
 
@@ -140,9 +141,10 @@ def made(text: str) -> tuple[nn.Module, Batch]:
 def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
     _, axes, marks = axes_of(text)
     replicas = {f"dp_{name}": axes.get(name, 1) for name in ("replicate", "shard")}
-    apart = axes.get("pp", 1) * replicas["dp_replicate"] * replicas["dp_shard"]
+    within = {name: axes.get(name, 1) for name in ("tp", "cp")}
+    apart = axes.get("pp", 1) * prod((*replicas.values(), *within.values()))
     recompute = next((mark for mark in marks if mark in ("full", "selective")), "none")
-    wishes: dict[str, Any] = {"stages": axes.get("pp", 1), "recompute": recompute, **replicas}
+    wishes: dict[str, Any] = {"stages": axes.get("pp", 1), "recompute": recompute, **replicas, **within}
     wishes |= {"ep": ranks // apart, "microbatches": axes.get("pp", 1)}
     if "zb-h1" in marks:
         wishes["schedule"] = "zb-h1"
@@ -230,6 +232,7 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
     place = folder / text.replace(":", "_")
     engine.save(place)
     ranks = engine._tensor  # pyright: ignore
+    ranks = ranks.experts if isinstance(ranks, TensorAndExpertRanks) else ranks
     assert isinstance(ranks, ExpertRanks)
     states = [s for state in engine.optimizer.state.values() for s in state.values() if s.ndim]  # pyright: ignore
     return {

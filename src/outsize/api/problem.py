@@ -169,7 +169,7 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
     """
     tp = axes.tp
     if axes.ep > 1 and captured.graph.form == "tape":
-        insist_on_experts(captured.tape, case.module, axes.ep)
+        insist_on_experts(captured.tape, case.module, axes.ep * tp)
     is_long = captured.graph.form == "tape" and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS
     if axes.cp > 1 or (always and is_long):
         graph = with_rows(captured, case.module, max(2, axes.cp))

@@ -40,7 +40,7 @@ ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 Recompute = Literal["none", "selective", "full", "offload"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
-# This version of outsize runs these axes; ep without tp and cp.
+# This version of outsize runs these axes.
 RUN: Final = frozenset({"pp", "dp_replicate", "tp", "cp", "ep"})
 
 
@@ -109,7 +109,6 @@ def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
     shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
     run = RUN | {"dp_shard"} if shards else RUN
     run = run if form == "tape" else run - {"cp", "ep"}
-    run = run - {"ep"} if axes.tp * axes.cp > 1 else run
     where = "" if streams or shards else weights_text(weights)
     return ", ".join(filter(None, (axes.used_besides(run), where)))
 

@@ -166,11 +166,12 @@ class PlanRequest(Record):
                 numbers=self.mesh(1).beyond_pp or "what_if=True",
                 next_step="leave out exact (--exact), or the axes",
             )
-        if self.ep > 1 and max(self.tp, self.cp) > 1:
+        if self.ep > 1 and self.tp > 1 and self.sequence_parallel:
             raise BadOption(
-                "this version runs expert parallelism without tensor and context parallelism",
-                numbers=f"ep={self.ep}, tp={self.tp}, cp={self.cp}",
-                next_step="leave out ep, or tp and cp: ep composes with stages, dp_replicate and dp_shard",
+                "ranks of tp have the same tokens where experts are divided over them, and sequence "
+                "parallelism divides these",
+                numbers=f"ep={self.ep}, tp={self.tp}, sequence_parallel=True",
+                next_step="leave out sequence_parallel (--sequence-parallel), or ep",
             )
         if self.inference:
             self._check_inference()

@@ -114,9 +114,13 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
 
 def _sequence_options(request: PlanRequest, layout: Layout, graph: ModelGraph) -> tuple[bool, ...]:
     """Returns whether to divide activations between layers: both options where it matters and none was asked
-    for.
+    for; not where ranks of tp divide experts, which have the same tokens.
     """
-    if layout.axes.tp == 1 or all(unit.in_sequence == unit.divided for unit in graph.units):
+    if (
+        layout.axes.tp == 1
+        or layout.axes.ep > 1
+        or all(unit.in_sequence == unit.divided for unit in graph.units)
+    ):
         return (False,)
     return (False, True) if request.sequence_parallel is None else (request.sequence_parallel,)
 

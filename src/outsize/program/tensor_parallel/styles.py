@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal, final
 
 from torch import nn
@@ -100,9 +101,16 @@ class Derived:
     heads: frozenset[str]  # These weights make logits over the vocabulary.
 
 
-def derive(tape: Tape, model: nn.Module, fixed: Mapping[str, Role] | None = None) -> Derived:
-    """Derives the styles of a tape. With `fixed` roles, those of another tape, values are gathered."""
-    known = _SettledStyles(tape, model, fixed)
+def derive(
+    tape: Tape,
+    model: nn.Module,
+    fixed: Mapping[str, Role] | None = None,
+    whole: Mapping[str, str] = MappingProxyType({}),
+) -> Derived:
+    """Derives the styles of a tape. With `fixed` roles, those of another tape, values are gathered; weights
+    that are `whole` stay so, for the reason given.
+    """
+    known = _SettledStyles(tape, model, fixed, whole)
     while True:
         tape_pass = _StylePass(known)
         tape_pass.run()
@@ -114,7 +122,9 @@ def derive(tape: Tape, model: nn.Module, fixed: Mapping[str, Role] | None = None
 class _SettledStyles:
     """Holds what earlier passes have settled."""
 
-    def __init__(self, tape: Tape, model: nn.Module, fixed: Mapping[str, Role] | None) -> None:
+    def __init__(
+        self, tape: Tape, model: nn.Module, fixed: Mapping[str, Role] | None, whole: Mapping[str, str]
+    ) -> None:
         self.tape, self.fixed = tape, fixed
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         every = [
@@ -122,7 +132,7 @@ class _SettledStyles:
             *model.named_buffers(remove_duplicate=False),
         ]
         self.weights: dict[str, Shape] = {name: tuple(t.shape) for name, t in every}
-        self.whole: dict[str, str] = {}  # The value is the reason.
+        self.whole = dict(whole)  # The value is the reason.
         self.points: dict[str, set[Fraction]] = {}
         self.first_user: dict[str, int] = {}
         self.last_reader: dict[int, int] = {}

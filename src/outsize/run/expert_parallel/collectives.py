@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from outsize.device.readback import host_numbers
 from outsize.program.expert_parallel.expert_tape import ExpertCall, ExpertCollectives
 from outsize.program.expert_parallel.experts import counting
+from outsize.program.tensor_parallel.share import Share
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup
 
 
@@ -59,13 +60,23 @@ class ExpertParallelGroup(ExpertCollectives):
     each module by its name.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.group = TensorParallelGroup(mesh)
+    def __init__(self, mesh: DeviceMesh, alike: TensorParallelGroup | None = None) -> None:
+        """Joins the ranks of `mesh`; `alike` are those among them that have this rank's tokens (tp): each
+        sends its block of these.
+        """
+        self.group, self._alike = TensorParallelGroup(mesh), alike
         self.place, self._ranks = self.group.place, mesh.get_group()
         self.sent: Counter[str] = self.group.sent
         self.counts: dict[str, RowCounts] = {}
 
     def experts(self, call: ExpertCall, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        if self._alike is None:
+            return self._of_rows(call, x, index, weight)
+        rows = Share(0, (len(x),))
+        own = (self._alike.cut(x, rows), self._alike.part(index, rows), self._alike.cut(weight, rows))
+        return self._alike.gather(self._of_rows(call, *own), rows)
+
+    def _of_rows(self, call: ExpertCall, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         if call.experts.choices < self.place.ranks:
             return self._dispatched(call, x, index, weight)
         return self._gathered(call, x, index, weight)

@@ -85,9 +85,13 @@ class HeldWeights:
         self._placed: dict[tuple[Any, ...], Located] = {}
 
     def division(self, name: str) -> Division | None:
-        """Returns how tensor-parallel ranks divide a weight; None where each has all of it."""
+        """Returns how ranks divide a weight; None where each has all of it."""
         share = None if self._ranks is None else self._ranks.share(name)
-        return None if share is None or self._ranks is None else Division(share, self._ranks.group.place)
+        return (
+            None
+            if share is None or self._ranks is None
+            else Division(share, self._ranks.group_of(name).place)
+        )
 
     def placed(self, name: str, tensor: Tensor, division: Division | None) -> Located:
         """Returns where a tensor that belongs to a weight lies in the whole one, and whether this rank writes

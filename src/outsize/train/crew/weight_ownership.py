@@ -150,7 +150,7 @@ class Ownership:
         share = None if self._tensor is None else self._tensor.share(name)
         if self._tensor is None or share is None:
             return None
-        return TensorPart(share.dim, share.size, self._tensor.group.place.ranges(share))
+        return TensorPart(share.dim, share.size, self._tensor.group_of(name).place.ranges(share))
 
     def is_own(self, name: str) -> bool:
         """Tells whether this rank owns the weight of this name."""
@@ -159,12 +159,12 @@ class Ownership:
     def of_experts(self, name: str) -> bool:
         """Tells whether ranks divide the weight of this name as one of experts."""
         ranks = self._tensor
-        return ranks is not None and ranks.axis == "ep" and ranks.share(name) is not None
+        return ranks is not None and ranks.share(name) is not None and ranks.axis_of(name) == "ep"
 
     def division(self, name: str) -> Literal["tp", "ep", "dp_shard"] | None:
         """Returns the axis whose ranks may hold parts of the weight of this name."""
         if self._tensor is not None and self._tensor.share(name) is not None:
-            return self._tensor.axis
+            return self._tensor.axis_of(name)
         return "dp_shard" if self._plan.shards and self._crew.mesh is not None else None
 
     def trained(self) -> list[nn.Parameter]:

@@ -84,8 +84,8 @@ from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
 from outsize.train.ranks.batch_check import insist_on_one_batch, is_checked
 from outsize.train.ranks.context_parallel import context_ranks
-from outsize.train.ranks.expert_parallel import expert_ranks
-from outsize.train.ranks.tensor_parallel import insist_on_whole, tensor_ranks
+from outsize.train.ranks.expert_parallel import divided_ranks
+from outsize.train.ranks.tensor_parallel import insist_on_whole
 from outsize.train.variants.results import BatchLoss, EvalResult, StepResult, evaluating
 from outsize.train.variants.variant import RecordingOptions
 
@@ -117,9 +117,7 @@ class Engine:
         self.optimizer: Optimizer | None = None
         home = _home(model, crew, len(plan.stages))
         is_compiled = options.compiled is not None
-        self._tensor = tensor_ranks(model, plan, crew.mesh, compiled=is_compiled) or expert_ranks(
-            model, plan, crew.mesh, compiled=is_compiled
-        )
+        self._tensor = divided_ranks(model, plan, crew.mesh, compiled=is_compiled)
         self._ownership = Ownership(model, plan, crew, options.weights, self._tensor)
         rejects = rejection(model, options.loss_fn, home)
         rejects = rejects if self._tensor is None else self._tensor.whole()(rejects)

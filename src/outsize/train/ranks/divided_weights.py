@@ -34,6 +34,14 @@ class DividedWeights(ABC):
         self.group, self._model = group, model
         self._whole_parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 
+    def group_of(self, name: str) -> TensorParallelGroup:
+        """Returns the ranks that divide the weight of this name, if any do."""
+        return self.group
+
+    def axis_of(self, name: str) -> Literal["tp", "ep"]:
+        """Returns the axis along which the weight of this name is divided, if it is."""
+        return self.axis
+
     @property
     @abstractmethod
     def first(self) -> bool:
@@ -61,7 +69,7 @@ class DividedWeights(ABC):
                 values = bare(weight)
                 empty = torch.empty_like(values, device="meta")
                 whole_parameters[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
-                parts[id(weight)] = like(weight, self.group.part(values.detach(), share))
+                parts[id(weight)] = like(weight, self.group_of(name).part(values.detach(), share))
             self._whole_parameters.append((table, key, whole_parameters[id(weight)]))
         replace(self._model, parts)
 
@@ -95,7 +103,7 @@ class DividedWeights(ABC):
         call this.
         """
         share = self.share(name)
-        return value if share is None else self.group.whole(value.to(self._device), share).cpu()
+        return value if share is None else self.group_of(name).whole(value.to(self._device), share).cpu()
 
     def shown(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors by name; for a part, one of the whole's shape, without values."""

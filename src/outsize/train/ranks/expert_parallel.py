@@ -6,15 +6,19 @@ Each rank computes its own part of the batch, and for its experts the rows of al
 an expert is added up over the ranks that have the same experts, that of all else over these ranks too
 (ranks/mesh.py, `expert_holders` and `holders`). The first tape decides which modules are divided
 (program/expert_parallel/experts.py).
+
+With tp, experts are divided over the ranks of ep and of tp, and all else over those of tp alone: each rank of
+tp sends its block of the tokens, which all of them have (as Megatron-Core with expert tensor parallelism 1).
+So every weight is divided along one axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from outsize.errors import BadOption, WorldMismatch
@@ -24,8 +28,10 @@ from outsize.program.expert_parallel.experts import Experts, insist_on_experts
 from outsize.program.tape import Tape
 from outsize.program.tensor_parallel.share import Share
 from outsize.run.expert_parallel.collectives import ExpertParallelGroup, RowCounts
+from outsize.run.tensor_parallel.collectives import TensorParallelGroup
 from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.ranks.mesh import Mesh
+from outsize.train.ranks.tensor_parallel import TensorRanks, tensor_ranks
 
 
 @final
@@ -34,9 +40,19 @@ class ExpertRanks(DividedWeights):
 
     axis: ClassVar[Literal["tp", "ep"]] = "ep"
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, compiled: bool = False) -> None:
-        """Joins the ranks of `mesh`. `compiled`: stages are compiled, and their graphs end at collectives."""
-        self._calls = ExpertParallelGroup(mesh)
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        alike: TensorParallelGroup | None = None,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        """Joins the ranks of `mesh`; `alike` are those of tp among them, which have the same tokens.
+
+        `compiled`: stages are compiled, and their graphs end at collectives.
+        """
+        self._calls = ExpertParallelGroup(mesh, alike)
         super().__init__(model, self._calls.group)
         for name in ExpertCollectives.__abstractmethods__ if compiled else ():
             setattr(self._calls, name, torch.compiler.disable(getattr(self._calls, name)))
@@ -77,14 +93,66 @@ class ExpertRanks(DividedWeights):
         return (self._shares or {}).get(name)
 
 
-def expert_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: bool) -> ExpertRanks | None:
-    """Returns the ranks that the plan asks for; None for ep 1.
+@final
+class TensorAndExpertRanks(DividedWeights):
+    """The ranks of tp, which divide layers, and those of ep and tp, which divide experts."""
+
+    axis: ClassVar[Literal["tp", "ep"]] = "tp"
+
+    def __init__(self, model: nn.Module, layers: TensorRanks, experts: ExpertRanks) -> None:
+        super().__init__(model, layers.group)
+        self._layers, self._experts = layers, experts
+
+    @property
+    def first(self) -> bool:
+        return self._layers.first
+
+    @property
+    def experts(self) -> ExpertRanks:
+        """Returns the ranks that divide experts."""
+        return self._experts
+
+    def group_of(self, name: str) -> TensorParallelGroup:
+        return self._experts.group if self._experts.share(name) else self.group
+
+    def axis_of(self, name: str) -> Literal["tp", "ep"]:
+        return "ep" if self._experts.share(name) else "tp"
+
+    def local(self, tape: Tape) -> Tape:
+        """Returns the rank's own tape, on which layers are divided but for experts, then these.
+
+        Raises BadOption where the number of ranks does not divide a size, or there are too few experts.
+        """
+        found = insist_on_experts(tape, self._model, self._experts.group.place.ranks)
+        names = (name for each in found.values() for name in each.parameters)
+        whole = dict.fromkeys(names, "it is of experts, which ep divides")
+        return self._experts.local(self._layers.local(tape, whole))
+
+    def share(self, name: str) -> Share | None:
+        return self._experts.share(name) or self._layers.share(name)
+
+    def norms(self, norms: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
+        return self._experts.norms(self._layers.norms(norms, names), names)
+
+
+def divided_ranks(
+    model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: bool
+) -> DividedWeights | None:
+    """Returns the ranks that the plan asks for to divide weights; None for tp 1 and ep 1.
 
     Raises BadOption and WorldMismatch.
     """
+    layers = tensor_ranks(model, plan, mesh, compiled=compiled)
+    if plan.axes.ep == 1:
+        return layers
+    experts = _expert_ranks(model, plan, mesh, layers, compiled=compiled)
+    return experts if layers is None else TensorAndExpertRanks(model, layers, experts)
+
+
+def _expert_ranks(
+    model: nn.Module, plan: Plan, mesh: Mesh | None, layers: TensorRanks | None, *, compiled: bool
+) -> ExpertRanks:
     degree = plan.axes.ep
-    if degree == 1:
-        return None
     if plan.form != "tape":
         raise BadOption(
             f"{plan.model} runs by modules, in its own Python, which calls all experts",
@@ -97,4 +165,5 @@ def expert_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: b
             numbers=f"the plan needs {plan.axes.world_size}, ep={degree}",
             next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py",
         )
-    return ExpertRanks(model, mesh.device_mesh["ep"], compiled=compiled)
+    alike = None if layers is None else layers.group
+    return ExpertRanks(model, mesh.experts(), alike, compiled=compiled)

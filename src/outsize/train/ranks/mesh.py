@@ -6,7 +6,7 @@ neighbours.
     pipeline    ranks 1, 5                        as rank 5 on every axis but pp
     replicas    ranks 5, 7                        as rank 5 on every axis but dp_replicate, dp_shard and ep
     holders     ranks 5, 7                        as rank 5 on every axis but these and cp
-    of experts  ranks 5, 7                        as rank 5 on every axis but dp_replicate and dp_shard
+    of experts  ranks 5, 7                        as rank 5 on every axis but dp_replicate, dp_shard and cp
 
 A run of pp alone has one pipeline, the group of the run, and makes no other.
 """
@@ -58,8 +58,16 @@ class Mesh:
             self.replicas = self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "ep"), device)
         if mesh is not None and axes.cp > 1:
             self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "ep", "cp"), device)
-        if mesh is not None and axes.ep > 1 and axes.replicas > axes.ep:
-            self.expert_holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard"), device)
+        if mesh is not None and axes.ep > 1 and axes.replicas * axes.cp > axes.ep:
+            self.expert_holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "cp"), device)
+
+    def experts(self) -> DeviceMesh:
+        """Returns the ranks over which experts are divided: those of ep, and of tp, which have the same
+        tokens.
+        """
+        mesh = self.device_mesh
+        assert mesh is not None
+        return mesh["ep"] if self.axes.tp == 1 else mesh["ep", "tp"]._flatten("ep_tp")
 
     def sharding(self, *, of_experts: bool = False) -> DeviceMesh:
         """Returns the mesh over whose last dim weights are sharded; a first dim replicates.
@@ -69,7 +77,8 @@ class Mesh:
         """
         mesh, axes = self.device_mesh, self.axes
         assert mesh is not None
-        sharing = ("dp_shard", *(name for name in ("ep", "cp") if getattr(axes, name) > 1 and not of_experts))
+        others = ("cp",) if of_experts else ("ep", "cp")
+        sharing = ("dp_shard", *(name for name in others if getattr(axes, name) > 1))
         last = "_".join(sharing)
         if len(sharing) > 1 and last not in self._flattened:
             mesh[sharing]._flatten(last)

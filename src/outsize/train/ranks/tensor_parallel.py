@@ -8,6 +8,7 @@ The first tape decides which weights are divided (program/tensor_parallel/styles
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar, Literal, final
 
 import torch
@@ -51,12 +52,12 @@ class TensorRanks(DividedWeights):
     def first(self) -> bool:
         return self.group.place.rank == 0
 
-    def local(self, tape: Tape) -> Tape:
-        """Returns the rank's own tape.
+    def local(self, tape: Tape, whole: Mapping[str, str] = MappingProxyType({})) -> Tape:
+        """Returns the rank's own tape; `whole` are weights that tp leaves whole, with the reasons.
 
         Raises BadOption where the number of ranks does not divide a size.
         """
-        derived = derive(tape, self._model, self._roles)
+        derived = derive(tape, self._model, self._roles, whole)
         if self._roles is None:
             styles = explain(tape, self._model, derived)
             styles.insist_on_degree(self.group.place.ranks)
