@@ -114,7 +114,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 
 
 def axes_of(text: str) -> tuple[str, dict[str, int], list[str]]:
-    """`mixtral:pp2:full` is a Mixtral with pp 2 and full recompute; ep takes the other ranks."""
+    """`mixtral:pp2:full` is a Mixtral with pp 2 and full recompute; ep takes the other ranks, and `to2` is
+    the ep of a run that goes on from its checkpoint.
+    """
     name, *marks = text.split(":")
     axes = {mark.rstrip("0123456789"): int(mark[-1]) for mark in marks if mark[-1].isdigit()}
     return name, axes, [mark for mark in marks if not mark[-1].isdigit()]
@@ -250,15 +252,18 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
 def resumed(
     model: nn.Module, batch: Batch, text: str, world: World, place: Path, trained: dict[str, Tensor]
 ) -> float:
-    """How far a step after the checkpoint is, of replicas without ep, from one of the same plan."""
+    """How far a step after the checkpoint is, of replicas without ep or with another (`to`), from one of the
+    same plan.
+    """
     options = EngineOptions(optimizer=adamw, clip_norm=CLIP, seed=SEED)
     found: list[dict[str, Tensor]] = []
     _, axes, _ = axes_of(text)
-    replicas = world.world_size // axes.get("pp", 1)
+    ep = axes.get("to", 1)
     wishes: dict[str, Any] = {
         "stages": axes.get("pp", 1),
         "microbatches": axes.get("pp", 1),
-        "dp_replicate": replicas,
+        "ep": ep,
+        "dp_replicate": world.world_size // axes.get("pp", 1) // ep,
     }
     other = outsize.plan(
         copy.deepcopy(model), batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", **wishes
