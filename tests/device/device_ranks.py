@@ -21,6 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Final, final
 
+from patience import free_port
+
 TESTS: Final = Path(__file__).parents[1]
 _FOLDERS: Final = ("unit", "parity", "simdev", "device", "device/mutations", "dist")
 _IMPORTED: Final = [str(TESTS / name) for name in _FOLDERS]
@@ -45,7 +47,7 @@ class DeviceRanks:
         )
 
     def run(
-        self, scenario: str, count: int, *, order: str = "lazy", limit_s: int = 120, **given: Any
+        self, scenario: str, count: int, *, order: str = "lazy", limit_s: int = 800, **given: Any
     ) -> list[Any]:
         """Returns what the scenario returned on each of `count` ranks. Raises RanksFailed.
 
@@ -83,7 +85,7 @@ def _serve(device_type: str, module: str, answers: IO[str]) -> None:
     import_module(module)
     for line in sys.stdin:
         request, error = json.loads(line), None
-        request |= {"device_type": device_type, "module": module, "port": _free_port()}
+        request |= {"device_type": device_type, "module": module, "port": free_port()}
         try:
             folder = Path(request["folder"])
             in_forks(folder, request["count"], lambda rank, of=request: _rank(rank, of), request["limit_s"])
@@ -91,13 +93,6 @@ def _serve(device_type: str, module: str, answers: IO[str]) -> None:
             error = str(failed) or "a rank has ended early"
         answers.write(json.dumps(error) + "\n")
         answers.flush()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def _rank(rank: int, request: dict[str, Any]) -> None:

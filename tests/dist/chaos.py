@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import psutil
 from elastic_worker import train
+from patience import free_port
 
 from outsize.train.launch.spec import COPIES
 
@@ -84,8 +84,7 @@ def copies_of(worker: psutil.Process) -> str:
 def run_for(minutes: float, chaos: Chaos, chance: random.Random) -> tuple[Counter[str], set[str]]:
     """Inflicts faults for so long; returns how many of each kind, and where copies in memory were."""
     folder, agents = chaos.folder, chaos.agents
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")}
     counts, copies = Counter[str](), set[str]()
     log = (folder / "log").open("ab")

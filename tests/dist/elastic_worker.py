@@ -43,6 +43,10 @@ def train(
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
         resume=None if folder is None else folder / "run",
     )
+    if folder is not None:
+        written = folder / f"{os.getpid()}.written"
+        written.write_text(str(os.getpid()))
+        written.replace(folder / f"pid-{engine.rank}")  # whoever reads it finds a number
     sampler = engine.batch_sampler(data, shuffle=True)
     batches = engine.batches(DataLoader(data, batch_sampler=sampler))
     seen: list[str] = []
@@ -55,7 +59,6 @@ def train(
                 if engine.rank == 0:
                     with (folder / "losses").open("a") as file:
                         file.write(f"{seen[-1]}\n")
-                (folder / f"pid-{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
                 if (
                     kills.get(engine.steps) == engine.rank
                     and not (folder / f"killed-{engine.steps}").exists()

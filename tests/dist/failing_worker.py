@@ -1,18 +1,13 @@
-"""A model that raises on the second rank, in the middle of the third step: `failing_worker.py FOLDER`."""
+"""A model that raises on the second rank, in the middle of the third step."""
 
 from __future__ import annotations
 
-import sys
-import time
-from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 import outsize
-
-FOLDER = Path(sys.argv[1])
 
 
 @final
@@ -25,7 +20,6 @@ class Moody(nn.Linear):
         """A linear layer, while it lasts."""
         Moody.calls += isinstance(input, Tensor) and type(input) is Tensor
         if Moody.calls == 10:
-            (FOLDER / "failed").write_text(str(time.time()))
             raise ValueError("3 is not my lucky number")
         return super().forward(input)
 

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import final
 
 from forked_python import preload
+from patience import until
 
 from outsize.train.launch.launch import run_script
 
@@ -45,12 +45,12 @@ class ForkedLauncher:
             self.code = os.waitstatus_to_exitcode(status) if pid else None
         return self.code
 
-    def finish(self, timeout_s: float = 60.0) -> Result:
+    def finish(self) -> Result:
         """Wait for its end."""
-        deadline = time.monotonic() + timeout_s
-        while self.poll() is None:
-            assert time.monotonic() < deadline, f"runs on: {self.out.read_text()}\n{self.err.read_text()}"
-            time.sleep(0.01)
+        until(
+            lambda: self.poll() is not None,
+            lambda: f"runs on: {self.out.read_text()}\n{self.err.read_text()}",
+        )
         assert self.code is not None
         return Result(self.code, self.out.read_text(), self.err.read_text())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from forked import in_forks
+from patience import PATIENCE_S, WHOLE_S, free_port
 from recorded_once import recorded_once
 
 from outsize.train.batch.batch_dims import BatchDims, rejection
@@ -28,17 +28,17 @@ DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 Done = subprocess.CompletedProcess[str]
 
 
-def run(command: list[str], timeout_s: float = 60) -> Done:
+def run(command: list[str]) -> Done:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=env, check=False)
 
 
-def launched(script: str, ranks: int, *arguments: str, timeout_s: float = 60) -> Done:
+def launched(script: str, ranks: int, *arguments: str) -> Done:
     """`script` of this folder under outsize's launcher."""
-    return run([sys.executable, "-c", DRIVER, str(ranks), str(HERE / script), *arguments], timeout_s)
+    return run([sys.executable, "-c", DRIVER, str(ranks), str(HERE / script), *arguments])
 
 
-def said_by(script: str, ranks: int, folder: Path, *arguments: str, timeout_s: float) -> list[Any]:
+def said_by(script: str, ranks: int, folder: Path, *arguments: str, patience_s: float = WHOLE_S) -> list[Any]:
     """What each rank of `script FOLDER ...` has left in FOLDER/rank<r>.json.
 
     The ranks are forks, which have torch and the models already: interpreters of their own, under launchers,
@@ -46,8 +46,7 @@ def said_by(script: str, ranks: int, folder: Path, *arguments: str, timeout_s: f
     they do not record again.
     """
     import_module("zoo")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> None:
         numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -56,7 +55,7 @@ def said_by(script: str, ranks: int, folder: Path, *arguments: str, timeout_s: f
         with recorded_once():
             runpy.run_path(str(HERE / script), run_name="__main__")
 
-    in_forks(folder, ranks, rank, timeout_s)
+    in_forks(folder, ranks, rank, patience_s)
     return left_by(ranks, folder)
 
 

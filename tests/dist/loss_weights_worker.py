@@ -156,7 +156,7 @@ def differing(case: Case, layout: dict[str, Any], world: World) -> list[str]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(timeout_s=60)
+    world = join()
     wrong = {
         f"{name}, {place}": differing(copy.deepcopy(case), layout, world)
         for name, case in CASES.items()

@@ -36,6 +36,7 @@ from typing import Any, ClassVar, Final, cast, final
 import torch
 import torch.distributed as dist
 from forked import in_forks
+from patience import PATIENCE_S
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -44,7 +45,8 @@ from outsize.train.launch.rendezvous import loopback_interface
 # The device to which a bound group of these tests claims to belong; no tensor lives there.
 BOUND: Final = torch.device("cuda", 0)
 _POLL_S: Final = 0.02
-_ANSWER_S: Final = 2.0
+_ANSWER_S: Final = 20.0  # for ranks that are late; one that has ended does not answer
+_END_S: Final = 4.0
 _PEER: Final = {dist.isend: "group_dst", dist.irecv: "group_src"}
 _COLLECTIVES: Final = (
     "allreduce", "broadcast", "allgather", "gather", "scatter", "reduce", "reduce_scatter", "alltoall",
@@ -75,7 +77,7 @@ class Strict:
     """
 
     bound: bool = False
-    limit_s: float = 20.0
+    limit_s: float = PATIENCE_S
     on_device: Callable[[Tensor], bool] = any_tensor
     device: str = "cpu"
 
@@ -395,7 +397,7 @@ def strictly(folder: Path, size: int, work: Callable[[Joined], Any], rules: Stri
             found = str(error)  # or what came of it where others had ended
         torch.save(found, folder / f"rank{number}.pt")
         store.add("ended", 1)
-        until = time.monotonic() + 2 * _ANSWER_S
+        until = time.monotonic() + _END_S
         while (
             store.add("ended", 0) < size and time.monotonic() < until
         ):  # others may ask for this one's heads

@@ -16,6 +16,6 @@ def test_branches_composed_schedules_and_a_v_over_two_processes(tmp_path: Path) 
     with recorded_once():
         for name in ("fusion", "siamese", "vision-text", "inception", "unet"):
             captured(name, 4)
-    for found in said_by("branched_worker.py", 2, tmp_path, timeout_s=200):
+    for found in said_by("branched_worker.py", 2, tmp_path):
         assert found == dict.fromkeys(found, "ok")
         assert len(found) == 11

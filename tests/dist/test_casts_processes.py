@@ -11,7 +11,7 @@ pytestmark = pytest.mark.dist
 
 
 def test_each_rank_casts_its_weights_once_per_step(tmp_path: Path) -> None:
-    ranks = said_by("casts_worker.py", 2, tmp_path, timeout_s=200)
+    ranks = said_by("casts_worker.py", 2, tmp_path)
     for key in ranks[0]:
         wrong, counts = zip(*(said[key] for said in ranks), strict=True)
         assert wrong == ([], []), key

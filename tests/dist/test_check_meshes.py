@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from patience import PATIENCE_S
 from torch import nn
 
 import outsize
 from outsize.cli.model_input import make_model_input
 from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 LLAMA = (
     "transformers:LlamaConfig?num_hidden_layers=2&hidden_size=32&intermediate_size=48&num_attention_heads=4"
@@ -68,7 +69,7 @@ def test_the_command_says_what_was_compared(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_S,
         check=False,
     )
     said = " ".join(done.stdout.split())

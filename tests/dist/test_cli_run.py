@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 TOY = """
 import torch
@@ -67,7 +68,7 @@ def outsize(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", code, *arguments]
     return subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 
@@ -161,7 +162,7 @@ def test_the_same_script_under_both_launchers(folder: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert line.split()[-1] in theirs.stdout

@@ -8,7 +8,7 @@ import pytest
 from composed_worker import MESHES, composed, halved
 from launches import said_by
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_composed_schedules_on_meshes_train_as_one_process(tmp_path: Path, halve
         if axis in halves:
             halved(plan).save(tmp_path / f"plan-{axis}-halved.json")
     plans = len(list(tmp_path.glob("plan-*.json")))
-    for rank in said_by("composed_worker.py", 4, tmp_path, timeout_s=200):
+    for rank in said_by("composed_worker.py", 4, tmp_path):
         assert len(rank) == plans
         for mesh, found in rank.items():
             assert max(found.values()) < 1e-10, (mesh, found)

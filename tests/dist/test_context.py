@@ -9,7 +9,7 @@ import pytest
 from context_worker import record_cases
 from launches import said_by
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.dist
 
 ALONE = ("llama", "padded", "gpt2 eager", "window", "gemma", "qwen3", "t5", "vit", "encoder")
 RARE = ("padded", "gemma", "qwen3", "encoder")  # with --all alone: other rows have their rules
@@ -30,7 +30,7 @@ Found = list[dict[str, dict[str, Any]]]
 
 def run(ranks: int, folder: Path, cases: list[str]) -> Found:
     record_cases(cases, ranks)
-    return said_by("context_worker.py", ranks, folder, *cases, timeout_s=390)
+    return said_by("context_worker.py", ranks, folder, *cases)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from launches import said_by
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return said_by("axes_worker.py", 2, tmp_path_factory.mktemp("axes"), timeout_s=190)
+    return said_by("axes_worker.py", 2, tmp_path_factory.mktemp("axes"))
 
 
 @pytest.mark.parametrize(("model", "axis"), [("tagger", "tp"), ("filter", "dp_shard")])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from elastic_worker import train
+from patience import PATIENCE_S, free_port, until
 
 from outsize.errors import RankFailed
 from outsize.run.transport.run_secret import SECRET
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.dist
 
 HERE = Path(__file__).parent
 STEPS = 6
-PATIENCE_S = 300.0
 OUTSIZE = "from outsize.cli import main; main()"
 
 
@@ -92,8 +90,7 @@ def test_copies_in_memory_lose_no_more_than_the_step_in_flight(tmp_path: Path) -
 def test_a_launcher_joins_a_run_and_the_digits_stay(tmp_path: Path) -> None:
     """Two launchers of one machine, whose messages are sealed; a third one with another secret is refused."""
     (tmp_path / "temporary").mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary"), SECRET: "s" * 32}
     options = ("--nnodes=1:2", f"--rdzv-endpoint=127.0.0.1:{port}", "--nproc-per-node=1", "--max-restarts=2")
     command = [sys.executable, "-c", OUTSIZE, "run", *options, str(HERE / "elastic_worker.py"), str(tmp_path)]
@@ -104,10 +101,10 @@ def test_a_launcher_joins_a_run_and_the_digits_stay(tmp_path: Path) -> None:
             return subprocess.Popen([*command, "1000000", "", "0.1"], env=how, stdout=file, stderr=file)
 
     def until_steps_of(ranks: int) -> None:
-        end_s = time.monotonic() + PATIENCE_S
-        while ranks not in {int(line.split()[1]) for line in _lines(tmp_path / "losses")}:
-            assert time.monotonic() < end_s, _said(tmp_path)
-            time.sleep(0.05)
+        until(
+            lambda: ranks in {int(line.split()[1]) for line in _lines(tmp_path / "losses")},
+            lambda: _said(tmp_path),
+        )
 
     launchers = [start("first")]
     try:

@@ -9,7 +9,7 @@ import pytest
 from experts_worker import record_cases
 from launches import said_by
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.dist
 
 # Five experts over two ranks, with an auxiliary loss; three choices over four; experts that all tokens have,
 # and groups; biases, dispatched; dropped tokens; a rank without rows; samples that do not divide.
@@ -36,7 +36,7 @@ Found = list[dict[str, dict[str, Any]]]
 
 def run(ranks: int, folder: Path, cases: list[str]) -> Found:
     record_cases(cases, ranks)
-    return said_by("experts_worker.py", ranks, folder, *cases, timeout_s=390)
+    return said_by("experts_worker.py", ranks, folder, *cases)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from outsize.train.launch.fork_server import ForkServer, can_serve_forks
 
@@ -25,7 +26,7 @@ def test_the_server_outlives_what_its_workers_handle(tmp_path: Path) -> None:
         for _ in range(2):
             worker = server.start(arguments, dict(os.environ), (None, None))
             assert worker is not None
-            assert worker.wait(60) == 0
+            assert worker.wait(PATIENCE_S) == 0
             for number in (signal.SIGUSR1, signal.SIGTERM):
                 os.kill(server.pid, number)
             time.sleep(0.2)

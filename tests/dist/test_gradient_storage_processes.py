@@ -15,6 +15,6 @@ pytestmark = pytest.mark.dist
 
 
 def test_every_sharing_operation_over_two_processes(tmp_path: Path) -> None:
-    for wrong in said_by("gradient_storage_worker.py", 2, tmp_path, timeout_s=200):
+    for wrong in said_by("gradient_storage_worker.py", 2, tmp_path):
         assert len(wrong) > 20
         assert wrong == {key: [] for key in wrong}

@@ -11,6 +11,6 @@ pytestmark = pytest.mark.dist
 
 
 def test_values_of_forward_and_loss_change_over_two_processes(tmp_path: Path) -> None:
-    for wrong in said_by("guards_worker.py", 2, tmp_path, timeout_s=250):
+    for wrong in said_by("guards_worker.py", 2, tmp_path):
         assert len(wrong) > 10
         assert wrong == {key: [] for key in wrong}

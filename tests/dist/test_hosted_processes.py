@@ -21,7 +21,7 @@ CHECKS = [
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each of two ranks says to each check of hosted_worker.py."""
     record_ahead(MODELS, (MICROBATCHES,))
-    return said_by("hosted_worker.py", 2, tmp_path_factory.mktemp("hosted"), timeout_s=200)
+    return said_by("hosted_worker.py", 2, tmp_path_factory.mktemp("hosted"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Protocol, final
 
 import pytest
 from forked_launcher import ForkedLauncher, Result, launch_in_fork
+from patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.dist
 
@@ -33,12 +33,11 @@ JOINED = (
     + """
 import torch, torch.distributed as dist
 from outsize.train.launch.launch import join, leave
-world = join(timeout_s=60)
+world = join()
 ones = torch.ones(2)
 dist.all_reduce(ones)
 """
 )
-ENDS_S = 10.0
 
 
 @final
@@ -50,11 +49,11 @@ class Launcher:
     process: ForkedLauncher | Torchrun
 
     def wait_for(self, *names: str) -> None:
-        deadline = time.monotonic() + 60
-        while not all((self.folder / name).exists() for name in names):
-            assert time.monotonic() < deadline, f"no {names}"
-            assert self.process.poll() is None, self.process.finish()
-            time.sleep(0.02)
+        def are_there() -> bool:
+            return all((self.folder / name).exists() for name in names)
+
+        until(lambda: are_there() or self.process.poll() is not None, lambda: f"no {names}")
+        assert are_there(), self.process.finish()
 
     def finish(self) -> Result:
         return self.process.finish()
@@ -62,11 +61,9 @@ class Launcher:
     def pids(self) -> list[int]:
         return [int(path.read_text()) for path in self.folder.glob("pid?")]
 
-    def assert_all_gone(self, within_s: float = 0.5) -> None:
-        deadline = time.monotonic() + within_s
-        while alive := [pid for pid in self.pids() if _alive(pid)]:
-            assert time.monotonic() < deadline, f"still alive: {alive}"
-            time.sleep(0.02)
+    def assert_all_gone(self) -> None:
+        """They would sleep, or wait for each other, for longer than this waits."""
+        until(lambda: not any(map(_alive, self.pids())), lambda: f"some are alive: {self.pids()}")
 
     def clean_up(self) -> None:
         """End what a failing test has left behind; a launcher that has ended left nothing."""
@@ -91,7 +88,7 @@ class Torchrun:
         return self._process.poll()
 
     def finish(self) -> Result:
-        out, err = self._process.communicate(timeout=60)
+        out, err = self._process.communicate(timeout=PATIENCE_S)
         return Result(self._process.returncode, out, err)
 
     def clean_up(self) -> None:
@@ -151,22 +148,20 @@ def test_one_traceback_of_the_rank_that_failed_first(start: Start) -> None:
 
 
 def test_a_rank_that_never_notices_is_ended(start: Start) -> None:
-    """Rank 0 blocks for a minute and ignores SIGTERM: killed after the grace time, within 10 s."""
+    """Rank 0 blocks for an hour and ignores SIGTERM: it is killed after the grace time."""
     stubborn = """
 import signal
 if rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path("ready").touch()
-    time.sleep(60)
+    time.sleep(3600)
 while not Path("ready").exists():
     time.sleep(0.02)
 raise ValueError("boom")
 """
     launcher = start(PREAMBLE + stubborn)
     launcher.wait_for("ready")
-    seen = time.monotonic()
     result = launcher.finish()
-    assert time.monotonic() - seen < ENDS_S
     assert result.code == 4
     assert result.err.count("Traceback") == 1
     launcher.assert_all_gone()
@@ -182,13 +177,11 @@ if rank == 1:
     Path("failing").touch()
     raise ValueError("boom")
 dist.send(ones, 1)
-time.sleep(60)
+time.sleep(3600)
 """
     launcher = torchrun(JOINED + body)
     launcher.wait_for("failing")
-    seen = time.monotonic()
-    result = launcher.finish()
-    assert time.monotonic() - seen < ENDS_S, "outsize run would end rank 0 first; torchrun waits for rank 1"
+    result = launcher.finish()  # outsize run would end rank 0 first; torchrun waits for rank 1
     assert result.code != 0
     launcher.assert_all_gone()
 
@@ -209,11 +202,9 @@ def test_a_signal_ends_all_without_a_traceback(start: Start, signum: int, code: 
     body = "Path(f'ready{rank}').touch()\nwhile rank == 0:\n    time.sleep(0.1)\ndist.recv(ones, 0)\n"
     launcher = start(JOINED + body)
     launcher.wait_for("ready0", "ready1")
-    sent = time.monotonic()
     assert isinstance(launcher.process, ForkedLauncher)
     launcher.process.send_signal(signum)
     result = launcher.finish()
-    assert time.monotonic() - sent < ENDS_S
     assert result.code == code
     assert "Traceback" not in result.err
     assert result.err.strip().endswith(f"stopped by {signal.Signals(signum).name}, 2 processes ended")
@@ -221,12 +212,12 @@ def test_a_signal_ends_all_without_a_traceback(start: Start, signum: int, code: 
 
 
 def test_workers_do_not_outlive_a_killed_launcher(start: Start) -> None:
-    launcher = start(PREAMBLE + "Path(f'ready{rank}').touch()\ntime.sleep(60)\n")
+    launcher = start(PREAMBLE + "Path(f'ready{rank}').touch()\ntime.sleep(3600)\n")
     launcher.wait_for("ready0", "ready1")
     assert isinstance(launcher.process, ForkedLauncher)
     launcher.process.send_signal(signal.SIGKILL)
     launcher.finish()
-    launcher.assert_all_gone(within_s=ENDS_S)
+    launcher.assert_all_gone()
 
 
 def test_lines_pass_whole_and_in_order(start: Start) -> None:
@@ -305,7 +296,7 @@ leave(world)
 
 
 def test_an_allocator_error_says_what_to_ask(start: Start) -> None:
-    body = "if rank == 0: time.sleep(60)\nraise torch.OutOfMemoryError('CUDA out of memory.')"
+    body = "if rank == 0: time.sleep(3600)\nraise torch.OutOfMemoryError('CUDA out of memory.')"
     result = start(JOINED + body).finish()
     assert "rank 1 of 2 failed first; exit code 1, OutOfMemoryError: CUDA out of memory." in result.err
     assert "Next: outsize fit" in result.err
@@ -316,7 +307,7 @@ def test_a_killed_launcher_leaves_no_folder(
 ) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    launcher = start(JOINED + "Path(f'in{rank}').touch()\ntime.sleep(60)")
+    launcher = start(JOINED + "Path(f'in{rank}').touch()\ntime.sleep(3600)")
     launcher.wait_for("in0", "in1")
     (folder,) = (tmp_path / "temporary").glob("outsize-*")
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -324,7 +315,7 @@ def test_a_killed_launcher_leaves_no_folder(
     assert isinstance(launcher.process, ForkedLauncher)
     launcher.process.send_signal(signal.SIGKILL)
     launcher.finish()
-    launcher.assert_all_gone(within_s=ENDS_S)
+    launcher.assert_all_gone()
     assert list((tmp_path / "temporary").glob("outsize-*")) == []
 
 
@@ -371,9 +362,7 @@ def test_a_failed_attempt_is_shown_and_the_next_one_may_succeed(start: Start) ->
 
 def test_a_rank_that_ends_without_joining_is_named_at_once(start: Start) -> None:
     """Rank 0 would wait for half an hour."""
-    begun = time.monotonic()
     result = start(PREAMBLE + "if rank == 1:\n    sys.exit()\n" + JOINED.removeprefix(PREAMBLE)).finish()
-    assert time.monotonic() - begun < 3 * ENDS_S
     assert result.code == 4
     assert "RankFailed [E401]: rank 1 of 2 ended without joining the others" in result.err
     assert "Traceback" not in result.err

@@ -8,21 +8,20 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from forked_launcher import ForkedLauncher, launch_in_fork
+from patience import PATIENCE_S, free_port, until
 from torch import nn
 
 import outsize
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 ENV = {"OMP_NUM_THREADS": "1"}
 MPIRUN = ("mpirun", "-n", "2")
@@ -79,11 +78,6 @@ def agents() -> Iterator[list[ForkedLauncher]]:
         agent.clean_up()
 
 
-def _port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 def _flags(port: int, node: int) -> list[str]:
     return ["--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
 
@@ -91,7 +85,7 @@ def _flags(port: int, node: int) -> list[str]:
 def test_two_of_our_agents_on_one_machine_share_memory(
     folder: Path, agents: list[ForkedLauncher], losses: str
 ) -> None:
-    port = _port()
+    port = free_port()
     for node in (0, 1):
         agent = launch_in_fork(folder, ["train.py"], 1, *_flags(port, node), env=ENV, name=f"node{node}")
         agents.append(agent)
@@ -101,17 +95,19 @@ def test_two_of_our_agents_on_one_machine_share_memory(
 
 
 def test_two_torchruns_whose_hosts_share_no_memory(folder: Path, losses: str) -> None:
-    port = _port()
+    port = free_port()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
     both = [_started(folder, *torchrun, *_flags(port, node), "train.py", "apart") for node in (0, 1)]
-    out, err = zip(*(one.communicate(timeout=100) for one in both), strict=True)
+    out, err = zip(*(one.communicate(timeout=PATIENCE_S) for one in both), strict=True)
     # on stderr torch may say that the store of the agent that ended first is gone
     assert ([*out], [one.returncode for one in both]) == ([f"ProcessTransport {losses}\n"] * 2, [0, 0]), err
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here: apt-get install openmpi-bin")
 def test_a_script_under_mpirun(folder: Path, losses: str) -> None:
-    out, err = _started(folder, *MPIRUN, sys.executable, "train.py", **LENIENT).communicate(timeout=100)
+    out, err = _started(folder, *MPIRUN, sys.executable, "train.py", **LENIENT).communicate(
+        timeout=PATIENCE_S
+    )
     assert sorted(out.splitlines()) == [f"SameHostTransport {losses}"] * 2, err
 
 
@@ -125,7 +121,7 @@ def test_two_processes_by_hand_with_open_mpis_variables(folder: Path) -> None:
         "raise BadPlan('no stage 2', next_step='edit plan.json')\n"
     )
     both = [_started(folder, sys.executable, "join.py", **_open_mpi(rank, 2)) for rank in (0, 1)]
-    said = [one.communicate(timeout=100) for one in both]
+    said = [one.communicate(timeout=PATIENCE_S) for one in both]
     one_line = "join.py:9: BadPlan [E205]: no stage 2. Next: edit plan.json\n"
     assert said == [("0 2 0 3.0 0\n", one_line), ("1 2 1 3.0 1\n", one_line)]
     assert [one.returncode for one in both] == [3, 3]
@@ -137,7 +133,7 @@ def test_what_ends_one_machine_is_said_on_all(folder: Path, agents: list[ForkedL
         "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no data on this host')\n"
         "from outsize.train.launch.launch import join\njoin()\n"
     )
-    port = _port()
+    port = free_port()
     for node in (0, 1):
         agent = launch_in_fork(folder, ["train.py"], 1, *_flags(port, node), env=ENV, name=f"node{node}")
         agents.append(agent)
@@ -150,12 +146,10 @@ def test_what_ends_one_machine_is_said_on_all(folder: Path, agents: list[ForkedL
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_while_the_machines_meet(folder: Path, agents: list[ForkedLauncher]) -> None:
     """torch waits for machine 0 in C++, for a quarter of an hour, and would look at the signal then."""
-    agents.append(launch_in_fork(folder, ["train.py"], 1, *_flags(_port(), 1), env=ENV))
-    deadline = time.monotonic() + 20
-    while signal.SIGINT in _handled(agents[0].pid):
-        assert time.monotonic() < deadline, agents[0].err.read_text()
+    agents.append(launch_in_fork(folder, ["train.py"], 1, *_flags(free_port(), 1), env=ENV))
+    until(lambda: signal.SIGINT not in _handled(agents[0].pid), agents[0].err.read_text)
     agents[0].send_signal(signal.SIGINT)
-    assert agents[0].finish(10).code == -signal.SIGINT
+    assert agents[0].finish().code == -signal.SIGINT
 
 
 def _handled(pid: int) -> set[int]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 from launches import HERE, said_by
 from layouts_worker import DTYPES, KINKED, STEPS, distances, plain
+from patience import WHOLE_S
 from tensor_worker import all_in
 
 PAGE = HERE.parents[1] / "docs" / "layouts.md"
@@ -57,8 +58,8 @@ The plain loop against itself, three steps, the largest of three draws:
 
 def launched(folder: Path, axes: dict[str, int], *cases: str) -> Found:
     """The largest distances of all ranks."""
-    ranks, most_s = prod(axes.values()), 60 + 120 * len(cases)
-    each = said_by("layouts_worker.py", ranks, folder, json.dumps(axes), *cases, timeout_s=most_s)
+    ranks, most_s = prod(axes.values()), WHOLE_S * (1 + len(cases))
+    each = said_by("layouts_worker.py", ranks, folder, json.dumps(axes), *cases, patience_s=most_s)
     return {case: _largest([rank[case] for rank in each]) for case in cases}
 
 
@@ -69,7 +70,6 @@ def _largest(found: list[Any]) -> dict[str, float] | str:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(180)
 def test_all_three_axes_at_once(tmp_path: Path) -> None:
     """Eight processes."""
     found = launched(tmp_path, LAYOUTS[-1], "llama:fp64")["llama:fp64"]

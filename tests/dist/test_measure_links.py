@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from outsize.capture.measure.links import SIZES
 from outsize.ir.cluster import Cluster
@@ -31,7 +32,7 @@ def test_messages_between_two_processes_give_a_cluster(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

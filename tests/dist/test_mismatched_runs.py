@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,16 +13,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from forked_launcher import launch_in_fork
-from test_launchers import _port as free_port
+from patience import PATIENCE_S, free_port, until
 from torch import nn
 
 import outsize
 from outsize.ir.plan import Plan
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 WORKER = str(Path(__file__).with_name("mismatch_worker.py"))
-WITHIN_S = 30.0  # a hang; 0.5 to 2 s is what it takes where nothing else computes (docs/launching.md)
 NOT_ALIKE = "WorldMismatch [E204]: the ranks of this run were not started with the same"
 PROGRAMS = "WorldMismatch [E204]: the ranks of this run are about to run programs that differ in"
 READ_AT = [f"mismatch_worker.py:{line}" for line in (26, 36, 46)]
@@ -76,7 +74,6 @@ CASES_OF_LAUNCHERS = (
 class Ended(NamedTuple):
     codes: list[int]
     err: str
-    seconds: float  # since the last rank called `parallelize`
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +110,7 @@ def outsize_run(folder: Path, case: str, ranks: int) -> tuple[list[int], str]:
 def torchrun(folder: Path, case: str, ranks: int) -> tuple[list[int], str]:
     nproc = f"--nproc-per-node={ranks}"
     (one,) = started(folder, [[sys.executable, "-m", "torch.distributed.run", nproc, WORKER, case]], [{}])
-    _, err = one.communicate(timeout=60)
+    _, err = one.communicate(timeout=PATIENCE_S)
     return [one.returncode], err
 
 
@@ -122,7 +119,7 @@ def by_hand(folder: Path, case: str, ranks: int) -> tuple[list[int], str]:
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     places = [{**meet, "RANK": str(rank)} for rank in range(ranks)]
     both = started(folder, [[sys.executable, WORKER, case]] * ranks, places)
-    said = [one.communicate(timeout=60)[1] for one in both]
+    said = [one.communicate(timeout=PATIENCE_S)[1] for one in both]
     assert said[1:] == [""] * (ranks - 1), "rank 0 has said it"
     return [one.returncode for one in both], said[0]
 
@@ -141,11 +138,10 @@ def started(
 def ended(launch: Callable[[Path, str, int], tuple[list[int], str]], folder: Path, case: str) -> Ended:
     ranks = CASES[case][0]
     codes, err = launch(folder, case, ranks)
-    at = time.time()
-    called = [(folder / f"called{rank}").stat().st_mtime for rank in range(ranks)]
-    alive = [rank for rank in range(ranks) if _alive(int((folder / f"pid{rank}").read_text()))]
-    assert not alive, f"ranks {alive} live on"
-    return Ended(codes, err, at - max(called))
+    assert all((folder / f"called{rank}").exists() for rank in range(ranks))
+    pids = [int((folder / f"pid{rank}").read_text()) for rank in range(ranks)]
+    until(lambda: not any(map(_alive, pids)), lambda: f"of {pids} some live on")
+    return Ended(codes, err)
 
 
 # With --all alone: the other values that one rank changes are found and told by the same agreement.
@@ -180,7 +176,6 @@ def test_one_error_from_rank_0_and_all_have_ended(
     folder: Path, launch: Callable[[Path, str, int], tuple[list[int], str]], case: str
 ) -> None:
     found = ended(launch, folder, case)
-    print(case, launch.__name__, f"{found.seconds:.1f} s", found.err)
     lines = [line for line in found.err.splitlines() if line.startswith("mismatch_worker.py:")]
     assert len(lines) == 1, found.err
     assert CASES[case][1] in lines[0]
@@ -189,7 +184,6 @@ def test_one_error_from_rank_0_and_all_have_ended(
     assert len(re.findall("^Traceback", found.err, re.MULTILINE)) == torchruns, found.err
     assert found.err.count(f'File "{WORKER}"') == torchruns, found.err
     assert 0 not in found.codes
-    assert found.seconds < WITHIN_S
 
 
 @pytest.mark.parametrize("case", ["torch", "wishes"])
@@ -200,7 +194,6 @@ def test_every_process_has_a_code_of_its_own(folder: Path, case: str) -> None:
     assert len(found.err.splitlines()) == 1, found.err
     assert len(set(found.codes)) == 1
     assert 0 not in found.codes
-    assert found.seconds < WITHIN_S
 
 
 def _alive(pid: int) -> bool:

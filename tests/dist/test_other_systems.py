@@ -21,6 +21,7 @@ from forked import on_ranks
 from gradient_storage_worker import differing
 from launches import run
 from other_systems import hide_proc
+from patience import PATIENCE_S
 
 from outsize.api.health import doctor
 from outsize.device import futex
@@ -93,7 +94,7 @@ def test_a_run_without_what_macos_lacks(tmp_path: Path, monkeypatch: pytest.Monk
     script = ROOT / "examples" / "05_train_script.py"
     main = "from outsize.cli import main; main()"
     command = (sys.executable, "-c", main, "run", "--nproc-per-node", "2", "--max-restarts", "1", str(script))
-    done = run([*command], timeout_s=120)
+    done = run([*command])
     assert done.returncode == 0, done.stderr
     assert done.stdout == script.with_suffix(".out").read_text(encoding="utf-8")
 
@@ -143,7 +144,12 @@ def test_one_process_trains_without_what_windows_lacks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     code = WITHOUT_WINDOWS_LACKS.format(folder=str(ROOT / "tests" / "unit"))
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     system, error = done.stdout.splitlines()

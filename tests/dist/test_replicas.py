@@ -33,7 +33,7 @@ def said(folder: Path, pp: int, only: str, request: pytest.FixtureRequest) -> Sa
     """What each rank says to each check of replicas_worker.py."""
     extent = "all" if request.config.getoption("--all") else "slice"
     record_ahead((*MODELS, "mlp"), (4,))
-    return said_by("replicas_worker.py", 2 * pp, folder, str(pp), only, extent, timeout_s=280)
+    return said_by("replicas_worker.py", 2 * pp, folder, str(pp), only, extent)
 
 
 @pytest.fixture(scope="module")

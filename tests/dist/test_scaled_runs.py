@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S, free_port, until
 from test_elastic_runs import losses_in, undisturbed
 
 from outsize.errors import Preempted
@@ -28,17 +27,18 @@ def test_a_run_shrinks_and_grows_as_it_is_told_and_the_digits_stay(tmp_path: Pat
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-    options = ["--devices", "1:3", "--shutdown-timeout", "30"]
+    options = ["--devices", "1:3", "--shutdown-timeout", "300"]
     command = [*OUTSIZE, "run", *options, str(WORKER), str(tmp_path), "1000000", "", "0.1"]
     with (tmp_path / "said").open("wb") as said:
         launcher = subprocess.Popen(command, env=env, stdout=said, stderr=said)
 
     def until_steps_of(ranks: int, count: int) -> None:
         """Waits until the latest steps, at least `count` of them, have so many ranks."""
-        end_s = time.monotonic() + 120
-        while [line.split()[1] for line in _lines(tmp_path / "losses")][-count:] != [str(ranks)] * count:
-            assert time.monotonic() < end_s, (tmp_path / "said").read_text()
-            time.sleep(0.1)
+        expected = [str(ranks)] * count
+        until(
+            lambda: [line.split()[1] for line in _lines(tmp_path / "losses")][-count:] == expected,
+            (tmp_path / "said").read_text,
+        )
 
     def scaled(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*OUTSIZE, "scale", *words], env=env, capture_output=True, text=True)
@@ -53,7 +53,7 @@ def test_a_run_shrinks_and_grows_as_it_is_told_and_the_digits_stay(tmp_path: Pat
         assert scaled(pid, "2").returncode == 0
         until_steps_of(2, 3)
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(90) == Preempted.exit_code
+        assert launcher.wait(PATIENCE_S) == Preempted.exit_code
     finally:
         launcher.kill()
         launcher.wait()
@@ -70,24 +70,26 @@ def test_a_run_shrinks_and_grows_as_it_is_told_and_the_digits_stay(tmp_path: Pat
 def test_each_of_two_machines_is_resized_alone_and_the_digits_stay(tmp_path: Path) -> None:
     """Two launchers on one machine, whose number is fixed, of one or two processes each."""
     (tmp_path / "temporary").mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = ("--master-addr=127.0.0.1", f"--master-port={free.getsockname()[1]}")
+    place = ("--master-addr=127.0.0.1", f"--master-port={free_port()}")
     env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary"), SECRET: "s" * 32}
 
     def start(node: int) -> subprocess.Popen[bytes]:
-        options = ("--nnodes=2", f"--node-rank={node}", *place, "--devices=1:2", "--shutdown-timeout=100")
+        options = ("--nnodes=2", f"--node-rank={node}", *place, "--devices=1:2", "--shutdown-timeout=300")
         command = [*OUTSIZE, "run", *options, str(WORKER), str(tmp_path), "1000000", "", "0.1"]
         with (tmp_path / f"said {node}").open("wb") as said:
             return subprocess.Popen(command, env=env, stdout=said, stderr=said)
 
     def until_steps_of(ranks: int) -> None:
         """Waits until the latest step has so many ranks."""
-        end_s = time.monotonic() + 300
-        while [line.split()[1] for line in _lines(tmp_path / "losses")][-1:] != [str(ranks)]:
-            said = "".join(path.read_text() for path in tmp_path.glob("said *"))
-            assert time.monotonic() < end_s, said
-            assert [one.poll() for one in launchers] == [None, None], said
-            time.sleep(0.1)
+
+        def said() -> str:
+            return "".join(path.read_text() for path in tmp_path.glob("said *"))
+
+        def are_there() -> bool:
+            assert [one.poll() for one in launchers] == [None, None], said()
+            return [line.split()[1] for line in _lines(tmp_path / "losses")][-1:] == [str(ranks)]
+
+        until(are_there, said)
 
     launchers = [start(0), start(1)]
     try:
@@ -99,7 +101,7 @@ def test_each_of_two_machines_is_resized_alone_and_the_digits_stay(tmp_path: Pat
             until_steps_of(ranks)
         for launcher in launchers:
             launcher.send_signal(signal.SIGTERM)
-        assert [launcher.wait(300) for launcher in launchers] == [Preempted.exit_code] * 2
+        assert [launcher.wait(PATIENCE_S) for launcher in launchers] == [Preempted.exit_code] * 2
     finally:
         for launcher in launchers:
             launcher.kill()

@@ -9,7 +9,7 @@ from launches import said_by
 from tensor_worker import record_cases as record_divided
 from test_tensor_plans import UNEVEN, Found, plans_over
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.dist
 
 ALONE = ("llama", "gpt2", "bert", "t5", "vit", "encoder")
 SINGLE = ("llama", "bert", "mixtral")  # torch's grouped matmul, of Mixtral, has no float64
@@ -51,7 +51,7 @@ def divided(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
     """By `outsize.tensor_parallel`: research code, experts of two samples, a loss of gradients."""
     cases = cases_of(pytestconfig, *rows("OTHERS", "{}:sequence"))
     record_divided(cases)
-    return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("sequence"), *cases, timeout_s=390)
+    return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("sequence"), *cases)
 
 
 @pytest.fixture(scope="module")

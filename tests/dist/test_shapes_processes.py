@@ -11,8 +11,7 @@ from shapes_worker import FAR, NEAR
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.timeout(300)
 def test_two_processes_hold_the_numbers_of_the_plain_loop(tmp_path: Path) -> None:
-    for report in said_by("shapes_worker.py", 2, tmp_path, timeout_s=280):
+    for report in said_by("shapes_worker.py", 2, tmp_path):
         assert len(report) == len(NEAR) + len(FAR)
         assert {case: wrong for case, wrong in report.items() if wrong} == {}

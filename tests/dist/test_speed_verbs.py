@@ -14,7 +14,7 @@ import pytest
 from outsize.ir.findings import Measured
 from outsize.ir.plan import Plan
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 TOY = """
 from torch import nn

@@ -32,7 +32,7 @@ def of_the_device(tensor: Tensor) -> bool:
 
 def test_every_schedule_over_the_queues_of_a_bound_group(tmp_path: Path) -> None:
     captured(), reference(), (tried := plans())
-    rules = Strict(bound=True, limit_s=60.0, on_device=of_the_device)
+    rules = Strict(bound=True, on_device=of_the_device)
     ranks = strictly(tmp_path, RANKS, lambda joined: found_over(joined.group, tried), rules)
     assert ranks == [dict.fromkeys(tried, "ok")] * RANKS
 
@@ -100,9 +100,9 @@ def trained(_: Joined) -> Any:
 @pytest.mark.parametrize(
     "rules",
     [
-        Strict(bound=True, limit_s=60.0, on_device=of_the_device),
-        Strict(limit_s=60.0, on_device=of_the_device),
-        Strict(limit_s=60.0, on_device=lambda _: False, device="cuda"),
+        Strict(bound=True, on_device=of_the_device),
+        Strict(on_device=of_the_device),
+        Strict(on_device=lambda _: False, device="cuda"),
     ],
     ids=["bound", "unbound", "of another device"],
 )
@@ -142,6 +142,6 @@ def test_a_rank_may_send_all_microbatches_before_one_is_received(tmp_path: Path)
         loss.backward()
         total = total + loss.detach()
     sgd(model.parameters()).step()
-    found = strictly(tmp_path, 2, work, Strict(bound=True, limit_s=20.0, on_device=of_the_device))
+    found = strictly(tmp_path, 2, work, Strict(bound=True, on_device=of_the_device))
     assert [rank[0] for rank in found] == [float(total)] * 2
     assert all(torch.equal(found[0][1][name], p) for name, p in model.named_parameters())

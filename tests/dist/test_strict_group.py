@@ -12,8 +12,8 @@ import torch.distributed as dist
 from strict_group import HostTensor, Joined, Strict, strictly
 
 pytestmark = pytest.mark.dist
-QUICK = Strict(limit_s=1.0)
-BOUND = Strict(bound=True, limit_s=1.0)
+UNBOUND, BOUND = Strict(), Strict(bound=True)
+UNBOUND_HANGS, BOUND_HANGS = Strict(limit_s=2.0), Strict(bound=True, limit_s=2.0)
 
 
 def one(value: float = 0.0) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_messages_match_by_their_order_and_a_send_waits_for_its_receive(tmp_path
         wait(receive(joined, 0, second, tag=5))
         return [first.item(), second.item()]
 
-    assert strictly(tmp_path, 2, work, QUICK) == [[True, False], [5.0, 6.0]]
+    assert strictly(tmp_path, 2, work, UNBOUND) == [[True, False], [5.0, 6.0]]
 
 
 def both_send_first(joined: Joined) -> Any:
@@ -59,12 +59,12 @@ def both_send_first(joined: Joined) -> Any:
 
 
 def test_a_pair_has_one_queue_for_both_directions(tmp_path: Path) -> None:
-    for text in strictly(tmp_path, 2, both_send_first, QUICK):
+    for text in strictly(tmp_path, 2, both_send_first, UNBOUND_HANGS):
         assert "rank 0 | group 0 [0:1]: send float32[1] to 1, behind it recv float32[1] from 1" in text
         assert "rank 1 | group 0 [0:1]: send float32[1] to 0, behind it recv float32[1] from 0" in text
 
 
-@pytest.mark.parametrize("rules", [QUICK, BOUND], ids=["unbound", "bound"])
+@pytest.mark.parametrize("rules", [UNBOUND, BOUND], ids=["unbound", "bound"])
 def test_a_batch_begins_at_once(tmp_path: Path, rules: Strict) -> None:
     def work(joined: Joined) -> Any:
         rank, into = joined.group.rank(), one()
@@ -97,9 +97,9 @@ def behind_another_peer(joined: Joined) -> Any:
 
 def test_pairs_have_queues_of_their_own_unless_the_group_is_bound(tmp_path: Path) -> None:
     (tmp_path / "bound").mkdir()
-    assert strictly(tmp_path, 3, behind_another_peer, QUICK) == ["ended"] * 3
-    hung = strictly(tmp_path / "bound", 3, behind_another_peer, BOUND)
-    assert all("ranks wait for each other for 1 s" in text for text in hung if text != "ended")
+    assert strictly(tmp_path, 3, behind_another_peer, UNBOUND) == ["ended"] * 3
+    hung = strictly(tmp_path / "bound", 3, behind_another_peer, BOUND_HANGS)
+    assert all("ranks wait for each other for 2 s" in text for text in hung if text != "ended")
     assert any("rank 0 | group 0 [all]: send float32[1] to 2" in text for text in hung)
     assert any("rank 2 | group 0 [all]: recv float32[1] from 1" in text for text in hung)
 
@@ -111,7 +111,7 @@ def test_communicators_that_are_made_in_a_circle_hang(tmp_path: Path) -> None:
         wait(sent, received)
         return "ended"
 
-    for text in strictly(tmp_path, 3, work, QUICK):
+    for text in strictly(tmp_path, 3, work, UNBOUND_HANGS):
         assert "rank 0 | waits for the other ranks of [0:1]" in text
         assert "rank 2 | waits for the other ranks of [0:2]" in text
 
@@ -128,8 +128,8 @@ def a_collective_between(joined: Joined) -> Any:
 
 def test_collectives_are_in_the_queue_of_a_bound_group(tmp_path: Path) -> None:
     (tmp_path / "bound").mkdir()
-    assert strictly(tmp_path, 2, a_collective_between, QUICK) == [2.0, 2.0]
-    for text in strictly(tmp_path / "bound", 2, a_collective_between, BOUND):
+    assert strictly(tmp_path, 2, a_collective_between, UNBOUND) == [2.0, 2.0]
+    for text in strictly(tmp_path / "bound", 2, a_collective_between, BOUND_HANGS):
         assert "rank 0 | group 0 [all]: send float32[1] to 1" in text
         assert "rank 1 | group 0 [all]: allreduce float32[1]" in text
 
@@ -147,5 +147,5 @@ def test_tensors_of_the_host_are_refused(tmp_path: Path) -> None:
         dist.broadcast(value, 1)
         return value.item(), [g.item() for g in gathered]
 
-    on_device = Strict(limit_s=1.0, on_device=lambda tensor: tensor.dtype is torch.float32)
+    on_device = Strict(on_device=lambda tensor: tensor.dtype is torch.float32)
     assert strictly(tmp_path, 2, work, on_device) == [(2.0, [2.0, 2.0])] * 2

@@ -29,7 +29,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each of two ranks found, by model and dtype."""
     extent = "all" if request.config.getoption("--all") else "slice"
     record_cases(EXTENTS[extent])
-    return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("tensor"), extent, timeout_s=240)
+    return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("tensor"), extent)
 
 
 def slice_of(names: Iterable[str]) -> list[Any]:

@@ -13,5 +13,5 @@ NAMES = ["graphs", "gan", "diffusion", "experts", "ppo", "dpo"]
 
 
 def test_trainings_over_two_processes(tmp_path: Path) -> None:
-    for wrong in said_by("trainings_worker.py", 2, tmp_path, timeout_s=250):
+    for wrong in said_by("trainings_worker.py", 2, tmp_path):
         assert wrong == {name: [] for name in NAMES}

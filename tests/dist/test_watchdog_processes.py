@@ -5,7 +5,6 @@ Two cheap cases run always; `make parity` runs each fault on each rank, twenty t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,12 +42,10 @@ FAULTS = {
 
 
 def check(run: object, fault: str, rank: int, ranks: int) -> None:
-    start = time.monotonic()
     result = run(fault, rank, ranks)  # pyright: ignore[reportCallIssue]
     text, code = FAULTS[fault]
     assert text.format(rank) in result.err, result.err
     assert result.code == code, result.err
-    assert time.monotonic() - start < 40
     others = [text.format(other) for other in range(ranks) if other != rank]
     assert not any(other in result.err for other in others), result.err
 

@@ -42,7 +42,7 @@ CHECKS = [
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each of two ranks says to each check of weights_worker.py."""
     record_ahead(("gpt2", "unet", "llama", "mlp"), (3,))
-    return said_by("weights_worker.py", 2, tmp_path_factory.mktemp("weights"), "small", timeout_s=120)
+    return said_by("weights_worker.py", 2, tmp_path_factory.mktemp("weights"), "small")
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -66,7 +66,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
         writer.write(number, (torch.full((WIDTH, WIDTH), marked(name)) for name in part))
     writer.publish()
     try:
-        found = said_by("weights_worker.py", RANKS, folder, "large", timeout_s=120)
+        found = said_by("weights_worker.py", RANKS, folder, "large")
         saved = json.loads((folder / "again" / INDEX).read_text())["weight_map"]
         for name, file in saved.items():
             with safe_open(folder / "again" / file, framework="pt") as handle:

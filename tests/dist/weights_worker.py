@@ -357,7 +357,7 @@ def measured(world: World) -> dict[str, Any]:
 
 def main(size: str) -> None:
     torch.set_num_threads(1)
-    world = join(timeout_s=60)
+    world = join()
     found: Any = measured(world) if size == "large" else {}
     checks = {n: f for n, f in globals().items() if n.startswith("check_")} if size == "small" else {}
     for name, check in checks.items():

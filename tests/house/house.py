@@ -49,6 +49,6 @@ def modules_below(packages: Iterable[str]) -> list[str]:
 def run_python(code: str, *arguments: str) -> str:
     """Standard output of `code` in an interpreter that has imported nothing yet."""
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

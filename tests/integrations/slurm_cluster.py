@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from patience import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-_START_S, _STOP_S = 20.0, 10.0
+_START_S, _STOP_S = 120.0, 60.0
 _CONF = """\
 ClusterName=outsize
 SlurmctldHost={host}(127.0.0.1)
@@ -111,7 +113,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    controller, daemon = _free_ports(2)
+    controller, daemon = free_port(), free_port()
     facts = {"host": socket.gethostname().partition(".")[0], "cpus": max(2, os.cpu_count() or 1)}
     facts |= {"controller": controller, "daemon": daemon, "folder": folder, "user": "root"}
     (folder / "slurm.conf").write_text(_CONF.format(**facts))
@@ -171,16 +173,6 @@ def _pid(pid_file: Path) -> int | None:
         os.kill(pid, 0)
         return pid
     return None
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def _end(log: Path) -> str:

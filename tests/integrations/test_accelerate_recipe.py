@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import accelerate
 import pytest
 import torch
 from forked import in_forks
+from patience import free_port
 from torch import nn
 
 import outsize
@@ -69,8 +69,7 @@ def test_one_process_is_the_plain_loop() -> None:
 
 @pytest.mark.dist
 def test_so_are_two(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> None:
         numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
@@ -78,5 +77,5 @@ def test_so_are_two(tmp_path: Path) -> None:
         (tmp_path / f"said{number}.json").write_text(json.dumps(run()))
 
     expected = plain()
-    in_forks(tmp_path, 2, rank, 120)
+    in_forks(tmp_path, 2, rank)
     assert [json.loads((tmp_path / f"said{n}.json").read_text()) for n in range(2)] == [expected, expected]

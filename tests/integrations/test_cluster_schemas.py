@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-clusters" / "bin" / "python"
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 def judged(engine: str, *paths: Path) -> list[str]:
     """What the package says of job files."""
     command = [str(PYTHON), str(JUDGE), engine, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from run_states import LAUNCH, STATE
 
 from outsize.cli.processes import dashboard
@@ -29,7 +30,7 @@ def browsed(*options: str) -> str:
     """What the browser prints, of a profile that is gone afterwards."""
     assert CHROMIUM is not None
     shared = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-    done = subprocess.run([CHROMIUM, *shared, *options], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([CHROMIUM, *shared, *options], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -68,7 +69,7 @@ def test_the_page_of_a_run_is_live(tmp_path: Path) -> None:
     with (tmp_path / "said").open("wb") as said:
         launcher = subprocess.Popen(command, env=env, stdout=said, stderr=said)
     try:
-        end_s = time.monotonic() + 90
+        end_s = time.monotonic() + PATIENCE_S
         while not list(temporary.glob("outsize-runs-*/*/timeline.json")):
             assert time.monotonic() < end_s, (tmp_path / "said").read_text()
             time.sleep(0.2)
@@ -87,5 +88,5 @@ def test_the_page_of_a_run_is_live(tmp_path: Path) -> None:
             assert picture.stat().st_size > 10_000
     finally:
         launcher.terminate()
-        launcher.wait(60)
+        launcher.wait(PATIENCE_S)
     assert list(temporary.iterdir()) == []

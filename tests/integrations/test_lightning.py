@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -17,6 +16,7 @@ import pytest
 import torch
 from forked import in_forks
 from lightning_worker import Net, lightning
+from patience import PATIENCE_S, free_port
 from test_docs_run import run as run_page
 from torch import nn
 
@@ -44,15 +44,14 @@ def run(job: dict[str, Any], folder: Path, ranks: int = 1) -> dict[str, Any]:
     if ranks == 1:
         lightning_worker.main(job)
     else:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
         def rank(number: int) -> None:
             numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             os.environ.update(place | {name: str(value) for name, value in numbers.items()})
             lightning_worker.main(job)
 
-        in_forks(folder, ranks, rank, 240)
+        in_forks(folder, ranks, rank)
     return json.loads((folder / "out.json").read_text())
 
 
@@ -94,7 +93,7 @@ def test_lightning_starts_the_processes_itself(tmp_path: Path) -> None:
         "out": f"{tmp_path}/out",
     }
     command = [sys.executable, lightning_worker.__file__, json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out").read_text()) == plain("accumulation, schedule, metrics")
 

@@ -10,6 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from patience import PATIENCE_S
 
 MISSING = [name for name in ("nbclient", "nbformat", "ipykernel") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(
@@ -65,7 +66,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in CELLS])
     folder = tmp_path_factory.mktemp("notebook")
     client = NotebookClient(
-        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": folder}}
+        notebook, timeout=PATIENCE_S, kernel_name="python3", resources={"metadata": {"path": folder}}
     )
     client.execute()
     json.loads(nbformat.writes(notebook))

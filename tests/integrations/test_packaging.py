@@ -21,6 +21,7 @@ from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
+from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 JUDGES = ROOT / ".venv-clusters" / "bin"
@@ -42,7 +43,9 @@ needs_judges = pytest.mark.skipif(
 
 def run(*command: str | Path, folder: Path = ROOT) -> str:
     """Returns what a command printed."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -149,7 +152,7 @@ def test_a_shell_can_complete(clean: Path) -> None:
 
 
 def judged(*command: str | Path) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.stderr == ""
     return done.stdout
 

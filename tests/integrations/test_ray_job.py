@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from test_slurm import check_the_digits, emitted
 
 PYTHON = Path(__file__).parents[2] / ".venv-clusters" / "bin" / "python"
@@ -27,7 +28,7 @@ def test_the_driver_runs_a_script_over_two_ranks_until_it_has_ended(tmp_path: Pa
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

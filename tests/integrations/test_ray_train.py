@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from test_ray_job import PYTHON
 from torch import nn
 
@@ -66,7 +67,7 @@ def test_a_worker_dies_and_the_run_goes_on(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

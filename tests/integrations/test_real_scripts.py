@@ -12,7 +12,6 @@ import difflib
 import os
 import re
 import runpy
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "scripts"
@@ -45,8 +45,7 @@ def packages() -> None:
 
 def run(folder: Path, script: str, steps: int, ranks: int = 1) -> tuple[str, Any]:
     """What rank 0 of a script prints in `folder`, and the weights that it leaves there."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> None:
         os.chdir(folder)
@@ -63,7 +62,7 @@ def run(folder: Path, script: str, steps: int, ranks: int = 1) -> tuple[str, Any
         if number == 0:
             torch.save(weights, folder / "weights")
 
-    in_forks(folder, ranks, rank, 120)
+    in_forks(folder, ranks, rank)
     return (folder / "printed0").read_text(), torch.load(folder / "weights")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 from printed_digits import are_alike
 
 MISSING = [name for name in ("nbclient", "nbformat", "ipykernel") if find_spec(name) is None]
@@ -34,7 +35,7 @@ def executed(codes: list[str], folder: Path) -> list[str]:
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in codes])
     where = {"metadata": {"path": folder}}
-    NotebookClient(notebook, timeout=200, kernel_name="python3", resources=where).execute()
+    NotebookClient(notebook, timeout=PATIENCE_S, kernel_name="python3", resources=where).execute()
     return [
         "".join(output["text"] for output in cell["outputs"] if output.get("name") == "stdout")
         for cell in notebook["cells"]

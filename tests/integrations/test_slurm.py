@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from job_worker import losses
+from patience import PATIENCE_S
 from slurm_cluster import NoSlurm, Slurm, missing, slurm
 
 from outsize.ir.answers.job import ClusterJob, JobRequest, JobSize
@@ -100,7 +101,7 @@ def check_the_digits(root: Path) -> None:
 
 def test_an_emitted_job_is_stopped_before_its_time_limit_and_goes_on(cluster: Slurm, tmp_path: Path) -> None:
     number = submitted(cluster, emitted(tmp_path), tmp_path)
-    done = cluster.wait(number, lambda job: job["JobState"] in ("COMPLETED", "FAILED", "TIMEOUT"), 290)
+    done = cluster.wait(number, lambda job: job["JobState"] in ("COMPLETED", "FAILED", "TIMEOUT"), PATIENCE_S)
     said = "".join(path.read_text() for path in tmp_path.glob("*.out"))
     assert (done["JobState"], done["ExitCode"]) == ("COMPLETED", "0:0"), said
     assert int(done["Restarts"]) >= 1
@@ -113,7 +114,7 @@ def test_an_emitted_job_is_stopped_before_its_time_limit_and_goes_on(cluster: Sl
 def test_two_tasks_that_a_signal_reaches_are_queued_again(cluster: Slurm, tmp_path: Path) -> None:
     script = OWN.format(python=sys.executable, worker=WORKER, root=tmp_path)
     number = submitted(cluster, script, tmp_path)
-    cluster.wait(number, lambda _: has_started(tmp_path), 120)
+    cluster.wait(number, lambda _: has_started(tmp_path), PATIENCE_S)
     cluster.run("scancel", "--signal=USR1", number)
     done = cluster.wait(
         number, lambda job: job["Restarts"] == "1" and job["JobState"] in ("COMPLETED", "FAILED"), 120

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,6 +13,7 @@ import pytest
 import torch
 import trainer_worker
 from forked import in_forks
+from patience import free_port
 from trainer_worker import transformers
 
 from outsize.errors import BadOption
@@ -40,15 +40,14 @@ def run(job: dict[str, Any], folder: Path, ranks: int = 1) -> dict[str, Any]:
     if ranks == 1:
         trainer_worker.main(job)
     else:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
         def rank(number: int) -> None:
             numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             os.environ.update(place | {name: str(value) for name, value in numbers.items()})
             trainer_worker.main(job)
 
-        in_forks(folder, ranks, rank, 240)
+        in_forks(folder, ranks, rank)
     return json.loads((folder / "out.json").read_text())
 
 

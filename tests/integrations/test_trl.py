@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import trainer_worker
 from forked import in_forks
+from patience import free_port
 from trainer_worker import transformers
 
 from outsize.integrations.transformers import Trainer
@@ -60,8 +60,7 @@ def test_one_process_has_the_numbers_of_the_plain_trainer(tmp_path: Path) -> Non
 
 @pytest.mark.dist
 def test_so_have_two_processes(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> None:
         numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
@@ -69,7 +68,7 @@ def test_so_have_two_processes(tmp_path: Path) -> None:
         logs = trained(tmp_path, outsize={"stages": 2})
         (tmp_path / f"logs{number}.json").write_text(json.dumps(logs))
 
-    in_forks(tmp_path, 2, rank, 200)
+    in_forks(tmp_path, 2, rank)
     expected = trained(tmp_path)
     assert json.loads((tmp_path / "logs0.json").read_text()) == expected
     assert len(expected) == 5

@@ -13,7 +13,7 @@ import pytest
 from coverage_runs import Line, cover
 from zoo import CASES, Case, case, everything
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 # One model in 32 runs in `make test`; each family has others in tests/parity and tests/dist.
 STEP = 32

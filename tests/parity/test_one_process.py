@@ -33,8 +33,6 @@ from outsize.capture.recording.fallbacks import record
 from outsize.ir.plan import ScheduleName
 from outsize.train.check.compare import compare
 
-pytestmark = pytest.mark.timeout(600)
-
 STAGES = (2, 3, 4)
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 MICROBATCHES = (1, 3, 4, 6)

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from forked_python import preload, reset_malloc
+from patience import WHOLE_S
 
 from outsize.train.launch.rendezvous import loopback_interface
-
-PATIENCE_S = 60
 
 
 def on_ranks(folder: Path, count: int, work: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
@@ -36,7 +35,7 @@ def on_ranks(folder: Path, count: int, work: Callable[[dist.ProcessGroup], Any])
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(count)]
 
 
-def in_forks(folder: Path, count: int, work: Callable[[int], None], patience_s: float = PATIENCE_S) -> None:
+def in_forks(folder: Path, count: int, work: Callable[[int], None], patience_s: float = WHOLE_S) -> None:
     """`work(rank)` in so many forks, a thread each; when one fails the others are ended, and it is told."""
     preload()
     context = multiprocessing.get_context("fork")
@@ -51,7 +50,7 @@ def in_forks(folder: Path, count: int, work: Callable[[int], None], patience_s: 
     for process in waiting:
         process.kill()
     said = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.txt")))
-    assert said or not waiting, f"ranks still wait for each other after {patience_s} s"
+    assert said or not waiting, f"ranks still wait for each other after {patience_s:.0f} s"
     assert all(process.exitcode == 0 for process in started), said
 
 

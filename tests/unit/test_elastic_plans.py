@@ -44,7 +44,7 @@ def planned(elastic: ElasticRun, options: LayoutOptions | None = None) -> Plan:
     plan = elastic_plan(case, request, CostSource(), elastic)
     for thread in threading.enumerate():
         if thread.name == "outsize-plans":
-            thread.join(60)
+            thread.join()
     return plan
 
 

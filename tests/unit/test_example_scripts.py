@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = "05_train_script.py"
@@ -30,7 +31,7 @@ def printed(*command: str) -> str:
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = (sys.executable, *command)
     done = subprocess.run(
-        command, cwd=EXAMPLES, env=env, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=EXAMPLES, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

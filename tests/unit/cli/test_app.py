@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -94,11 +93,10 @@ def test_what_the_model_prints_does_not_spoil_the_json(outsize: Outsize) -> None
 
 def test_help_loads_neither_torch_nor_the_planner_and_answers_at_once() -> None:
     code = "import sys; from outsize.cli.app import run; run(['plan', '--help']); "
+    code += "print(len(sys.modules)); "
     code += "print([m for m in ('torch', 'outsize.api', 'outsize.planner', 'numpy') if m in sys.modules])"
-    before = os.times()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    taken_s = os.times().children_user - before.children_user
-    assert done.stdout.splitlines()[-1] == "[]"
+    *_, modules, heavy = done.stdout.splitlines()
+    assert heavy == "[]"
     assert "--cluster" in done.stdout
-    # Of the processor, whoever else is at work; 1 s on the clock of a quiet machine is benchmarks/ to show.
-    assert taken_s < 1
+    assert int(modules) < 700  # 537 are loaded in 0.4 s

@@ -13,7 +13,7 @@ import pytest
 from outsize.files.run_folders import run_folder
 from outsize.files.wanted_size import WANTED, ask_for_size, signal_where_caught, size_wanted
 
-SLEEPS = "import sys, signal, time; {}print('there', flush=True); time.sleep(60)"
+SLEEPS = "import sys, signal, time; {}print('there', flush=True); time.sleep(3600)"
 
 
 def test_a_size_is_read_once_after_each_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

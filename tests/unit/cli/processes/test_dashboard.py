@@ -10,6 +10,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import pytest
+from patience import PATIENCE_S
 from run_states import LAUNCH, STATE, TIMELINE
 
 from outsize.cli.processes.dashboard import RunHistory, dashboard
@@ -31,14 +32,14 @@ def served(folder: Path, port: int = 0) -> Iterator[str]:
 
 def status_of(url: str, method: str = "GET") -> int:
     try:
-        with urlopen(Request(url, method=method), timeout=5) as answer:
+        with urlopen(Request(url, method=method), timeout=PATIENCE_S) as answer:
             return int(answer.status)
     except HTTPError as error:
         return error.code
 
 
 def text_of(url: str) -> str:
-    with urlopen(url, timeout=5) as answer:
+    with urlopen(url, timeout=PATIENCE_S) as answer:
         assert answer.headers["Cache-Control"] == "no-store"
         assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
         return answer.read().decode()

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from patience import PATIENCE_S
 
 from outsize.api import health
 from outsize.api.device_checks import measured_cluster as clusters
@@ -159,7 +160,7 @@ def test_a_check_ends_when_doctor_is_killed() -> None:
         running.kill()
         running.join()
     try:
-        worker.wait(timeout=5)
+        worker.wait(timeout=60)
     finally:
         if worker.is_running():
             worker.kill()
@@ -167,7 +168,7 @@ def test_a_check_ends_when_doctor_is_killed() -> None:
 
 def _computing_worker_of(doctor: psutil.Process) -> psutil.Process:
     """The process of the check, when it has read its job: importing torch alone takes a second."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for process in doctor.children():
             with suppress(psutil.Error):

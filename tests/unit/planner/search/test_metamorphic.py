@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import patience
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_graphs import chain
@@ -189,7 +190,7 @@ def test_equal_input_gives_equal_bytes_in_every_process() -> None:
         )
         for seed in ("1", "2")
     ]
-    first, second = (run.communicate(timeout=60)[0] for run in runs)
+    first, second = (run.communicate(timeout=patience.PATIENCE_S)[0] for run in runs)
     assert first.count(b'"what_if"') > 1
     assert first == second
     assert [run.returncode for run in runs] == [0, 0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
@@ -25,7 +26,7 @@ class Later(StreamEvent):
 
     def wait(self) -> None:
         self.waited_in = threading.current_thread().name
-        assert self.said.wait(10)
+        assert self.said.wait(PATIENCE_S)
 
 
 def parameters() -> list[nn.Parameter]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import free_port
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
@@ -117,8 +118,7 @@ def test_ranks_with_another_secret_do_not_meet() -> None:
 
 
 def test_agents_that_come_and_go_meet_on_one_interface() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     parameters = RendezvousParameters("c10d", f"127.0.0.1:{port}", "run", 1, 1, "127.0.0.1")
     handler = meeting_point(parameters, OURS)
     socket.create_connection(("127.0.0.1", port), timeout=5).close()

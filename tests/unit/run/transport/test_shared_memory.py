@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import HOUR_S, PATIENCE_S
 from torch import Tensor
 
 from outsize.device import futex
@@ -50,7 +51,7 @@ class Pair:
 
 
 def pair_of(
-    wanted: Callable[[], bool] = lambda: False, *, pid: int | None = None, timeout_s: float = 20
+    wanted: Callable[[], bool] = lambda: False, *, pid: int | None = None, timeout_s: float = PATIENCE_S
 ) -> Pair:
     outbox = Outbox(wanted)
     opened = SharedMemory.open(os.getpid(), outbox.memory.file)
@@ -117,12 +118,12 @@ def test_channels_of_equal_layout_share_memory() -> None:
 
 def test_a_sender_waits_while_too_much_lies_untaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender asks `wanted` while it waits; there it is held until the first message has been released."""
-    monkeypatch.setattr(shared_memory, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(shared_memory, "PATIENCE_S", HOUR_S)
     waits, released = threading.Event(), threading.Event()
 
     def wanted() -> bool:
         waits.set()
-        assert released.wait(20)
+        assert released.wait(PATIENCE_S)
         return False
 
     def take(n: int) -> None:
@@ -138,10 +139,10 @@ def test_a_sender_waits_while_too_much_lies_untaken(monkeypatch: pytest.MonkeyPa
         pair.outbox.send(0, n, torch.tensor([n]))
     sender = threading.Thread(target=pair.outbox.send, args=(0, DEPTH, torch.tensor([DEPTH])))
     sender.start()
-    assert waits.wait(20)
+    assert waits.wait(PATIENCE_S)
     take(0)
     released.set()
-    sender.join(20)
+    sender.join(PATIENCE_S)
     assert not sender.is_alive()
     for n in range(1, DEPTH + 1):
         take(n)
@@ -185,7 +186,7 @@ def test_a_full_ring_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sender.join(0.1)
     assert sender.is_alive()
     assert [pair.receive(0, n).wait() for n in range(5)] == [None] * 5
-    sender.join(10)
+    sender.join(PATIENCE_S)
     assert not sender.is_alive()
 
 
@@ -225,7 +226,7 @@ def test_flush_waits_until_new_memory_was_mapped() -> None:
     flushing.join(0.1)
     assert flushing.is_alive()
     assert pair.receive().wait() is not None
-    flushing.join(10)
+    flushing.join(PATIENCE_S)
     assert not flushing.is_alive()
 
 
@@ -244,15 +245,15 @@ def test_who_waits_too_long_hears_for_what() -> None:
 def test_a_sleeper_wakes_when_the_word_changes() -> None:
     memory = SharedMemory.make(4096)
     word = Futex(memoryview(memory.memory))
-    sleeper = threading.Thread(target=word.wait, args=(0, 60.0))
+    sleeper = threading.Thread(target=word.wait, args=(0, float(HOUR_S)))
     sleeper.start()
     sleeper.join(0.05)
     assert sleeper.is_alive()
     memory.words[0] = 1
     word.wake()
-    sleeper.join(10)
+    sleeper.join(PATIENCE_S)
     assert not sleeper.is_alive()
-    word.wait(0, 60.0)  # it is not 0 any more, so nobody sleeps
+    word.wait(0, float(HOUR_S))  # it is not 0 any more, so nobody sleeps
 
 
 def test_a_ring_that_is_not_the_one_offered_is_not_used() -> None:
@@ -285,7 +286,7 @@ def test_a_value_is_shared_through_memory_and_is_the_receivers_own() -> None:
     sending = threading.Thread(target=lambda: [source.share(value, 0) for value in values])
     sending.start()
     found = [receiver.share(None, 0) for _ in values]
-    sending.join(20)
+    sending.join(PATIENCE_S)
     assert [float(value) for value in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert pair.inbox.slots <= DEPTH + 1, "memory is used again"
 

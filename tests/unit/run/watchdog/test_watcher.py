@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import until
 from torch.distributed import HashStore, PrefixStore
 
 from outsize.errors import BadOption, RunHung
@@ -73,13 +74,6 @@ def in_collective(event: threading.Event) -> None:
     scope: dict[str, object] = {"sleep": time.sleep}
     exec(code, scope)
     scope["all_reduce"](event)  # pyright: ignore[reportCallIssue]
-
-
-def until(is_so: object, timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not is_so():  # pyright: ignore[reportCallIssue]
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_code_between_steps_is_named_while_others_wait_and_the_run_goes_on() -> None:

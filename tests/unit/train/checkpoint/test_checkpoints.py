@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from patience import PATIENCE_S
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -702,7 +703,7 @@ def test_saves_without_weights_beside_steps_and_copies_go_on(
 
     def late(folder: Path, *how: Any, **more: Any) -> Any:
         if folder.parent == root:
-            assert held.wait(30)
+            assert held.wait(PATIENCE_S)
         return write(folder, *how, **more)
 
     monkeypatch.setattr(background, "write_part", late)

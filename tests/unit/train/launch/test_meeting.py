@@ -8,14 +8,13 @@ import pickle
 import socket
 import stat
 import tempfile
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S, free_port, until
 from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -210,8 +209,7 @@ def test_workers_remove_the_folders_of_a_launcher_that_was_killed(
 
 def two_machines() -> RendezvousParameters:
     """One machine or two, at a free port of this one."""
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     quick = {**CHANGING, "last_call_timeout": 1}
     return RendezvousParameters("c10d", f"{LOOPBACK}:{port}", "run", 1, 2, LOOPBACK, **quick)
 
@@ -231,7 +229,7 @@ def test_a_machine_that_joins_gets_a_store_of_its_own_attempt(monkeypatch: pytes
     with ThreadPoolExecutor(2) as pool:
         joined = pool.submit(second.next_rendezvous)
         until(lambda: first.num_nodes_waiting() == 1)
-        both = [pool.submit(met_by_two, first).result(300), joined.result(300)]
+        both = [pool.submit(met_by_two, first).result(PATIENCE_S), joined.result(PATIENCE_S)]
     assert [info.world_size for info in both] == [2, 2]
     assert {info.rank for info in both} == {0, 1}
     assert first.attempt == second.attempt > 0
@@ -283,7 +281,7 @@ def test_an_agent_that_the_others_took_for_dead_joins_again(monkeypatch: pytest.
         until(lambda: paused.num_nodes_waiting() == 1)
         joined = pool.submit(met_by_two, paused)
         until(lambda: other.num_nodes_waiting() == 1)
-        both = [pool.submit(met_by_two, other).result(300), joined.result(300)]
+        both = [pool.submit(met_by_two, other).result(PATIENCE_S), joined.result(PATIENCE_S)]
     assert [info.world_size for info in both] == [2, 2]
     assert [one.num_nodes_waiting() for one in (paused, other)] == [0, 0]
     assert paused.shutdown()
@@ -300,11 +298,3 @@ def client_of(where: RendezvousParameters) -> TCPStore:
     """The store that an agent of this machine serves."""
     host, _, port = where.endpoint.partition(":")
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Returns once it holds, which a busy machine may take long for."""
-    end_s = time.monotonic() + 300
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
