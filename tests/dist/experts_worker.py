@@ -5,10 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +25,7 @@ from torch.nn import functional
 
 import outsize
 from outsize.ir.plan import Plan
+from outsize.run.expert_parallel.collectives import ExpertParallelGroup
 from outsize.run.tensor_parallel.collectives import local_of
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection
@@ -27,7 +33,6 @@ from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import World, join, leave
-from outsize.train.ranks.expert_parallel import ExpertRanks, TensorAndExpertRanks
 
 CLIP, SEED, STEPS = 0.5, 5, 3
 
@@ -176,6 +181,33 @@ def loss_in(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out.loss
 
 
+@dataclass
+class Balance:
+    """What a step tells of its experts' balance, the rows that this rank has computed, and what it has been
+    asked to compute, call by call.
+    """
+
+    calls: ExpertParallelGroup
+    rows: list[int] = field(default_factory=list[int])
+    told: list[float | None] = field(default_factory=list[float | None])
+    routings: list[str] = field(default_factory=list[str])
+
+    def own_rows(self) -> int:
+        return sum(counts.rows for counts in self.calls.counts.values())
+
+    @contextmanager
+    def noting_routings(self) -> Iterator[None]:
+        of_rows = self.calls._of_rows  # pyright: ignore
+
+        def noting(call: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+            bits = b"".join(t.detach().contiguous().numpy().tobytes() for t in (index, weight))
+            self.routings.append(call.experts.name + sha256(bits).hexdigest())
+            return of_rows(call, x, index, weight)
+
+        with mock.patch.object(self.calls, "_of_rows", noting):
+            yield
+
+
 def plain(
     model: nn.Module, batch: Batch, count: int
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -200,11 +232,16 @@ def plain(
     return losses, grads, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def split(engine: Engine, batch: Batch) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def split(
+    engine: Engine, batch: Batch, balance: Balance
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     losses, grads = list[float](), dict[str, Tensor]()
     for step in range(2 * STEPS):
+        before = balance.own_rows()
         found = engine.step(*batch.args, update=bool(step % 2), loss_scale=0.5, **batch.kwargs)
         losses.append(found.loss.item())
+        balance.rows.append(balance.own_rows() - before)
+        balance.told.append(found.expert_imbalance)
         if step == 0:
             own = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
             grads = {n: engine.whole(n, grad) for n, grad in own.items()}
@@ -222,7 +259,12 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
     options = EngineOptions(optimizer=adamw, clip_norm=CLIP, seed=SEED)
     engine = make_engine(model, plan, world.group, options)
     engine.prepare(batch)
-    losses, grads, trained = split(engine, batch)
+    ranks = engine._tensor  # pyright: ignore
+    calls = None if ranks is None else ranks.expert_calls
+    assert calls is not None
+    balance = Balance(calls)
+    with balance.noting_routings():
+        losses, grads, trained = split(engine, batch, balance)
     count, first = plan.microbatches * plan.axes.replicas, world.rank == 0
     box: list[Any] = [plain(copy.deepcopy(alone), batch, count) if first else None]
     dist.broadcast_object_list(box, src=0)
@@ -233,9 +275,6 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
     engine.evaluate(*batch.args, **batch.kwargs)
     place = folder / text.replace(":", "_")
     engine.save(place)
-    ranks = engine._tensor  # pyright: ignore
-    ranks = ranks.experts if isinstance(ranks, TensorAndExpertRanks) else ranks
-    assert isinstance(ranks, ExpertRanks)
     states = [s for state in engine.optimizer.state.values() for s in state.values() if s.ndim]  # pyright: ignore
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True)),
@@ -244,8 +283,10 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
         "trained": far(trained, expected) if trained else 0.0,
         "resumed": resumed(alone, batch, text, world, place, trained),
         "state_elements": sum(local_of(s).numel() for s in states),
-        "sent": dict(ranks.group.sent),
-        "rows": {name: (c.rows, c.expected_rows) for name, c in ranks.counts.items()},
+        "sent": dict(calls.sent),
+        "balance": (balance.rows, balance.told),
+        "routings": sorted(Counter(balance.routings).values()),
+        "rows": {name: (c.rows, c.expected_rows) for name, c in calls.counts.items()},
     }
 
 

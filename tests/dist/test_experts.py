@@ -87,6 +87,24 @@ def test_a_rank_without_rows_has_gradients_of_zero(ep2: Found) -> None:
     assert rows[1][0] == 0
 
 
+def test_a_step_tells_how_unevenly_rows_are_routed(ep2: Found) -> None:
+    """The fullest of both ranks by their mean, in both forms, with the same number on both ranks."""
+    for name in ("mixtral", "gptoss", "avoiding"):
+        (first, told), (second, said) = (rank[name]["balance"] for rank in ep2)
+        assert told == said
+        assert told == pytest.approx([2 * max(a, b) / (a + b) for a, b in zip(first, second, strict=True)])
+        assert max(told) > 1
+
+
+def test_recompute_routes_as_the_forward_has(meshes: Found) -> None:
+    """Two steps have the same weights and batch. With full recompute each routing, to the bit, is met twice
+    in each of them, else once.
+    """
+    for rank in meshes:
+        assert set(rank["qwen3:pp2:full"]["routings"]) == {4}
+        assert set(rank["qwen3:tp2"]["routings"]) == {2}
+
+
 def test_states_of_experts_are_divided(ep2: Found) -> None:
     """Of three and of two of five experts, with two moments for each number of their weights."""
     first, second = (rank["mixtral"]["state_elements"] for rank in ep2)

@@ -6,7 +6,8 @@ Each package is imported when its logger is made. A logger writes on rank 0, fro
 
     loss, lr, grad_norm, step_s        of the step          bubble, busy/cuda:0, ...       shares of the step
     memory/rank0, ...                  measured GiB         planned_memory/rank0, ...      planned GiB (P50)
-    evaluation/loss                    of each evaluation   checkpoints, replans           counted
+    expert_imbalance                   rows, with ep        checkpoints, replans           counted
+    evaluation/loss                    of each evaluation
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def step_scalars(facts: StepFacts) -> Iterator[tuple[str, float]]:
         yield "lr", facts.learning_rate
     if facts.grad_norm is not None:
         yield "grad_norm", facts.grad_norm
+    if facts.expert_imbalance is not None:
+        yield "expert_imbalance", facts.expert_imbalance
     if facts.utilisation is not None:
         yield from _utilisation_scalars(facts.utilisation)
     yield from ((f"memory/rank{rank}", used / GIB) for rank, used in enumerate(facts.memory_bytes))

@@ -43,6 +43,9 @@ BatchNormMode = Literal["micro", "deferred", "sync"]
 # This version of outsize runs these axes.
 RUN: Final = frozenset({"pp", "dp_replicate", "tp", "cp", "ep"})
 
+# A plan has memory for so many times the mean rank's rows of experts on the fullest rank of ep.
+EXPERT_MARGIN: Final = 1.5
+
 
 @final
 class Axes(Record):

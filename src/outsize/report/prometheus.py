@@ -20,6 +20,7 @@ _FIGURES: Final = {
     "evaluation_loss": "Loss of the latest evaluation.",
     "learning_rate": "Learning rate of the optimizer's first group.",
     "grad_norm": "Norm of the gradients before clipping.",
+    "expert_imbalance": "Rows of experts on the fullest rank by those on the mean rank.",
     "step_s": "Seconds from step to step.",
     "planned_step_s": "Seconds of a step that the plan expects.",
     "samples_per_s": "Samples a second.",

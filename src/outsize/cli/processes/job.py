@@ -168,7 +168,14 @@ def _of_steps(steps: Sequence[RunStep]) -> dict[str, Any]:
         "steps_s": [step.step_s for step in steps],
         "learning_rate": [step.learning_rate for step in steps],
         "grad_norm": [step.grad_norm for step in steps],
+        **_balance(steps),
     }
+
+
+def _balance(steps: Sequence[RunStep]) -> dict[str, Any]:
+    """Returns the imbalance of experts, where ranks divide them."""
+    values = [step.expert_imbalance for step in steps]
+    return {"expert_imbalance": values} if any(value is not None for value in values) else {}
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:

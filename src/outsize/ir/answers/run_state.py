@@ -80,8 +80,9 @@ class SavedStep(Record):
 class RunState(Record):
     """How a run goes, after `step` steps.
 
-    `step_s` are the seconds from step to step, the user's code included, `planned_step_s` those that the plan
-    expects. A loss that is no finite number is None, as is what is not known.
+    `step_s` are the seconds from step to step, the user's code included, `planned_step_s` those that the
+    plan expects. `expert_imbalance` are the fullest rank's rows of experts by the mean rank's, with ep.
+    A loss that is no finite number is None, as is what is not known.
     """
 
     model: str
@@ -94,6 +95,7 @@ class RunState(Record):
     evaluation_loss: Finite | None = None
     learning_rate: Finite | None = None
     grad_norm: Finite | None = None
+    expert_imbalance: Finite | None = None
     step_s: Seconds
     planned_step_s: Seconds | None = None
     bubble: Finite | None = None

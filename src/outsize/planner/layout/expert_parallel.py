@@ -1,8 +1,8 @@
 """Problem: what is the model of one of `ep` ranks that divide the experts, as a graph of its own?
 
     weights of experts   ceil(E / ep) of E, and so their gradients and optimizer states
-    saved, workspace     of a unit with experts: MARGIN times those of its own tokens, since a router may send
-                         one rank more rows than the mean; and what is sent and received beside it
+    saved, workspace     of a unit with experts: EXPERT_MARGIN times those of its own tokens, since a router
+                         may send one rank more rows than the mean; and what is sent and received beside it
     work                 that of its own tokens: a mean rank computes as many rows as it sends
 
 The graph says which weights are of experts (capture/graph/experts.py). All else is a replica's. Source:
@@ -12,12 +12,9 @@ Complexity: O(units). Oracle: tests/unit/planner/layout/test_layout_expert_paral
 
 from __future__ import annotations
 
-from typing import Final
-
 from outsize.ir.graph import ModelGraph, Parameter, Unit
+from outsize.ir.plan import EXPERT_MARGIN
 from outsize.ir.profile import Profile, UnitCost
-
-MARGIN: Final = 1.5  # The fullest rank has so many times the mean rank's rows.
 
 
 def expert_sizes(graph: ModelGraph, devices: int) -> list[int]:
@@ -57,12 +54,14 @@ def _weight(weight: Parameter, ep: int) -> Parameter:
 
 def _unit(unit: Unit, ep: int) -> Unit:
     beside = 2 * sent_bytes(unit, ep)
-    sizes = {name: int(MARGIN * getattr(unit, name)) for name in ("saved_bytes", "workspace_bytes")}
-    sizes["backward_workspace_bytes"] = int(MARGIN * max(0, unit.backward_workspace_bytes)) + beside
+    sizes = {name: int(EXPERT_MARGIN * getattr(unit, name)) for name in ("saved_bytes", "workspace_bytes")}
+    sizes["backward_workspace_bytes"] = int(EXPERT_MARGIN * max(0, unit.backward_workspace_bytes)) + beside
     sizes["workspace_bytes"] += beside
     return unit.model_copy(update=sizes)
 
 
 def _cost(cost: UnitCost, unit: Unit, ep: int) -> UnitCost:
-    work = int(MARGIN * cost.workspace_bytes) + 2 * sent_bytes(unit, ep)
-    return cost.model_copy(update={"saved_bytes": int(MARGIN * cost.saved_bytes), "workspace_bytes": work})
+    work = int(EXPERT_MARGIN * cost.workspace_bytes) + 2 * sent_bytes(unit, ep)
+    return cost.model_copy(
+        update={"saved_bytes": int(EXPERT_MARGIN * cost.saved_bytes), "workspace_bytes": work}
+    )

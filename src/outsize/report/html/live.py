@@ -19,6 +19,7 @@ from outsize.report.html.step_chart import StepChart, smoothed, step_svg
 from outsize.report.html.svg import Svg, percent
 from outsize.report.palette import BACKWARD, FORWARD, WEIGHT
 from outsize.report.palette import CAUSES as COLOURS
+from outsize.report.tables.balance import imbalance_text
 from outsize.report.tables.runs import elapsed_text, slow_rank_text
 from outsize.report.ticks import ticks
 
@@ -109,6 +110,8 @@ def _facts(state: RunState, now_unix_s: float) -> list[tuple[str, str]]:
         rows.append(("learning rate", f"{state.learning_rate:.3g}"))
     if state.grad_norm is not None:
         rows.append(("gradient norm", f"{state.grad_norm:.4g}"))
+    if state.expert_imbalance is not None:
+        rows.append(("fullest rank's rows of experts", imbalance_text(state.expert_imbalance)))
     if state.replans:
         rows.append(("planned again", f"{state.replans} times"))
     return rows

@@ -355,7 +355,11 @@ def _steps(plan: Plan, history: RecordedRun | None) -> dict[str, Any]:
     norms = [step.grad_norm for step in steps]
     rate = StepChart("rate", "Learning rate", numbers, rates, lambda x: f"{x:.3g}", from_zero=True)
     norm = StepChart("norm", "Norm of the gradients", numbers, norms, lambda x: f"{x:.3g}")
-    more = [seconds, *(chart for chart in (norm, rate) if any(v is not None for v in chart.values))]
+    imbalances = [step.expert_imbalance for step in steps]
+    experts = StepChart(
+        "experts", "Rows of experts, fullest rank by mean rank", numbers, imbalances, lambda x: f"{x:.3g}"
+    )
+    more = [seconds, *(chart for chart in (norm, rate, experts) if any(v is not None for v in chart.values))]
     return {
         "loss": step_svg(loss) if loss.is_drawn else "",
         "losses": [loss_text(value) for value in losses],

@@ -36,6 +36,7 @@ from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.timeline import Timeline
 from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.report.tables import table_style
+from outsize.report.tables.balance import imbalance_text
 from outsize.report.tables.offload import degrees_table
 from outsize.report.tables.placement import device_text, holdings, lanes, recompute_text, recompute_varies
 from outsize.report.tables.stage_units import MOST_SHOWN, short_units
@@ -160,6 +161,9 @@ def _history_facts(plan: Plan, history: RecordedRun) -> Iterator[tuple[str, str]
         yield "memory", f"{bytes_text(peak)} at most on a device{planned}"
     first, last = history.steps[0], history.steps[-1]
     yield "loss", f"{loss_text(first.loss)} -> {loss_text(last.loss)} in {len(history.steps)} steps"
+    imbalances = [step.expert_imbalance for step in history.steps if step.expert_imbalance is not None]
+    if imbalances:
+        yield "experts", f"the fullest rank had at most {imbalance_text(max(imbalances))}"
     if last.grad_norm is not None:
         yield "gradient norm", f"{last.grad_norm:.4g} at the end"
 

@@ -12,6 +12,7 @@ from outsize.errors import visible
 from outsize.ir.answers.run_state import RunDevice, RunOnMachine, RunState, SlowRank
 from outsize.ir.formatting import bytes_text, percent_text, rate_text, seconds_text
 from outsize.report.tables import table_style
+from outsize.report.tables.balance import imbalance_text
 
 
 def run_tables(runs: Sequence[RunOnMachine], now_unix_s: float) -> Iterator[RenderableType]:
@@ -51,6 +52,8 @@ def _figures(state: RunState, now_unix_s: float) -> Iterator[tuple[str, str]]:
     if state.bubble is not None:
         expected = "" if state.planned_bubble is None else f", planned {percent_text(state.planned_bubble)}"
         yield "bubble", f"{percent_text(state.bubble)}{expected}"
+    if state.expert_imbalance is not None:
+        yield "experts", f"the fullest rank has {imbalance_text(state.expert_imbalance)}"
     yield "saved", _saved(state, now_unix_s)
     for slow in state.slow_ranks:
         yield "slow", slow_rank_text(slow)

@@ -52,6 +52,19 @@ class RowCounts:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Holds how many rows, pairs of a token and an expert, each rank of the group has computed."""
+
+    rows: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Returns the fullest rank's rows by the mean rank's; 1 where all have as many."""
+        return max(self.rows) * len(self.rows) / max(1, sum(self.rows)) if any(self.rows) else 1.0
+
+
+@final
 class ExpertParallelGroup(ExpertCollectives):
     """Runs the calls over one dim of a mesh; `sent` counts bytes by kind of collective.
 
@@ -68,6 +81,7 @@ class ExpertParallelGroup(ExpertCollectives):
         self.place, self._ranks = self.group.place, mesh.get_group()
         self.sent: Counter[str] = self.group.sent
         self.counts: dict[str, RowCounts] = {}
+        self._load = [0] * self.place.ranks
 
     def experts(self, call: ExpertCall, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         if self._alike is None:
@@ -75,6 +89,15 @@ class ExpertParallelGroup(ExpertCollectives):
         rows = Share(0, (len(x),))
         own = (self._alike.cut(x, rows), self._alike.part(index, rows), self._alike.cut(weight, rows))
         return self._alike.gather(self._of_rows(call, *own), rows)
+
+    @property
+    def load(self) -> ExpertLoad:
+        """Returns the rows of all ranks since `reset_load`, which the host knows without asking a device."""
+        return ExpertLoad(tuple(self._load))
+
+    def reset_load(self) -> None:
+        """Counts the rows of all ranks anew."""
+        self._load = [0] * self.place.ranks
 
     def _of_rows(self, call: ExpertCall, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         if call.experts.choices < self.place.ranks:
@@ -88,12 +111,13 @@ class ExpertParallelGroup(ExpertCollectives):
         most = max(tokens)
         every_x, every_weight = _Gather.apply(self, most, x, weight)
         every_index = self.gather(index, most, fill=-1)
-        start, stop = self._block(call)
-        token, choice = ((every_index >= start) & (every_index < stop)).nonzero(as_tuple=True)
-        self._count(call, len(token), sum(tokens) * index.shape[1])
-        made = self._apply(
-            call, every_x[token], every_index[token, choice] - start, every_weight[token, choice]
-        )
+        flat, (owner, counts) = every_index.reshape(-1).long(), self._owners(call, every_index)
+        rows = [int(number) for number in host_numbers(list(counts.unbind()))]
+        before, rank = sum(rows[: self.place.rank]), self.place.rank
+        pairs = owner.argsort(stable=True)[before : before + rows[rank]]
+        self._count(call, rows)
+        token, own = pairs // index.shape[1], flat[pairs] - self._block(call)[0]
+        made = self._apply(call, every_x[token], own, every_weight.reshape(-1)[pairs])
         summed = made.new_zeros(len(every_x), made.shape[1]).index_add(0, token, made)
         return _Scatter.apply(self, len(x), summed)
 
@@ -122,18 +146,15 @@ class ExpertParallelGroup(ExpertCollectives):
     # -- dispatched ----------------------------------------------------------------------------------
 
     def _dispatched(self, call: ExpertCall, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        ranks, choices = self.place.ranks, index.shape[1]
-        flat, each = index.reshape(-1).long(), -(-call.experts.count // ranks)
-        is_kept = (flat >= 0) & (flat < call.experts.count)
-        owner = torch.where(is_kept, flat // each, ranks)
-        counts = torch.bincount(owner, minlength=ranks + 1)[:ranks]
+        choices, flat = index.shape[1], index.reshape(-1).long()
+        owner, counts = self._owners(call, index)
         table = self._table(counts)
         there = table[self.place.rank]
         back = [row[self.place.rank] for row in table]
         pairs = owner.argsort(stable=True)[: sum(there)]
         rows, weights = _Exchange.apply(self, there, back, x[pairs // choices], weight.reshape(-1)[pairs])
         experts = self.exchange(flat[pairs], there, back) - self._block(call)[0]
-        self._count(call, sum(back), sum(map(sum, table)))
+        self._count(call, [sum(column) for column in zip(*table, strict=True)])
         (made,) = _Exchange.apply(self, back, there, self._apply(call, rows, experts, weights))
         slots = made.new_zeros(len(flat), made.shape[1]).index_copy(0, pairs, made)
         return slots.unflatten(0, (len(x), choices)).sum(1)
@@ -151,6 +172,15 @@ class ExpertParallelGroup(ExpertCollectives):
     def _block(self, call: ExpertCall) -> tuple[int, int]:
         return self.place.block(call.experts.count)
 
+    def _owners(self, call: ExpertCall, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which rank has the expert of each pair, in a row (`ranks` for a dropped one), and how many
+        pairs each rank has.
+        """
+        ranks, flat = self.place.ranks, index.reshape(-1).long()
+        is_kept = (flat >= 0) & (flat < call.experts.count)
+        owner = torch.where(is_kept, flat // -(-call.experts.count // ranks), ranks)
+        return owner, torch.bincount(owner, minlength=ranks + 1)[:ranks]
+
     def _of_all(self, numbers: Tensor) -> list[int]:
         """Returns all ranks' numbers on the host."""
         every = self.gather(numbers, len(numbers))
@@ -161,11 +191,13 @@ class ExpertParallelGroup(ExpertCollectives):
         every = self._of_all(counts)
         return [every[first : first + len(counts)] for first in range(0, len(every), len(counts))]
 
-    def _count(self, call: ExpertCall, rows: int, of_all: int) -> None:
+    def _count(self, call: ExpertCall, rows: Sequence[int]) -> None:
+        """Counts the rows of all ranks in one call."""
         counts = self.counts.setdefault(call.experts.name, RowCounts())
         counts.calls += 1
-        counts.rows += rows
-        counts.expected_rows += of_all / self.place.ranks
+        counts.rows += rows[self.place.rank]
+        counts.expected_rows += sum(rows) / self.place.ranks
+        self._load = [known + more for known, more in zip(self._load, rows, strict=True)]
 
     def _apply(self, call: ExpertCall, rows: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         """Returns what this rank's experts make of rows, each with one expert."""

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, final
+from typing import Final, NamedTuple, Protocol, final
 
 import psutil
 import torch
@@ -50,7 +50,8 @@ class StepFacts:
     its device's tensors, or on a CPU what the process has resident; `planned_bytes` is what the plan expects
     on each rank of the pipeline (P50). `step_s` are the seconds from step to step, the user's code included,
     over the steps since the last ones that were told. `timeline` is that of the step, and `stragglers` are
-    those that rank 0's watchdog has named.
+    those that rank 0's watchdog has named. `expert_imbalance` are the rows of experts of the fullest rank by
+    those of the mean one, in the ep group where this is largest; None without ep.
     """
 
     step: int
@@ -63,6 +64,7 @@ class StepFacts:
     step_s: float = 0.0
     timeline: Timeline | None = None
     stragglers: tuple[Straggler, ...] = ()
+    expert_imbalance: float | None = None
 
 
 @final
@@ -134,6 +136,15 @@ class _Clock:
         self._next = step + self._stride
 
 
+class _RankFigures(NamedTuple):
+    """What a process tells of a step: its memory, seconds of a step and of telling, its experts' balance."""
+
+    memory_bytes: int
+    step_s: float
+    telling_s: float
+    imbalance: float | None
+
+
 @final
 class Callbacks:
     """The callbacks of one engine."""
@@ -151,6 +162,7 @@ class Callbacks:
         norm: Tensor | None,
         optimizer: Optimizer | None,
         report: Callable[[], tuple[Timeline, Utilisation | None]],
+        imbalance: float | None = None,
     ) -> None:
         """Tells those that want this step; all ranks call this together."""
         due = [
@@ -162,18 +174,21 @@ class Callbacks:
             return
         begin_s = time.perf_counter()
         timeline, utilisation = report()
-        memory_bytes, step_s, telling_s = self._gathered(self._step_s(step, begin_s))
+        every = self._gathered(self._step_s(step, begin_s), imbalance)
+        step_s, telling_s = every[0].step_s, every[0].telling_s
+        imbalances = [one.imbalance for one in every if one.imbalance is not None]
         facts = StepFacts(
             step=step,
             loss=float(loss),
             learning_rate=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
             grad_norm=None if norm is None else float(norm),
             utilisation=utilisation,
-            memory_bytes=memory_bytes,
+            memory_bytes=tuple(one.memory_bytes for one in every),
             planned_bytes=_planned(self._plan),
             step_s=step_s,
             timeline=timeline if timeline.spans else None,
             stragglers=tuple(self._crew.progress.stragglers),
+            expert_imbalance=max(imbalances, default=None),
         )
         for callback, clock in due:
             if self._is_first:
@@ -210,17 +225,16 @@ class Callbacks:
     def _is_first(self) -> bool:
         return self._crew.global_rank == 0
 
-    def _gathered(self, step_s: float) -> tuple[tuple[int, ...], float, float]:
-        """Returns the memory of each process, and rank 0's seconds of a step and of telling."""
+    def _gathered(self, step_s: float, imbalance: float | None) -> list[_RankFigures]:
+        """Returns the figures of each process."""
         places = {self._crew.device_of(stage) for stage in self._crew.stages} - {None}
         devices = [place for place in places if place is not None and is_accelerator(place)]
         own = _most(devices) if devices else psutil.Process().memory_info().rss
+        figures = _RankFigures(own, step_s, self._telling_s, imbalance)
         if self._crew.mesh is None:
-            return (own,), step_s, self._telling_s
-        every = all_gather_json(
-            [own, step_s, self._telling_s], self._crew.mesh.group.host, "figures of a step"
-        )
-        return tuple(rank[0] for rank in every), every[0][1], every[0][2]
+            return [figures]
+        every = all_gather_json(tuple(figures), self._crew.mesh.group.host, "figures of a step")
+        return [_RankFigures(*one) for one in every]
 
 
 def _most(devices: Sequence[torch.device]) -> int:

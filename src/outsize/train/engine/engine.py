@@ -210,7 +210,13 @@ class Engine:
         if update:
             self._tell_of_step(norm)
         losses = tuple(self.crew.by_microbatch(trained.own)) if gather else None
-        return StepResult(loss, norm, losses, trained.outputs)
+        return StepResult(loss, norm, losses, trained.outputs, self._imbalance)
+
+    @property
+    def _imbalance(self) -> float | None:
+        """Returns the fullest rank's rows of experts in the last step by the mean rank's; None without ep."""
+        calls = None if self._tensor is None else self._tensor.expert_calls
+        return None if calls is None else calls.load.imbalance
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError, for what a torch.nn.Module has with the call to use instead."""
@@ -536,7 +542,7 @@ class Engine:
             return measured, self.report(measured) if explains else None
 
         if self._loss is not None:
-            self._callbacks.after_step(self.steps, self._loss, norm, self.optimizer, report)
+            self._callbacks.after_step(self.steps, self._loss, norm, self.optimizer, report, self._imbalance)
 
     def _update(self) -> Tensor | None:
         self.unscale()

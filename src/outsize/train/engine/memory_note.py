@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from outsize.device.accelerators import CPU, allocated_bytes, is_accelerator
 from outsize.ir.formatting import bytes_text, stages_text
-from outsize.ir.plan import Plan, StageFigures
+from outsize.ir.plan import EXPERT_MARGIN, Plan, StageFigures
+from outsize.run.expert_parallel.collectives import ExpertLoad
 from outsize.run.tensor_parallel.collectives import local_of
 from outsize.train.crew.crew import Crew
 
@@ -37,6 +38,17 @@ def memory_notes(
         if rows:
             text += f"; the plan expected {_listed(_expected([rows[stage] for stage in stages]))}"
         yield text + _of_another_batch(plan, samples)
+
+
+def routing_note(load: ExpertLoad | None) -> Iterator[str]:
+    """Yields what to do where the fullest rank got more rows of experts than the plan has memory for."""
+    if load is not None and load.imbalance > EXPERT_MARGIN:
+        yield (
+            "outsize: routing exceeds what the plan has memory for: the fullest rank got "
+            f"{load.imbalance:.2f} times the mean rank's rows of experts, the plan counts {EXPERT_MARGIN}; "
+            f"rows by rank: {', '.join(map(str, load.rows))}. Next: recompute='full' (--recompute full), "
+            "more microbatches (--microbatches), or a larger weight of the router's balancing loss"
+        )
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from outsize.train.crew.replica_copies import ReplicaCopies
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.agreed_programs import AgreedPrograms
 from outsize.train.engine.executor import Executor
-from outsize.train.engine.memory_note import memory_notes
+from outsize.train.engine.memory_note import memory_notes, routing_note
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.stage_factory import StageFactory
 from outsize.train.ranks.replicas import Piece
@@ -82,6 +82,7 @@ class Pipelined(Executor):
     ) -> None:
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
         self._seed = options.seed
+        self._expert_calls = None if recording.tensor is None else recording.tensor.expert_calls
         self.variants = Variants(model, plan, options.loss_fn, recording)
         copies = crew.local_replicas > 1
         self.variants.changes.is_silent = crew.global_rank > 0
@@ -117,6 +118,8 @@ class Pipelined(Executor):
         *,
         outputs: bool = False,
     ) -> BatchLoss:
+        if self._expert_calls is not None:
+            self._expert_calls.reset_load()
         with self._programs.running():
             variants = self._find(parts, outputs=outputs)
             insist_on_loss(variants[0].tape)
@@ -174,8 +177,11 @@ class Pipelined(Executor):
             yield
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
+                calls = self._expert_calls
                 samples = sum(part.size for part in step.parts) * self._crew.replicas.count
                 for note in memory_notes(self._plan, self._crew, self._model, step.optimizer, samples):
+                    error.add_note(note)
+                for note in routing_note(None if calls is None else calls.load):
                     error.add_note(note)
             for parameters in self._ownership.trained_by_stage().values():
                 for trained in parameters:

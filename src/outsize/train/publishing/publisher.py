@@ -89,6 +89,7 @@ class Publisher(Callback):
             evaluation_loss=self._evaluation_loss,
             learning_rate=_finite(facts.learning_rate),
             grad_norm=_finite(facts.grad_norm),
+            expert_imbalance=facts.expert_imbalance,
             step_s=facts.step_s,
             planned_step_s=None if expected is None else expected.step_s,
             bubble=None if used is None else used.bubble,

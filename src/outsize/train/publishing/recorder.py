@@ -76,6 +76,7 @@ class RunRecorder:
             step_s=seconds,
             learning_rate=None if rate is None else _finite(rate),
             grad_norm=None if norm is None else _finite(float(norm)),
+            expert_imbalance=result.expert_imbalance,
         )
         self._steps.append(row)
         origin_s = min((s[3] for s in engine.crew.own_spans()), default=start_s)
@@ -96,18 +97,30 @@ class RunRecorder:
         own = (
             [watch.own_readings for watch in self._watches.values()],
             _MEMORY.dump_python(self._memory(), mode="json"),
+            [step.expert_imbalance for step in self._steps],
         )
         mesh = self._engine.crew.mesh
         every = [own] if mesh is None else all_gather_json(own, mesh.group.host, "memory of a run")
-        readings: list[_Readings] = [one for one, _ in every]
+        readings: list[_Readings] = [one for one, *_ in every]
         timed = [
             step.model_copy(update={"timeline": self._sampled(step.timeline, origin_s, readings)})
             for origin_s, step in self._timelines
         ]
         middle = sorted(timed, key=lambda t: t.timeline.duration_s)[len(timed) // 2]
-        memory = tuple(chain.from_iterable(_MEMORY.validate_python(rows) for _, rows in every))
-        history = RecordedRun(steps=tuple(self._steps), timelines=tuple(timed), memory=memory)
+        memory = tuple(chain.from_iterable(_MEMORY.validate_python(rows) for _, rows, _ in every))
+        history = RecordedRun(
+            steps=self._balanced([rows for *_, rows in every]), timelines=tuple(timed), memory=memory
+        )
         return middle.timeline, history
+
+    def _balanced(self, imbalances: Sequence[Sequence[float | None]]) -> tuple[RunStep, ...]:
+        """Returns the steps with the largest imbalance of any rank's experts."""
+        most = [
+            max((one for one in row if one is not None), default=None)
+            for row in zip(*imbalances, strict=True)
+        ]
+        pairs = zip(self._steps, most, strict=True)
+        return tuple(step.model_copy(update={"expert_imbalance": value}) for step, value in pairs)
 
     def _sampled(self, timeline: Timeline, origin_s: float, readings: Sequence[_Readings]) -> Timeline:
         """Returns the timeline with a counter for each process, or for each device of the only one."""

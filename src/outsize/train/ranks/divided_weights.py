@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from outsize.device.accelerators import current_device, is_accelerator
 from outsize.program.tape import Tape
 from outsize.program.tensor_parallel.share import Share
+from outsize.run.expert_parallel.collectives import ExpertParallelGroup
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup, with_added_squares
 from outsize.run.weights.freed import bare
 from outsize.run.weights.ownership import like, places, replace
@@ -54,6 +55,11 @@ class DividedWeights(ABC):
     @abstractmethod
     def share(self, name: str) -> Share | None:
         """Returns how a weight is divided, by its first name; None where every rank has all of it."""
+
+    @property
+    def expert_calls(self) -> ExpertParallelGroup | None:
+        """Returns what runs calls of experts over ranks; None where no rank divides them."""
+        return None
 
     # -- weights -------------------------------------------------------------------------------------
 

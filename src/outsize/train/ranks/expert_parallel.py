@@ -27,7 +27,7 @@ from outsize.program.expert_parallel.expert_tape import ExpertCollectives, exper
 from outsize.program.expert_parallel.experts import Experts, insist_on_experts
 from outsize.program.tape import Tape
 from outsize.program.tensor_parallel.share import Share
-from outsize.run.expert_parallel.collectives import ExpertParallelGroup, RowCounts
+from outsize.run.expert_parallel.collectives import ExpertParallelGroup
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup
 from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.ranks.mesh import Mesh
@@ -63,9 +63,8 @@ class ExpertRanks(DividedWeights):
         return True  # These ranks are replicas of what is not divided.
 
     @property
-    def counts(self) -> Mapping[str, RowCounts]:
-        """Returns the rows that this rank has computed, by module."""
-        return self._calls.counts
+    def expert_calls(self) -> ExpertParallelGroup:
+        return self._calls
 
     def local(self, tape: Tape) -> Tape:
         """Returns the rank's own tape.
@@ -108,9 +107,8 @@ class TensorAndExpertRanks(DividedWeights):
         return self._layers.first
 
     @property
-    def experts(self) -> ExpertRanks:
-        """Returns the ranks that divide experts."""
-        return self._experts
+    def expert_calls(self) -> ExpertParallelGroup:
+        return self._experts.expert_calls
 
     def group_of(self, name: str) -> TensorParallelGroup:
         return self._experts.group if self._experts.share(name) else self.group

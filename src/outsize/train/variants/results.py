@@ -36,13 +36,16 @@ class StepResult:
 
     `losses` are those of the microbatches in order, as the loss function returned them, on every rank after
     `step(..., gather=True)`, else None; `outputs` are what the model returned for each, detached, after
-    `gather="outputs"`. `loss.backward()` raises BadOption, because the step has run the backward already.
+    `gather="outputs"`. `expert_imbalance` are the rows of experts that the fullest rank of this rank's ep
+    group has computed, by the mean rank's; None without ep. `loss.backward()` raises BadOption, because the
+    step has run the backward already.
     """
 
     loss: Tensor
     grad_norm: Tensor | None = None
     losses: tuple[Tensor, ...] | None = None
     outputs: tuple[Any, ...] | None = None
+    expert_imbalance: float | None = None
 
     def __post_init__(self) -> None:
         # Attributes of this one tensor. Pickles leave them out, so that torch.load(weights_only=True) works.

@@ -13,8 +13,9 @@ from outsize.capture.graph.experts import with_experts
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import EXPERT_MARGIN
 from outsize.planner.costs.roofline import roofline
-from outsize.planner.layout.expert_parallel import MARGIN, expert_sizes, of_expert_rank, sent_bytes
+from outsize.planner.layout.expert_parallel import expert_sizes, of_expert_rank, sent_bytes
 
 DEVICE = parse_cluster("1xh100-80gb").devices[0]
 
@@ -48,7 +49,7 @@ def test_the_first_rank_has_the_largest_block(graph: ModelGraph, ep: int) -> Non
         assert part.size_bytes == (whole.size_bytes // 5 * block if whole.experts else whole.size_bytes)
         assert part.numel * 4 == part.size_bytes
     for whole, part, cost in zip(graph.units, own.units, costs.units, strict=True):
-        factor = MARGIN if whole.routed_bytes else 1
+        factor = EXPERT_MARGIN if whole.routed_bytes else 1
         assert part.saved_bytes == int(factor * whole.saved_bytes)
         assert cost.saved_bytes == part.saved_bytes
 

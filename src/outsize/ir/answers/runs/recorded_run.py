@@ -14,7 +14,8 @@ from outsize.ir.timeline import Timeline
 class RunStep(Record):
     """One step, numbered from 1 over the whole run; `step_s` has the optimizer's seconds, too.
 
-    `grad_norm` is the norm of all gradients before the update. What is no finite number, or was not
+    `grad_norm` is the norm of all gradients before the update, `expert_imbalance` the fullest rank's
+    rows of experts by the mean rank's (with ep). What is no finite number, or was not
     measured, is None.
     """
 
@@ -23,6 +24,7 @@ class RunStep(Record):
     step_s: Seconds
     learning_rate: Finite | None = None
     grad_norm: Finite | None = None
+    expert_imbalance: Finite | None = None
 
 
 @final
