@@ -82,6 +82,8 @@ def axes_of(text: str) -> tuple[str, dict[str, int], dict[str, Any]]:
             options["recompute"] = mark
         elif mark == "sharded":
             options["weights"] = mark
+        elif mark == "pieces":
+            options["loss_pieces"] = 3
         elif mark == "sequence":
             options["sequence_parallel"] = True
     return name, axes, options

@@ -11,8 +11,20 @@ from launches import said_by
 
 pytestmark = pytest.mark.dist
 
-ALONE = ("llama", "padded", "gpt2 eager", "window", "gemma", "qwen3", "t5", "vit", "encoder")
-RARE = ("padded", "gemma", "qwen3", "encoder")  # with --all alone: other rows have their rules
+ALONE = (
+    "llama",
+    "llama:pieces",
+    "t5:pieces",
+    "padded",
+    "gpt2 eager",
+    "window",
+    "gemma",
+    "qwen3",
+    "t5",
+    "vit",
+    "encoder",
+)
+RARE = ("t5:pieces", "padded", "gemma", "qwen3", "encoder")  # with --all alone: other rows have their rules
 SINGLE = ("llama:single", "mixtral")
 MESHES = (
     "llama:pp2:full",
@@ -21,7 +33,8 @@ MESHES = (
     "llama:shard2",
     "llama:replicate2:sharded",
     "gpt2 eager:tp2",
-    "llama:tp2:sequence",
+    "gpt2 eager:pp2:pieces",
+    "llama:tp2:sequence:pieces",
 )
 FLOAT32_INSIDE = ("gemma",)  # it casts to float32 by itself
 

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from outsize.api.cheapest import cheapest
+from outsize.api.loss_pieces import with_best_loss
 from outsize.api.options import (
     FitOptions,
     MeasureOptions,
@@ -115,6 +116,8 @@ def plan(
       none fits, weights on the host. By default sums over replicas or tp may be rounded in another order,
       where a step is shorter for it by more than a prediction's error.
     - `sequence_parallel`: whether tp also divides the activations between layers.
+    - `loss_pieces`: in so many pieces of rows the loss is computed from the last product on, so that logits
+      of all rows never exist at once; by default where that makes room for a faster plan (1: never).
     - `weights`: "sharded" or "resident" (whole during a step) over `dp_shard`; "host-optimizer" keeps the
       optimizer and its states on the host, "host" weights and gradients as well, "host-activations" also
       what stages send to each other. By default the host is used where nothing else fits.
@@ -157,9 +160,13 @@ def plan_case(
     if request.objective == "cost":
         return _cheapest_case(case, request, cluster, source)
     _insist_on_common_casts(request, cluster)
-    problem = SearchProblem.of(case, request, cluster, source)
-    smallest = functools.partial(problem.with_smallest, case, source)
-    return problem, search(request, problem.candidates, cluster, smallest, explains=explains)
+
+    def solve(case: TrainingCase, request: PlanRequest) -> tuple[SearchProblem, Plan]:
+        problem = SearchProblem.of(case, request, cluster, source)
+        smallest = functools.partial(problem.with_smallest, case, source)
+        return problem, search(request, problem.candidates, cluster, smallest, explains=explains)
+
+    return with_best_loss(case, request, cluster, solve)
 
 
 def _cheapest_case(
@@ -300,7 +307,7 @@ def price(
 
 def _priced(chosen: Plan, case: TrainingCase, source: CostSource) -> Outlook:
     cluster = cluster_of(chosen.cluster)
-    case = case.under(chosen.precision).on(cluster)
+    case = case.under(chosen.precision).on(cluster).in_pieces(chosen.loss_pieces)
     captured = case.captured(chosen.microbatch_size)
     graph = styled(case, captured, chosen.axes)
     profile = source.profile(case, graph, cluster)

@@ -159,6 +159,7 @@ def parallelize(
         else:
             elastic = elastic.within(lambda cluster: _within(room, share.of_cluster(cluster)))
             plan = agreed(host, lambda: _elastic_plan(case, options, elastic, given))
+    case = case.in_pieces(plan.loss_pieces)
     if plan.shards and group is not None:
         plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
     engine = make_engine(
@@ -241,13 +242,15 @@ def check(
         cluster = find_cluster(f"{request.stages}xcpu")
         costs = roofline(captured.graph, cluster.devices[0])
         plan = search(request, {count: (captured.graph, costs)}, cluster)
-    plan.owners(captured.graph)  # a plan of another model, or with other units, must not pass
+    planned = case.in_pieces(plan.loss_pieces).captured(captured.graph.batch_size)
+    plan.owners(planned.graph)  # a plan of another model, or with other units, must not pass
     question = Question(
         model=model,
         batch=case.batch,
         loss_fn=case.loss_fn,
         plan=plan,
         captured=captured,
+        planned=planned,
         capture_s=capture_s,
         steps=options.get("steps") or enough_steps(captured),
         seed=options.get("seed", 0),

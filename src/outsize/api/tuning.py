@@ -138,9 +138,10 @@ class _Task:
             return None
         profiles = _mean([ProfileSet.model_validate_json(text) for text in texts if text is not None])
         source, candidates = CostSource(profiles), {}
+        case = self.case.in_pieces(self.request.loss_pieces or 1)
         for count in profiles.counts(sorted([*profiled, *between]), size):
-            captured = self.case.on(self.cluster).captured(-(-size // count))
-            candidates[count] = captured.graph, source.profile(self.case, captured.graph, self.cluster)
+            captured = case.on(self.cluster).captured(-(-size // count))
+            candidates[count] = captured.graph, source.profile(case, captured.graph, self.cluster)
         return Tuner(self.request, candidates, self.cluster, options.get("trials", TRIALS))
 
     def _profiles(self, sizes: Sequence[int], options: TuneOptions) -> ProfileSet | None:
@@ -148,7 +149,7 @@ class _Task:
         if self.world.rank and not _undisturbed(self.cluster):
             return None
         return measure_sizes(
-            self.case,
+            self.case.in_pieces(self.request.loss_pieces or 1),
             sizes,
             options.get("how") or how_on(self.cluster),
             options.get("progress") if self.world.rank == 0 else None,

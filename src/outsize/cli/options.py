@@ -165,6 +165,15 @@ SequenceParallel = Annotated[
         help="Whether --tp also divides the activations between layers (default: the faster or smaller).",
     ),
 ]
+LossPieces = Annotated[
+    int | None,
+    typer.Option(
+        "--loss-pieces",
+        min=1,
+        help="Pieces of rows in which the loss is computed, so that logits of all rows never exist at once "
+        "(default: where that makes room).",
+    ),
+]
 WeightPlace = Annotated[
     offload.Weights | None,
     typer.Option(

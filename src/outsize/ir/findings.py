@@ -239,6 +239,18 @@ class SequenceParallel(Finding):
 
 
 @final
+class LossInPieces(Finding):
+    """Says in how many pieces of rows the loss is computed, and the bytes of its logits and what is made of
+    them: of all rows of a device's microbatch, and of one piece.
+    """
+
+    code: Literal["loss-in-pieces"] = "loss-in-pieces"
+    pieces: int
+    whole_bytes: int
+    piece_bytes: int
+
+
+@final
 class TensorParallel(Finding):
     """Says what tensor parallelism divides, and the bytes of its collectives for one microbatch."""
 
@@ -474,6 +486,7 @@ Reason = Annotated[
     | FirstReplicaStatistics
     | WholeBatchStatistics
     | SequenceParallel
+    | LossInPieces
     | TensorParallel
     | ModelTensorPlan
     | ContextParallel

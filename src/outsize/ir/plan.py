@@ -218,6 +218,8 @@ class Plan(Record):
                states alone are there, gradients go there, updated weights come back; "host-activations":
                as "host", and boundary values are on the host until they are needed
     sequence_parallel   values between layers that tp shards are sharded, too, along the tokens
+    loss_pieces   in so many pieces of rows the loss is computed from the last product on, so that logits of
+                all rows never exist at once; 1: in one
     recompute   "full": a stage saves what it receives and recomputes the rest in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`; "offload":
                it recomputes nothing, and what a microbatch saves is on the host until its backward
@@ -244,6 +246,7 @@ class Plan(Record):
     precision: Precision = "fp32"
     weights: Weights = "resident"
     sequence_parallel: bool = False
+    loss_pieces: Count = 1
     recompute: Recompute = "none"
     bn: BatchNormMode = "micro"
     what_if: bool = False

@@ -65,6 +65,7 @@ from outsize.ir.findings import (
     HostRoofline,
     HostStates,
     LinkBound,
+    LossInPieces,
     Measured,
     MemoryBound,
     MemoryShortage,
@@ -297,6 +298,15 @@ def _sequence_parallel(f: SequenceParallel) -> str:
     return (
         f"sequence parallel: a rank saves {bytes_text(f.saved_bytes)} of a microbatch for its backward "
         f"instead of {bytes_text(f.undivided_saved_bytes)}"
+    )
+
+
+@sentence.register
+def _loss_in_pieces(f: LossInPieces) -> str:
+    return (
+        f"the loss is computed in {f.pieces} pieces of rows: logits and what is made of them take "
+        f"{bytes_text(f.piece_bytes)} at a time instead of {bytes_text(f.whole_bytes)}, and are computed "
+        "once more in the backward; sums over pieces round otherwise than one sum"
     )
 
 

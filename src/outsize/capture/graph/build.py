@@ -22,6 +22,7 @@ from outsize.capture.costs.units import UnitCosts
 from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
 from outsize.ir.units.names import prefixes
 from outsize.program.liveness import last_reads, legal_cuts, live, replicable
+from outsize.program.loss_in_pieces.rewrite import in_pieces
 from outsize.program.tape import Instruction, Tape
 
 
@@ -44,6 +45,14 @@ def on_accelerators(captured: Captured, model: nn.Module) -> Captured:
         return captured
     instructions = tuple(replace(i, cost=i.cost.on_accelerator or i.cost) for i in tape.instructions)
     return build_graph(replace(tape, instructions=instructions), model, captured.graph.batch_size)
+
+
+def with_loss_in_pieces(captured: Captured, model: nn.Module, pieces: int) -> Captured:
+    """Returns the recorded model with its loss in so many pieces of rows; as it is where it cannot be."""
+    if captured.graph.form != "tape":
+        return captured
+    tape = in_pieces(captured.tape, model, pieces)
+    return captured if tape is captured.tape else build_graph(tape, model, captured.graph.batch_size)
 
 
 def required_slots(tape: Tape) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ class _CountedRows(RowCollectives):
 
     gather, cut, end, attention = map(_named, ("gather", "cut", "end", "attention"))
     cross_entropy, average, sum = map(_named, ("cross_entropy", "average", "sum"))
-    mean, dropout = map(_named, ("mean", "dropout"))
+    mean, dropout, add_up = map(_named, ("mean", "dropout", "add_up"))
 
     def __init__(self, ranks: int) -> None:
         self.place = RankPosition(0, ranks)

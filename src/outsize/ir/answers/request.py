@@ -48,6 +48,7 @@ class LayoutOptions(TypedDict, total=False):
     cp: int | None
     ep: int | None
     sequence_parallel: bool | None
+    loss_pieces: int | None
     what_if: bool | None
 
 
@@ -68,7 +69,8 @@ class PlanRequest(Record):
     devices. `actions` are the rows of a user's own schedule. `axes` "all" searches the axes that are not
     given, "pp" none of them. `exact` keeps to layouts whose results are bit-identical to one device's:
     pipelines, and where none fits, weights on the host. `what_if` adds layouts that this version only plans.
-    `sequence_parallel` None prices both values. `weights` None shards weights over dp_shard, and keeps them
+    `sequence_parallel` None prices both values. `loss_pieces` None computes the loss in pieces of rows where
+    that makes room (Plan). `weights` None shards weights over dp_shard, and keeps them
     on the host where the devices are too small for them. `objective` "cost" chooses also which
     devices are rented. `inference` runs forwards alone: nothing is trained or saved for a backward.
     `every_device`: none may be left out, as in a run.
@@ -91,6 +93,7 @@ class PlanRequest(Record):
     cp: Count = 1
     ep: Count = 1
     sequence_parallel: bool | None = None
+    loss_pieces: Count | None = None
     weights: Weights | None = None
     what_if: bool = False
     objective: Objective = "time"

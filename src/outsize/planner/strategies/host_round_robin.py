@@ -223,6 +223,7 @@ def _plan(
         stages=stages_from_bounds(graph, cut, names),
         optimizer=request.optimizer,
         precision=request.precision,
+        loss_pieces=request.loss_pieces or 1,
         bn=request.bn,
     )
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outsize.program.context_parallel.rows import SequenceRows
-from outsize.program.context_parallel.rules import OwnRows, RowStep
+from outsize.program.context_parallel.rules import AddsUpOverRows, OwnRows, RowStep
+from outsize.program.replaying.replay import Relocatable
 from outsize.program.tape import Cost, Instruction, Ref, Tape, Weight
 from outsize.program.tensor_parallel.local_tape import renumbered, resized_meta
 from outsize.program.tensor_parallel.propagate import follow
@@ -49,7 +50,7 @@ Function = Callable[..., Tensor]
 
 @final
 @dataclass(frozen=True)
-class RowCall(WrappedCall):
+class RowCall(WrappedCall, Relocatable):
     """A call of a collective of ranks that have rows; `share` is how they are divided.
 
     `run` is given the share and, where there is one, `function` before the arguments of the model's own call.
@@ -63,6 +64,10 @@ class RowCall(WrappedCall):
         if self.function is None:
             return self.run(self.share, *args, **kwargs)
         return self.run(self.share, self.function, *args, **kwargs)
+
+    def relocated(self, move: Callable[[Instruction], Instruction]) -> RowCall:
+        function = self.function
+        return replace(self, function=function.relocated(move)) if isinstance(function, Relocatable) else self
 
     def inner(self, instruction: Instruction) -> Instruction | None:
         return None if self.function is None else replace(instruction, target=self.function)
@@ -124,6 +129,10 @@ class RowCollectives(ABC):
     @abstractmethod
     def sum(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
         """Adds up over all rows."""
+
+    @abstractmethod
+    def add_up(self, share: Share, function: AddsUpOverRows, *operands: Tensor) -> Any:
+        """Returns the results of the sums over all ranks of what a function computes of its rows."""
 
     @abstractmethod
     def mean(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
@@ -322,6 +331,7 @@ class _RowTapeWriter:
             args, kwargs = step.rewrite(self._together.place)
         if found.method is not None:
             assert found.share is not None
+            target = target if found.target is None else found.target(self._together.place)
             assert not isinstance(target, str)
             return RowCall(getattr(self._together, found.method), found.share, target), args, kwargs
         if step.dropout is None:

@@ -18,7 +18,8 @@ attention read the keys up to their own. Complexity: O(operands) each. Oracle: t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, Final, Literal, final
@@ -43,7 +44,7 @@ from outsize.program.tensor_parallel.rule_step import (
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tree import leaves
 
-Method = Literal["attention", "cross_entropy", "average", "mean", "sum"]
+Method = Literal["attention", "cross_entropy", "average", "mean", "sum", "add_up"]
 
 
 @final
@@ -52,13 +53,15 @@ class RowStep:
     """Says how a rank computes its rows of a result.
 
     `gather`: operands of which the instruction reads all rows. `method`: what computes it instead, of
-    `RowCollectives`, given `share` (of what is divided) before the instruction's own arguments.
+    `RowCollectives`, given `share` (of what is divided) before the instruction's own arguments. `target`
+    returns the function that the rank at a place calls, where it is another one.
     """
 
     step: Step
     gather: Mapping[Operand, Share] = field(default_factory=dict)
     method: Method | None = None
     share: Share | None = None
+    target: Callable[[RankPosition], Callable[..., Any]] | None = None
 
 
 @final
@@ -73,10 +76,28 @@ class OwnRows:
 Rule = Callable[[RuleInput], RowStep]
 
 
+class AddsUpOverRows(ABC):
+    """Defines a target whose results are quotients of parts that add up over rows."""
+
+    @abstractmethod
+    def parts(self, *operands: Any) -> tuple[Any, ...]:
+        """Returns what adds up."""
+
+    @abstractmethod
+    def finish(self, parts: Sequence[Any]) -> Any:
+        """Returns the results of the sums of their parts."""
+
+    @abstractmethod
+    def follow_rows(self, call: RuleInput, ranks: int) -> RowStep:
+        """Returns how ranks that have rows of a sequence compute a call. Raises NotPropagated."""
+
+
 def follow_rows(call: RuleInput, module: nn.Module | None, ranks: int) -> RowStep:
     """Returns how to compute an instruction of which some operands are divided. Raises NotPropagated."""
     if module is not None and runs_own_code(module):
         raise NotPropagated(f"{type(module).__name__} has hooks or a forward of its own")
+    if isinstance(call.instruction.target, AddsUpOverRows):
+        return call.instruction.target.follow_rows(call, ranks)
     if product_of(call.instruction, module, {n: len(s) for n, s in call.weights.items()}) is not None:
         return RowStep(_by_vector(call))
     if isinstance(module, nn.Embedding):
@@ -348,6 +369,18 @@ def _chosen(call: RuleInput) -> RowStep:
     return RowStep(call.same(share))
 
 
+def _picked(call: RuleInput) -> RowStep:
+    """Handles gather(x, dim, index) along another dim than the divided one: rows of x and of the index."""
+    x, dim, index = (call.arg(n, name) for n, name in enumerate(("input", "dim", "index")))
+    share, shape = call.share(x), call.shape(index)
+    if share is None or int(dim) % len(shape) == share.dim:
+        raise NotPropagated("it picks among what is divided")
+    if call.share(index) not in (None, share):
+        raise NotPropagated("its arguments are divided along different dims")
+    cut: dict[Operand, Share] = {} if call.share(index) else {index: _fitting(share, shape)}
+    return RowStep(call.same(share, cut=cut))
+
+
 # -- views ---------------------------------------------------------------------------------------------
 
 
@@ -503,6 +536,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     **_each("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits", _averaged),
     **_each("sum mean", _over),
     **_each("topk sort max min", _chosen),
+    "gather": _picked,
     **_each("view reshape flatten unflatten squeeze", _view),
     **_each("layer_norm rms_norm", _normalized),
     **_each("cat concat", _joined),

@@ -40,6 +40,15 @@ def entering(modes: Modes, ambient: Modes) -> list[str]:
     return contexts
 
 
+def under(modes: Modes) -> list[torch.autocast]:
+    """Returns contexts that set autocast as it is in `modes`, whatever is around; nothing is cached."""
+    on = dict(modes.autocast)
+    return [
+        torch.autocast(device, dtype=on.get(device), enabled=device in on, cache_enabled=False)
+        for device in _devices()
+    ]
+
+
 def casting_devices() -> list[str]:
     """Returns the device types on which autocast is on."""
     return [device for device in _devices() if torch.is_autocast_enabled(device)]

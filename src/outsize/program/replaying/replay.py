@@ -12,6 +12,7 @@ Other devices that the user's code names are unchanged. Oracle: tests/unit/run/s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -65,6 +66,14 @@ def bindings(tree: Any, out: Any) -> Env:
     return values
 
 
+class Relocatable(ABC):
+    """Defines a target that holds instructions of its own."""
+
+    @abstractmethod
+    def relocated(self, move: Callable[[Instruction], Instruction]) -> Any:
+        """Returns the target with its instructions moved."""
+
+
 def relocated(instruction: Instruction, tape: Tape, home: torch.device, device: torch.device) -> Instruction:
     """Returns an instruction that was recorded at `home` as it is on another device."""
     if instruction.is_leaf:
@@ -73,6 +82,9 @@ def relocated(instruction: Instruction, tape: Tape, home: torch.device, device: 
     def swap(leaf: Any) -> Any:
         return device if isinstance(leaf, torch.device) and _is(leaf, home) else leaf
 
+    if isinstance(instruction.target, Relocatable):
+        moved = instruction.target.relocated(lambda inner: relocated(inner, tape, home, device))
+        instruction = replace(instruction, target=moved)
     target, kwargs = instruction.target, dict(instruction.kwargs)
     args: tuple[Any, ...] = tuple(instruction.args)
     at_home = all(tape.metas[slot].device == home for slot in instruction.defines())

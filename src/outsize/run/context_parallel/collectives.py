@@ -26,7 +26,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
+from outsize.program.context_parallel.row_sums import counted_targets
 from outsize.program.context_parallel.row_tape import Function, RowCollectives
+from outsize.program.context_parallel.rules import AddsUpOverRows
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup, drawn_mask
 from outsize.run.tensor_parallel.functions import Paired
@@ -96,7 +98,7 @@ class ContextParallelGroup(RowCollectives):
         summed = self.total(function(logits, target, **options, reduction="sum"))
         if reduction == "sum":
             return summed
-        return summed / self.group.total(_counted(target, **options).to(summed.dtype))
+        return summed / self.group.total(counted_targets(target, **options).to(summed.dtype))
 
     def average(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
         reduction = kwargs.pop("reduction", "mean")
@@ -106,6 +108,9 @@ class ContextParallelGroup(RowCollectives):
 
     def sum(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
         return self.total(function(*args, **kwargs))
+
+    def add_up(self, share: Share, function: AddsUpOverRows, *operands: Tensor) -> Any:
+        return function.finish([self.total(part) for part in function.parts(*operands)])
 
     def mean(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
         x, *more = args
@@ -135,21 +140,6 @@ class ContextParallelGroup(RowCollectives):
 
     def _part_of(self, x: Tensor) -> Tensor:
         return x / self.place.ranks
-
-
-def _counted(
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    **_: Any,
-) -> Tensor:
-    """Returns the number of targets, or the sum of their classes' weights, that a mean is over."""
-    if target.is_floating_point():
-        return target.new_tensor(target.numel() // target.shape[min(1, target.ndim - 1)])
-    is_counted = target != ignore_index
-    if weight is None:
-        return is_counted.sum()
-    return weight[target.masked_fill(~is_counted, 0)].masked_fill(~is_counted, 0).sum()
 
 
 def _causal(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

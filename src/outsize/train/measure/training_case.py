@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.capture.fakes.precision import casting, in_precision, inputs_in_precision
-from outsize.capture.graph.build import Captured, on_accelerators
+from outsize.capture.graph.build import Captured, on_accelerators, with_loss_in_pieces
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.graph.shortened import SizedGraphs, Stacks
 from outsize.capture.models.generation import cache_bytes, forward_arguments, generates
@@ -31,6 +31,9 @@ from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, re
 
 Recorded = TypeVar("Recorded")
 
+_Key = tuple[str, bool, int, int]
+"""Holds the precision, whether costs are those of accelerators, pieces of the loss, and samples."""
+
 # These are keyword arguments of `engine.step` itself.
 _TAKEN = ("target", "update", "loss_scale")
 
@@ -41,7 +44,8 @@ class TrainingCase:
     """A model whose batch dims are known; it is captured under `precision`, once for each size.
 
     `accelerated` says that its costs are those of accelerators, which have kernels that a CPU lacks.
-    `inference` says that its weights are frozen and its forward has no loss.
+    `inference` says that its weights are frozen and its forward has no loss. `loss_pieces` is that of its
+    plans (Plan).
     """
 
     module: nn.Module
@@ -50,10 +54,9 @@ class TrainingCase:
     precision: str = "fp32"
     accelerated: bool = False
     inference: bool = False
-    known: dict[tuple[str, bool, int], Captured] = field(default_factory=dict, repr=False, compare=False)
-    known_short: dict[tuple[str, bool, int], Captured] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    loss_pieces: int = 1
+    known: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
+    known_short: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
     known_caches: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -110,12 +113,22 @@ class TrainingCase:
         module = _copied(self.module, device)
         return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, known={}, known_short={})
 
+    def in_pieces(self, pieces: int) -> TrainingCase:
+        """Returns the case with its loss in so many pieces of rows, as far as it can be."""
+        return self if pieces == self.loss_pieces else dataclasses.replace(self, loss_pieces=pieces)
+
     def captured(self, samples: int) -> Captured:
         """Returns the model captured at `samples` samples."""
-        key = self.precision, self.accelerated, samples
+        key = self.precision, self.accelerated, self.loss_pieces, samples
         if key not in self.known:
-            self.known[key] = self._accelerated(samples) if self.accelerated else self._recorded(samples)
+            self.known[key] = self._made(samples)
         return self.known[key]
+
+    def _made(self, samples: int) -> Captured:
+        if self.loss_pieces > 1:
+            whole = self.in_pieces(1).captured(samples)
+            return with_loss_in_pieces(whole, self.module, self.loss_pieces)
+        return self._accelerated(samples) if self.accelerated else self._recorded(samples)
 
     def _accelerated(self, samples: int) -> Captured:
         return on_accelerators(dataclasses.replace(self, accelerated=False).captured(samples), self.module)
@@ -139,8 +152,8 @@ class TrainingCase:
 
         recorded = [
             samples
-            for precision, accelerated, samples in self.known
-            if (precision, accelerated) == (self.precision, self.accelerated)
+            for *how, samples in self.known
+            if how == [self.precision, self.accelerated, self.loss_pieces]
         ]
         return SizedGraphs(stacks, lambda samples: graph_of(self.captured(samples)), short, recorded)
 

@@ -28,6 +28,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.stage_graph import check_quotient
 from outsize.ir.units.names import prefixes, unroll
+from outsize.program.loss_in_pieces.rewrite import in_pieces
 from outsize.program.python_reads import LOSS, PythonRead
 from outsize.program.reader import SlotReader, SlotValues, buffers_behind
 from outsize.program.replaying.modes import current_modes
@@ -230,10 +231,13 @@ class Variants:
         tensor, home = self._options.tensor, self._home()
         with whole_shapes(self._model), nullcontext() if tensor is None else tensor.whole():
             tape = self._record(part, loss_fn)
-            captured = build_graph(tape, self._model)
+            # The loss's own program, in one piece, says what it was divided by.
+            planned = tape if outputs else in_pieces(tape, self._model, self._plan.loss_pieces)
+            captured = build_graph(planned, self._model)
             tape = self._with_inputs(tape, part, loss_fn)
-            captured = replace(captured, tape=tape)
-            own = tape if self._options.context is None else self._options.context.local(tape)
+            planned = tape if outputs else in_pieces(tape, self._model, self._plan.loss_pieces)
+            captured = replace(captured, tape=planned)
+            own = planned if self._options.context is None else self._options.context.local(planned)
             own = own if tensor is None else tensor.local(own)
         owners = instruction_owners(self._plan, captured)
         owners = [owners[instruction.origin] for instruction in own.instructions]

@@ -1,0 +1,128 @@
+"""Decides whether a plan computes its loss in pieces of rows: where a plan in one piece does not fit, or has
+to recompute or to use the host, and logits are a share of a device's memory that is worth it.
+
+Sums over pieces round otherwise than one sum, so the plan in pieces has to be faster by more than the error
+of a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.cluster import Cluster
+from outsize.ir.findings import LossInPieces
+from outsize.ir.offload import HOSTED
+from outsize.ir.plan import Plan
+from outsize.planner.evaluate.ranking import BITS
+from outsize.program.loss_in_pieces.rewrite import LossBytes, loss_bytes
+from outsize.train.measure.training_case import TrainingCase
+
+Found = TypeVar("Found")
+# Logits that take a smaller share of the smallest device are left in one piece.
+WORTH: Final = 0.05
+
+
+def with_best_loss(
+    case: TrainingCase,
+    request: PlanRequest,
+    cluster: Cluster,
+    solve: Callable[[TrainingCase, PlanRequest], tuple[Found, Plan]],
+) -> tuple[Found, Plan]:
+    """Returns what `solve` finds for the loss in one piece, or in several where that is better.
+
+    Raises what `solve` raises, and BadOption where pieces are asked for and the loss has none.
+    """
+    if request.loss_pieces is not None or request.exact or request.inference:
+        pieces = request.loss_pieces or 1
+        found, plan = solve(case.in_pieces(pieces), request)
+        return found, _told(plan, _insist_on_pieces(case, plan, request) if pieces > 1 else None)
+    try:
+        found, plan = solve(case, request)
+    except NoFeasiblePlan as refused:
+        sizes = _sizes(case, request, cluster, None)
+        if sizes is None:
+            raise
+        try:
+            return _in_pieces(case, request, sizes, solve)
+        except OutsizeError:
+            raise refused from None
+    sizes = _sizes(case, request, cluster, plan) if _lacks_memory(plan) else None
+    if sizes is None or plan.expected is None:
+        return found, plan
+    try:
+        other, with_pieces = _in_pieces(case, request, sizes, solve)
+    except OutsizeError:
+        return found, plan
+    assert with_pieces.expected is not None
+    is_faster = with_pieces.expected.step_s * BITS < plan.expected.step_s
+    return (other, with_pieces) if is_faster else (found, plan)
+
+
+def _in_pieces(
+    case: TrainingCase,
+    request: PlanRequest,
+    sizes: LossBytes,
+    solve: Callable[[TrainingCase, PlanRequest], tuple[Found, Plan]],
+) -> tuple[Found, Plan]:
+    asked = request.model_copy(update={"loss_pieces": sizes.pieces})
+    found, plan = solve(case.in_pieces(sizes.pieces), asked)
+    return found, _told(plan, sizes)
+
+
+def _told(plan: Plan, sizes: LossBytes | None) -> Plan:
+    """Returns the plan with what the pieces are for."""
+    if sizes is None:
+        return plan
+    ranks = plan.axes.cp
+    reason = LossInPieces(
+        pieces=plan.loss_pieces,
+        whole_bytes=sizes.whole_bytes // ranks,
+        piece_bytes=sizes.whole_bytes // (ranks * plan.loss_pieces),
+    )
+    return plan.model_copy(update={"why": (*plan.why, reason)})
+
+
+def _lacks_memory(plan: Plan) -> bool:
+    """Returns whether a plan does something for want of memory that pieces may save; tp divides logits."""
+    recomputes = any(plan.recompute_of(stage) != "none" for stage in range(len(plan.stages)))
+    return plan.form == "tape" and plan.axes.tp == 1 and (recomputes or plan.weights in HOSTED)
+
+
+def _sizes(case: TrainingCase, request: PlanRequest, cluster: Cluster, plan: Plan | None) -> LossBytes | None:
+    """Returns the bytes of the loss of a microbatch and how many pieces they are worth; None for one."""
+    samples = plan.microbatch_size if plan is not None else _fewest_samples(request)
+    there = case.under(request.precision).on(cluster)
+    ranks = plan.axes.cp if plan is not None else request.cp
+    try:
+        captured = there.captured(samples)
+    except OutsizeError:
+        return None
+    if captured.graph.form != "tape":
+        return None
+    sizes = loss_bytes(captured.tape, there.module, ranks)
+    least = min(device.memory_bytes for device in cluster.devices)
+    worth = sizes is not None and sizes.pieces > 1 and sizes.whole_bytes // ranks > WORTH * least
+    return sizes if worth else None
+
+
+def _fewest_samples(request: PlanRequest) -> int:
+    """Returns the samples of the smallest microbatch that the request allows."""
+    total = request.total_microbatches
+    return -(-request.batch_size // total) if total else 1
+
+
+def _insist_on_pieces(case: TrainingCase, plan: Plan, request: PlanRequest) -> LossBytes:
+    there = case.under(request.precision)
+    captured = there.in_pieces(1).captured(plan.microbatch_size)
+    sizes = loss_bytes(captured.tape, there.module, plan.axes.cp) if captured.graph.form == "tape" else None
+    if sizes is None:
+        raise BadOption(
+            "the loss of this model cannot be computed in pieces of rows: no product of weights leads to it "
+            "by operations that work on each row alone, and add up over rows",
+            numbers=f"loss_pieces={request.loss_pieces}",
+            next_step="leave out loss_pieces (--loss-pieces)",
+        )
+    return sizes
