@@ -136,6 +136,7 @@ class _Clock:
         self._next = step + self._stride
 
 
+@final
 class _RankFigures(NamedTuple):
     """What a process tells of a step: its memory, seconds of a step and of telling, its experts' balance."""
 
