@@ -39,3 +39,16 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         if before:
             gc.enable()
+
+
+@contextmanager
+def collected() -> Iterator[None]:
+    """Turns it on where a verb searches many times: what a search leaves behind would stay until the end."""
+    before = gc.isenabled()
+    gc.freeze()
+    gc.enable()
+    try:
+        yield
+    finally:
+        if not before:
+            gc.disable()

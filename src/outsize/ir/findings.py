@@ -358,10 +358,14 @@ class HostMemoryShort(Finding):
 
 @final
 class DevicesInTurns(Finding):
-    """Holds the seconds of a step with weights on the host: on one device, and on several that take turns."""
+    """Holds the seconds of a step with weights on the host: on one device, and on several that take turns.
+
+    `is_bound`: that of one device is what it computes alone, and its step was not priced.
+    """
 
     code: Literal["devices-in-turns"] = "devices-in-turns"
     one_device_step_s: float
+    is_bound: bool = False
     devices: int
     step_s: float
 

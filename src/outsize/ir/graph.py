@@ -23,6 +23,7 @@ OpFamily = Literal[
     "attention",
     "convolution",
     "direct_convolution",
+    "layout_copy",
     "elementwise",
     "normalisation",
     "reduction",

@@ -399,7 +399,8 @@ def _host_memory_short(f: HostMemoryShort) -> str:
 @sentence.register
 def _devices_in_turns(f: DevicesInTurns) -> str:
     one, several = seconds_text(f.one_device_step_s), seconds_text(f.step_s)
-    return f"a step would take {one} on one device, and {several} on {f.devices} devices in turns"
+    least = "at least " if f.is_bound else ""
+    return f"a step would take {least}{one} on one device, and {several} on {f.devices} devices in turns"
 
 
 # -- schedules and tuning --------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from outsize.cli import uncollected
+from outsize.cli import collected, uncollected
 
 
 def test_it_rests_and_works_again_also_after_an_error() -> None:
@@ -33,3 +33,16 @@ def test_who_had_it_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_verb_that_searches_many_times_collects_meanwhile() -> None:
+    with uncollected():
+        with collected():
+            assert gc.isenabled()
+        assert not gc.isenabled()
+        with pytest.raises(KeyError), collected():
+            raise KeyError
+        assert not gc.isenabled()
+    with collected():
+        pass
+    assert gc.isenabled()

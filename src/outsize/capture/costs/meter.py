@@ -26,11 +26,13 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from outsize.capture.costs.backward_rules import KEEP_RESULT, WAITING, OpCall, Rule, rule_of
 from outsize.capture.costs.fused_attention import KERNEL_FLOPS, attention_flops, causal_flops, fused_cost
 from outsize.capture.costs.live_memory import Storages, storage_bytes, storage_key
-from outsize.capture.costs.op_families import ALLOCATIONS, family_of, of_operands, op_name
-from outsize.ir.graph import SMALL_BYTES, OpFamily, Work
+from outsize.capture.costs.op_families import ALLOCATIONS, family_of, is_reordered, of_operands, op_name
+from outsize.ir.graph import CONVOLUTIONS, SMALL_BYTES, OpFamily, Work
 from outsize.program.tape import Cost
 
 _CAST = torch.ops.aten._to_copy.default
+# A copy reads and writes what a convolution reads or writes; its library makes it, so no host launches it.
+COPIED = 2
 
 
 @final
@@ -79,7 +81,7 @@ class WorkSums:
         return tuple(
             Work(family=family, dtype=dtype, flops=flops, moved_bytes=moved, launches=launches)
             for (family, dtype), (flops, moved, launches) in self._sums.items()
-            if launches
+            if launches or moved
         )
 
 
@@ -317,6 +319,8 @@ class CostMeter:
             self._flops += flops
             self._moved_bytes += moved
             self._forward.add(family, dtype, flops, moved)
+            if is_reordered(op.family, inputs):
+                self._forward.add("layout_copy", dtype, 0, COPIED * moved, launches=0)
             if self._reads_noise:
                 self._noise_work[0].add(family, dtype, flops, moved)
         if op.family == "normalisation":
@@ -337,6 +341,8 @@ class CostMeter:
             tally = self._weight if self._is_weight(tensor) else self._input
             if cost is not None:
                 tally.add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches)
+                if cost.family in CONVOLUTIONS and is_reordered(op.family, inputs):
+                    tally.add("layout_copy", dtype, 0, COPIED * cost.moved_bytes, launches=0)
                 if self._reads_noise and tally is self._input:
                     self._noise_work[1].add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches)
             if self._is_used_again(tensor):

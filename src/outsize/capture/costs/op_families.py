@@ -8,7 +8,12 @@ Products in dtypes of two bytes or less are `unaligned_matmul` where a row of a 
 bytes, such as 50,257 logits: kernels for tensor cores load 16 bytes at once, and those that cannot are
 several times slower (NVIDIA, Matrix Multiplication Background User's Guide, sec. 2.2; CUTLASS's alignment of
 operands). Convolutions whose windows do not overlap (of one pixel, of patches) or that have a kernel for each
-channel are `direct_convolution`: they need no copy of their input, and cuDNN no workspace for one. Oracle:
+channel are `direct_convolution`: they need no copy of their input, and cuDNN no workspace for one.
+
+Tensor cores read images with their channels last. Around each convolution in dtypes of two bytes cuDNN copies
+images that have them first: operands before, the result behind (NVIDIA, Convolutional Layers User's Guide,
+"Tensor layouts"). The copies are `layout_copy`, which only devices with tensor cores make. In TF32 there are
+kernels for both orders, and no copies are counted. Oracle:
 tests/unit/capture/costs/test_costs_truth.py, where the FLOPs of a family are torch's.
 """
 
@@ -84,6 +89,22 @@ def of_operands(family: OpFamily, tensors: Sequence[Tensor]) -> OpFamily:
     if family == "convolution" and _is_direct(tensors[0], tensors[1], tensors[-1]):
         return "direct_convolution"
     return family
+
+
+def is_reordered(family: OpFamily, tensors: Sequence[Tensor]) -> bool:
+    """Returns whether cuDNN copies the tensors of a convolution (image, weight, ...): in a dtype of two
+    bytes, with their channels first. torch's own kernels for a channel each need no copy.
+    """
+    if family != "convolution" or tensors[0].dtype.itemsize > 2:
+        return False
+    image, weight = tensors[:2]
+    is_convolution = image.ndim == weight.ndim > 2 and weight.shape[1] > 1
+    return is_convolution and not any(map(_has_channels_last, (image, weight)))
+
+
+def _has_channels_last(tensor: Tensor) -> bool:
+    """Returns whether the channels of a pixel are neighbours in memory; one pixel has no order."""
+    return tensor.stride(1) == 1 < tensor.shape[1] and tensor.shape[2:].numel() > 1
 
 
 def _is_direct(image: Tensor, weight: Tensor, out: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.cli import options, uncollected
+from outsize.cli import collected, options, uncollected
 from outsize.cli.model_input import ModelInput, batch_size, make_model_input
 from outsize.cli.model_size import ModelSize
 from outsize.cli.screen import Screen
@@ -126,7 +126,8 @@ def fit(
     if devices is not None:
         with screen.working(f"{model} on {devices}"):
             inputs = make_model_input(model, input, batch_size(batch, None), meta=True, seed=seed)
-            ranking = _ranked(inputs, asked, devices, prices)
+            with collected():
+                ranking = _ranked(inputs, asked, devices, prices)
         _deliver_ranking(screen, ranking, top)
         return
     with screen.working(f"{model} on {cluster}"):
@@ -171,7 +172,7 @@ def _deliver_largest(screen: Screen, max: str, size: ModelSize, asked: FitOption
     """Shows the largest size that fits; leaves with FITS_NOT where the least does not."""
     from outsize.ir.answers.largest import Largest
 
-    with screen.working(f"the largest {max}"):
+    with screen.working(f"the largest {max}"), collected():
         found: Largest = size.largest(max, asked)
 
     def tables() -> Iterable[RenderableType]:

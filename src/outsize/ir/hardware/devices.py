@@ -7,7 +7,9 @@ Turing is emulated, float16 on a P40 computes in float32.
 
     vendor_gb    the nominal memory
     usable_gib   what the driver leaves: `total_memory` of torch, "total capacity" in its out-of-memory errors
-    context_mib  taken before the first tensor (nvidia-smi after a first kernel); order of magnitude
+    context_mib  taken before the first tensor (nvidia-smi after a first kernel); order of magnitude, but of
+                 Hopper: an H100 holds 767 MiB beyond torch's segments in the first of 27 models' steps, and
+                 620 before it (driver 580, CUDA 13.0, docs/gpu-runs.md); a B200 is taken to hold as much
 
 A CPU's row is measured: one core of a 2025 server, one thread, torch 2.13, 2026-11. oneDNN's convolutions
 reach 226 GFLOP/s in float32, large bfloat16 matmuls 425; additions 28 to 60 GB/s from memory, 110 from cache.
@@ -65,6 +67,10 @@ class Device(Record):
     def is_accelerator(self) -> bool:
         """Returns whether the device has kernels and a memory of its own beside its host's."""
         return self.kind != "cpu"
+
+    def has_tensor_cores(self, dtype: str) -> bool:
+        """Returns whether products of the dtype run on tensor cores; float32's convolutions do as TF32."""
+        return "tfloat32" in self.flops_per_s or self.flops(dtype) > 4 * self.flops("float32")
 
     def flops(self, dtype: str) -> float:
         """Returns peak FLOP/s in `dtype` (`float8_e4m3fn` is float8); float32's where the table lacks the
@@ -180,11 +186,11 @@ _ROWS: tuple[tuple[str, float, float, dict[str, float], float, str, str, int, st
     ("l4-24gb", 24, 22.03, _L4, 300, "pcie4", "eth25", 350, "NVIDIA L4 data sheet"),
     ("l40s-48gb", 48, 44.39, _L40S, 864, "pcie4", "eth100", 400, "NVIDIA L40S data sheet"),
     ("rtx4090-24gb", 24, 23.52, _RTX4090, 1008, "pcie4", "eth10", 400, "NVIDIA AD102 whitepaper"),
-    ("h100-80gb", 80, 79.1, _H100, 3350, "nvlink4", "ib400", 530, "NVIDIA H100 data sheet (SXM5)"),
-    ("h100-80gb-pcie", 80, 79.1, _H100_PCIE, 2000, "pcie5", "eth100", 530, "NVIDIA H100 data sheet (PCIe)"),
-    ("h800-80gb", 80, 79.1, _H800, 3350, "nvlink4-8", "ib400", 530, "NVIDIA H800 data sheet (SXM5)"),
-    ("h200-141gb", 141, 139.7, _H100, 4800, "nvlink4", "ib400", 530, "NVIDIA H200 data sheet"),
-    ("b200-180gb", 180, 178.3, _B200, 8000, "nvlink5", "ib400", 600, "NVIDIA HGX B200 data sheet, per GPU"),
+    ("h100-80gb", 80, 79.1, _H100, 3350, "nvlink4", "ib400", 768, "NVIDIA H100 data sheet (SXM5)"),
+    ("h100-80gb-pcie", 80, 79.1, _H100_PCIE, 2000, "pcie5", "eth100", 768, "NVIDIA H100 data sheet (PCIe)"),
+    ("h800-80gb", 80, 79.1, _H800, 3350, "nvlink4-8", "ib400", 768, "NVIDIA H800 data sheet (SXM5)"),
+    ("h200-141gb", 141, 139.7, _H100, 4800, "nvlink4", "ib400", 768, "NVIDIA H200 data sheet"),
+    ("b200-180gb", 180, 178.3, _B200, 8000, "nvlink5", "ib400", 768, "NVIDIA HGX B200 data sheet, per GPU"),
 )
 
 
@@ -244,6 +250,15 @@ class Reached(Record):
 
     matmul: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
+
+    @property
+    def older_kernels(self) -> float:
+        """Returns what a kernel that was made for an A100 reaches of the share that it has there.
+
+        cuDNN's convolutions in TF32 are such kernels on an H100, too (`sm80_xmma_fprop_implicit_gemm_tf32f32`
+        in its traces), and so is FlashAttention-2, whose shares are published.
+        """
+        return self.attention / USUAL_ATTENTION
 
 
 def reached_by(kind: str) -> Reached:

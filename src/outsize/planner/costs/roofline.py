@@ -7,7 +7,9 @@ size.
             and neither of both hides the other wholly (unit_times.py)
 
 Peaks: matmul, attention and convolution have the device's peak of their dtype (tensor cores), all others that
-of float32; a float32 convolution runs in TF32 where there is such a peak, as PyTorch does by default. A unit
+of float32; a float32 convolution runs in TF32 where there is such a peak, as PyTorch does by default, by
+kernels that were made for an A100. Copies into the order of channels that tensor cores read (`layout_copy`)
+are made where there are tensor cores. A unit
 of which only sums are known costs max(FLOPs / 0.5 peak, bytes / 0.7 bandwidth) + 8 us, and as much for each
 gradient.
 
@@ -22,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from outsize.ir.graph import CONVOLUTIONS, MATMULS, ModelGraph, Unit, Work
-from outsize.ir.hardware.devices import Device
+from outsize.ir.hardware.devices import Device, reached_by
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.units.recompute_segments import numbered
 from outsize.planner.costs.efficiency import Efficiency, default_of
@@ -89,6 +91,8 @@ def host_blocks(graph: ModelGraph) -> tuple[int, ...]:
 
 
 def _work_s(work: Work, device: Device, curves: Efficiency) -> float:
+    if work.family == "layout_copy" and not device.has_tensor_cores(work.dtype):
+        return 0.0
     flops_s = work.flops / _peak(work, device)
     bytes_s = work.moved_bytes / device.bytes_per_s
     compute_s = curves.compute[work.family].seconds(flops_s, work.launches)
@@ -99,8 +103,9 @@ def _work_s(work: Work, device: Device, curves: Efficiency) -> float:
 def _peak(work: Work, device: Device) -> float:
     if work.family not in TENSOR_FAMILIES:
         return device.flops("float32")
-    as_tf32 = work.family in CONVOLUTIONS and work.dtype == "float32"
-    return device.flops("tfloat32" if as_tf32 else work.dtype)
+    if work.family in CONVOLUTIONS and work.dtype == "float32":
+        return device.flops("tfloat32") * reached_by(device.kind).older_kernels
+    return device.flops(work.dtype)
 
 
 def _busy(unit: Unit, device: Device, dtype: str, curves: Efficiency) -> Passes:

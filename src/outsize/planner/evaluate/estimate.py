@@ -100,7 +100,7 @@ class Estimate:
         """Returns the first device of each stage."""
         return tuple(map(self.pipeline.device, range(self.pipeline.stages)))
 
-    @property
+    @cached_property
     def step(self) -> PlayedStep:
         """Returns what is played of it."""
         return played_step(self.pipeline, self.bounds, self.cases, self.costs)
@@ -114,6 +114,15 @@ class Estimate:
     def step_s(self) -> float:
         """Returns the predicted seconds of a step, with the optimizer's on an accelerator."""
         return self.pipeline_s + self.after_s + self.update_s
+
+    @cached_property
+    def least_s(self) -> float:
+        """Returns a lower bound of `step_s` that takes less time to play: stages are whole, and their
+        collectives are left out. It is 0 where that would be no less to play.
+        """
+        if self.hosted is not None or len(self.step.costs) == len(self.costs):
+            return 0.0
+        return self.step.in_whole_stages(self.costs).seconds() + self.after_s + self.update_s
 
     @property
     def bubble(self) -> float:

@@ -33,7 +33,7 @@ def polish(start: Estimate) -> Estimate:
         places, most_s = list(islice(_neighbours(best), remaining)), best.step_s * (1 - WORTH)
         remaining -= len(places)
         tried = (_at(best, *place) for place in places if best.pipeline.busy_s(*place) < most_s)
-        shorter = [e for e in tried if e.may_be_chosen and e.step_s < most_s]
+        shorter = [e for e in tried if e.may_be_chosen and e.least_s < most_s and e.step_s < most_s]
         if not shorter:
             break
         best = min(shorter, key=lambda e: e.step_s)

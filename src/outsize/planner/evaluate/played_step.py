@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, pairwise, takewhile
+from itertools import accumulate, chain, pairwise, takewhile
 from typing import Final, final
 
 import numpy as np
@@ -154,6 +154,20 @@ class PlayedStep:
         window = _window(self.layout, simulated)
         shorter_s = self._played_s(simulated - window, free)
         return step_s + (count - simulated) * (step_s - shorter_s) / window
+
+    def in_whole_stages(self, costs: Sequence[StageCost]) -> PlayedStep:
+        """Returns a step that is no longer and has fewer actions: each stage is one part, with these costs,
+        nothing moves, and a stage waits for another one only where its first part waits for the last one.
+        """
+        ends = tuple(accumulate(self.counts))
+        first = {end - count: stage for stage, (end, count) in enumerate(zip(ends, self.counts, strict=True))}
+        last = {end - 1: stage for stage, end in enumerate(ends)}
+        edges = Edges(
+            _renamed(self.edges.forward, last, first), _renamed(self.edges.backward, first, last), {}
+        )
+        stages, moves = len(self.counts), _Moves(frozenset(), False, frozenset(), self.moves.overlaps)
+        numbers, buckets = tuple(range(stages)), ((),) * stages
+        return PlayedStep(self.pipeline, (1,) * stages, numbers, edges, tuple(costs), moves, {}, buckets)
 
     def exposed_s(self, free: Callable[[Cost], bool]) -> float:
         """Returns the seconds by which the step would be shorter if these costs were nothing."""
@@ -278,6 +292,17 @@ def played_step(
     moves = _Moves(uses, layout.weights == "resident", offloads, _overlaps(pipeline.device(0)))
     edges = edges_along(case, cut)
     return PlayedStep(pipeline, counts, stage_of, edges, tuple(costs), moves, seconds, buckets)
+
+
+def _renamed(
+    sizes: Mapping[Edge, int], sources: Mapping[int, int], destinations: Mapping[int, int]
+) -> dict[Edge, int]:
+    """Returns the edges between these parts, as edges between their stages."""
+    return {
+        (sources[source], destinations[destination]): size
+        for (source, destination), size in sizes.items()
+        if source in sources and destination in destinations
+    }
 
 
 def _overlaps(device: Device) -> bool:

@@ -2,7 +2,8 @@
 
 Layouts wait in a queue by a lower bound of their step (bounds/step_time.py, bounds/chain.py), first a bound
 that needs only sums. The layout with the least bound has it sharpened until another one's is less; a layout
-whose bound is sharp and still the least is priced: exact partition, memory account, simulation. The loop ends
+whose bound is sharp and still the least is priced: exact partition, memory account, simulation. The best cut
+is moved (evaluate/local_search.py) before layouts are priced whose bound is near its step. The loop ends
 when the next bound exceeds the best step, or enough layouts were priced; no plan beats the least of all
 bounds, of layouts that were priced and that were not.
 
@@ -23,6 +24,7 @@ from outsize.ir.plan import Recompute
 from outsize.planner.bounds.step_time import StepBound
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, StagePrices
@@ -31,6 +33,8 @@ from outsize.planner.partition.stage_weights import Demand
 # One search prices at most this many layouts; the gap accounts for the others.
 MOST_TRIED: Final = 24
 FEW: Final = 24
+# The best cut is moved when the next bound has this share of its step: moves seldom bring more.
+SOON: Final = 0.95
 # Stages that only hold frozen weights are chosen where the step of others takes this many times as long.
 DEARER: Final = 1.25
 
@@ -103,15 +107,30 @@ class _Queue:
         return None
 
 
+def polished(estimate: Estimate, tables: CostTables) -> Estimate:
+    """Returns the estimate with its cut moved to the shortest step that is near; it is moved once."""
+    moved = tables.kept(("polished", estimate), lambda: polish(estimate))
+    return tables.kept(("polished", moved), lambda: moved)
+
+
 @final
 class BranchAndBound:
     """Prices layouts by ascending lower bound until the next one cannot win.
 
-    Of a few layouts all are priced, so that a plan can be compared with them, where it `compares`.
+    Of a few layouts all are priced, so that a plan can be compared with them, where it `compares`. Nothing
+    that takes longer than `most_s` is priced then.
     """
 
-    def __init__(self, tables: CostTables, recompute: Sequence[Recompute], *, compares: bool = True) -> None:
-        self._cost_tables, self._recompute, self._compares = tables, tuple(recompute), compares
+    def __init__(
+        self,
+        tables: CostTables,
+        recompute: Sequence[Recompute],
+        *,
+        compares: bool = True,
+        most_s: float = inf,
+    ) -> None:
+        self._cost_tables, self._recompute = tables, tuple(recompute)
+        self._compares, self._most_s = compares, most_s
         self._estimates: list[Estimate] = []
         self._rejected: list[Pipeline] = []
         self._slower: list[tuple[float, Layout]] = []
@@ -122,6 +141,8 @@ class BranchAndBound:
         """Prices what may win, by ascending lower bound."""
         queue, self._asked = _Queue(self, layouts), len(layouts)
         while queue.layouts_wait and not self._over(queue.least_s):
+            if self._polishes(queue.least_s):
+                continue
             if (least := queue.pop()) is None:
                 continue
             if not self._cost_tables.has_pieces(least[0]):
@@ -129,6 +150,19 @@ class BranchAndBound:
             elif not self._try(*least):
                 self._slower.append((least[1], least[0]))
         return self._result(queue)
+
+    def _polishes(self, floor_s: float) -> bool:
+        """Moves the cut of the best layout, as the search does in its end, where that may show that nothing
+        from this bound on can win; returns whether its step became shorter.
+        """
+        if not self._estimates or self._few():
+            return False
+        at = min(range(len(self._estimates)), key=lambda place: self._estimates[place].step_s)
+        best = self._estimates[at]
+        if floor_s < SOON * best.step_s:
+            return False
+        self._estimates[at] = polished(best, self._cost_tables)
+        return self._estimates[at] is not best
 
     def _result(self, queue: _Queue) -> SearchResult:
         waiting = queue.waiting
@@ -151,19 +185,17 @@ class BranchAndBound:
     def _over(self, floor_s: float) -> bool:
         """Returns whether to stop; a few layouts are always priced for comparison."""
         if not self._estimates:
-            return floor_s == inf
+            return floor_s == inf or self._beaten(floor_s)
         enough = len(self._estimates) >= MOST_TRIED and not self._few()
         return enough or self._beaten(floor_s)
 
     def _beaten(self, floor_s: float) -> bool:
         """Returns whether nothing above this bound can win, and enough was priced for comparison."""
-        if not self._estimates or self._few():
-            return False
-        return floor_s > self._close_s()
+        return not self._few() and floor_s > self._close_s()
 
     def _close_s(self) -> float:
         """Returns the seconds beyond which nothing wins."""
-        return CLOSE * min((f.step_s for f in self._estimates), default=inf)
+        return min(self._most_s, CLOSE * min((f.step_s for f in self._estimates), default=inf))
 
     def _few(self) -> bool:
         return self._compares and self._asked <= FEW
@@ -280,7 +312,8 @@ class BranchAndBound:
         if (busy_s := pipeline.busy_s(cut.bounds, cut.choices)) > most_s:
             return busy_s
         known_s = cut.floor_s if self._exact(pipeline.layout) else 0.0
-        return estimate_cut(pipeline, cut.bounds, cut.choices, known_s)
+        estimate = estimate_cut(pipeline, cut.bounds, cut.choices, known_s)
+        return estimate.least_s if most_s < inf and estimate.least_s > most_s else estimate
 
     def _exact(self, layout: Layout) -> bool:
         """Returns whether its tables give a bound that no cut of it beats."""

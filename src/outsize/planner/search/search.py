@@ -63,7 +63,7 @@ from outsize.planner.layout.layout import Layout, counts_for, pipelines
 from outsize.planner.layout.tensor_parallel import tensor_reasons
 from outsize.planner.memory.headroom import with_usable_memory
 from outsize.planner.offload.host_traffic import layerwise
-from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult
+from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult, polished
 from outsize.planner.search.candidates import Candidates, meshes, no_layout, on_host, pipeline_layouts
 from outsize.planner.search.caveats import beyond_reasons, order_reasons, slow_options
 from outsize.planner.search.custom_schedule import with_schedule
@@ -292,18 +292,21 @@ def _hosted(
     """Returns a plan with weights on the host in the fastest degree of offload, on one device or on several
     in round-robin.
     """
-    layouts, options = tuple(on_host(request, candidates, cluster)), _recompute(request)
-    degrees = [
-        _streamed([layout for layout in layouts if layout.weights == w], tables, own)
-        for w in HOSTED
-        if (own := _options_for(w, options))
-    ]
-    made = [
-        _plan(request, replace(d, rejected=result.rejected), tables, cluster) for d in degrees if d.estimates
-    ]
-    plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made]
-    one_device = fastest(plans, candidates, cluster) if plans else None
-    return or_round_robin(one_device, request, candidates, cluster, options)
+    options = _recompute(request)
+
+    def on_one_device() -> Plan | None:
+        layouts = tuple(on_host(request, candidates, cluster))
+        degrees = [
+            _streamed([layout for layout in layouts if layout.weights == w], tables, own)
+            for w in HOSTED
+            if (own := _options_for(w, options))
+        ]
+        results = [replace(degree, rejected=result.rejected) for degree in degrees if degree.estimates]
+        made = [_plan(request, degree, tables, cluster) for degree in results]
+        plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made]
+        return fastest(plans, candidates, cluster) if plans else None
+
+    return or_round_robin(on_one_device, request, candidates, cluster, options)
 
 
 def _options_for(weights: Weights, options: tuple[Recompute, ...]) -> tuple[Recompute, ...]:
@@ -453,7 +456,7 @@ def _written(request: PlanRequest, result: SearchResult, improved: _Improved, cl
 
 
 def _improved(request: PlanRequest, result: SearchResult, tables: CostTables, cluster: Cluster) -> _Improved:
-    best, all_tables = polish(choose(result.estimates)), tables
+    best, all_tables = polished(choose(result.estimates), tables), tables
     if not (tables.exact(best.layout) or tables.unequal):
         tables, best = _refined(request, tables, best)
     best, recomputed = selective(best, tables, request.optimizer)
@@ -477,8 +480,9 @@ def _between_blocks(
     inside = any(all_ends[bound] not in cuts for bound in best.bounds)
     if not inside or len(cuts) <= layout.stages or tables.unequal or layout.hosted:
         return given
-    estimates = BranchAndBound(blocks, _recompute(request)).run([layout]).estimates
     most_s = BLOCKS * best.step_s
+    searched = BranchAndBound(blocks, _recompute(request), compares=False, most_s=MOST_AGAIN * most_s)
+    estimates = searched.run([layout]).estimates
     if not estimates or estimates[0].step_s > MOST_AGAIN * most_s:
         return given
     neat, neat_recomputed = selective(polish(estimates[0]), blocks, request.optimizer)
@@ -511,7 +515,8 @@ def _refined(request: PlanRequest, tables: CostTables, best: Estimate) -> tuple[
     """Searches the winner again, with every cut near its bounds instead of pieces."""
     ends = tables.ends(best.layout)
     finer = tables.finer(best.layout, [ends[bound] for bound in best.bounds])
-    estimates = BranchAndBound(finer, _recompute(request)).run([best.layout]).estimates
+    searched = BranchAndBound(finer, _recompute(request), compares=False, most_s=best.step_s)
+    estimates = searched.run([best.layout]).estimates
     better = polish(estimates[0]) if estimates else best
     return (finer, better) if better.step_s < best.step_s else (tables, best)
 

@@ -109,5 +109,6 @@ def _offload_options(layout: Layout, tables: CostTables, most_s: float) -> Itera
         if cut is None or pipeline.busy_s(cut.bounds, cut.choices) > NEAR * most_s:
             continue
         candidate = estimate_cut(pipeline, cut.bounds, cut.choices)
-        if candidate.may_be_chosen and candidate.step_s <= NEAR * most_s:
+        near_s = NEAR * most_s
+        if candidate.may_be_chosen and candidate.least_s <= near_s and candidate.step_s <= near_s:
             yield candidate

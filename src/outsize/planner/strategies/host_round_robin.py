@@ -19,7 +19,7 @@ tests/dist/test_hosted_processes.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from heapq import heappop, heappush
@@ -100,28 +100,39 @@ class HostedStages(NamedTuple):
 
 
 def or_round_robin(
-    one_device: Plan | None,
+    on_one_device: Callable[[], Plan | None],
     request: PlanRequest,
     candidates: Mapping[int, Model],
     cluster: Cluster,
     recompute: Sequence[Recompute],
 ) -> Plan | None:
     """Returns the plan of one device, or of several where that step is shorter by more than a prediction's
-    error.
+    error; that of one device is not made where computing alone takes it longer.
 
     `recompute`: the open options; all stages take the same one.
     """
     recomputes = [option == "full" for option in recompute if option in ("none", "full")]
     several = _round_robin(request, candidates, cluster, recomputes)
-    if one_device is None or several is None:
-        return one_device or several
-    assert one_device.expected is not None
-    assert several.expected is not None
+    if several is None or several.expected is None:
+        return on_one_device()
+    step_s, least_s = several.expected.step_s, _one_device_least_s(request, candidates)
     comparison = DevicesInTurns(
-        one_device_step_s=one_device.expected.step_s, devices=several.axes.pp, step_s=several.expected.step_s
+        one_device_step_s=least_s, is_bound=True, devices=several.axes.pp, step_s=step_s
     )
-    best = several if CLOSE * several.expected.step_s < one_device.expected.step_s else one_device
+    best = several
+    if CLOSE * step_s >= least_s:
+        if (one_device := on_one_device()) is None or one_device.expected is None:
+            return several
+        one_device_s = one_device.expected.step_s
+        comparison = comparison.model_copy(update={"one_device_step_s": one_device_s, "is_bound": False})
+        best = several if CLOSE * step_s < one_device_s else one_device
     return best.model_copy(update={"why": (*best.why, comparison)})
+
+
+def _one_device_least_s(request: PlanRequest, candidates: Mapping[int, Model]) -> float:
+    """Returns the seconds in which one device computes a step, in the best number of microbatches."""
+    counts = [count for count in candidates if request.total_microbatches in (None, count)]
+    return min(count * float(UnitSeconds.of(candidates[count][1]).total.sum()) for count in counts)
 
 
 def _round_robin(

@@ -1,4 +1,4 @@
-"""Convolutions that need no workspace are told apart: of windows that do not overlap, or by channel."""
+"""Convolutions that need no workspace are told apart, and those that cuDNN copies into another order."""
 
 from __future__ import annotations
 
@@ -31,3 +31,36 @@ def test_convolutions_with_a_workspace_are_told_apart(layer: nn.Module, family: 
     works = (*unit.forward, *unit.backward_input, *unit.backward_weight)
     assert {work.family for work in works if "convolution" in work.family} == {family}
     assert Load.of(graph, 0, len(graph.units)).convolves == (family == "convolution")
+
+
+COPIED = [
+    (nn.Conv2d(8, 8, 3, padding=1), torch.bfloat16, torch.contiguous_format, True),
+    (nn.Conv2d(8, 16, 1), torch.float16, torch.contiguous_format, True),
+    (nn.Conv2d(8, 8, 3, padding=1, groups=4), torch.bfloat16, torch.contiguous_format, True),
+    (nn.ConvTranspose2d(8, 8, 3), torch.bfloat16, torch.contiguous_format, True),
+    (nn.Conv2d(8, 8, 3, padding=1), torch.bfloat16, torch.channels_last, False),
+    (nn.Conv2d(8, 8, 3, padding=1), torch.float32, torch.contiguous_format, False),
+    (nn.Conv2d(8, 8, 7, padding=3, groups=8), torch.bfloat16, torch.contiguous_format, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "order", "copied"),
+    COPIED,
+    ids=["spatial", "pixels", "grouped", "transposed", "channels last", "float32", "each channel"],
+)
+def test_channels_that_come_first_are_copied_around_a_convolution(
+    layer: nn.Module, dtype: torch.dtype, order: torch.memory_format, copied: bool
+) -> None:
+    """What a pass reads and writes is read and written once more, by no launch of the host."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), layer).to(dtype)
+    image = torch.zeros(2, 8, 16, 16, dtype=dtype).contiguous(memory_format=order)
+    graph = build_graph(record(model, (image,), {}), model).graph
+    unit = graph.units[-1]
+    for works in (unit.forward, unit.backward_input, unit.backward_weight):
+        of = {work.family: work for work in works}
+        assert ("layout_copy" in of) == copied
+        if copied:
+            convolution = next(of[name] for name in of if "convolution" in name)
+            assert of["layout_copy"].moved_bytes == 2 * convolution.moved_bytes
+            assert of["layout_copy"].launches == of["layout_copy"].flops == 0

@@ -108,6 +108,26 @@ def test_shares_of_the_peak_are_those_of_published_kernels(op: Work, low: float,
     assert low <= op.flops / seconds([op], DEVICE) / DEVICE.flops("bfloat16") <= high
 
 
+def test_only_tensor_cores_need_channels_in_another_order() -> None:
+    copies = work("layout_copy", moved=10**9, launches=0, dtype="float16")
+    for kind, copied in (("a100-80gb", True), ("v100-32gb", True), ("p100-16gb", False), ("cpu", False)):
+        device = TABLE[kind].device("d")
+        least_s = 10**9 / device.bytes_per_s if copied else 0.0
+        assert least_s <= seconds([copies], device) <= 1.3 * least_s, kind
+    assert not seconds([copies.model_copy(update={"dtype": "bfloat16"})], V100)  # It emulates that dtype.
+
+
+def test_convolutions_in_tf32_reach_less_of_a_newer_device() -> None:
+    """Their kernels are those of an A100; in bfloat16 there are newer ones."""
+    reached = [
+        10**13 / TABLE[kind].flops_per_s[peak] / seconds([work("convolution", 10**13, dtype=dtype)], device)
+        for kind in ("a100-80gb", "h100-80gb")
+        for device in [TABLE[kind].device("d")]
+        for peak, dtype in (("tfloat32", "float32"), ("bfloat16", "bfloat16"))
+    ]
+    assert reached == pytest.approx([0.5, 0.5, 0.5 * 0.35 / 0.6, 0.5], rel=2e-3)
+
+
 def test_a_large_copy_reaches_most_of_the_bandwidth() -> None:
     share = 10**9 / seconds([work("elementwise", moved=10**9)], DEVICE) / DEVICE.bytes_per_s
     assert 0.75 <= share <= 0.9

@@ -31,7 +31,7 @@ def cluster(**host: float) -> Cluster:
     """A GPU of 1,400 MiB, and what somebody says of its host."""
     found = parse_cluster("1xh100-80gb")
     (device,) = found.devices
-    small = device.model_copy(update={"memory_bytes": 1400 * MIB})
+    small = device.model_copy(update={"memory_bytes": 1400 * MIB, "context_bytes": 530 * MIB})
     return found.model_copy(update={"devices": (small,), **host})
 
 

@@ -221,8 +221,8 @@ MIB = 2**20
 
 
 def small(memory_mib: int, kind: str = "h100-80gb", devices: int = 1) -> Cluster:
-    """Devices with so little memory; context and segments leave nothing below 600 MiB."""
-    one = TABLE[kind].device("cuda:0", memory_mib * MIB)
+    """Devices with so little memory; a context of 530 MiB and segments leave nothing below 600 MiB."""
+    one = TABLE[kind].device("cuda:0", memory_mib * MIB).model_copy(update={"context_bytes": 530 * MIB})
     found = parse_cluster(f"{devices}x{kind}")
     same = (one.model_copy(update={"name": device.name}) for device in found.devices)
     return found.model_copy(update={"devices": tuple(same)})

@@ -181,10 +181,10 @@ def test_more_devices_than_units() -> None:
 
 
 def hosted(devices: int) -> tuple[Models, Cluster]:
-    """Units of 100 MiB on GPUs of 1,430, of which about 600 are left."""
+    """Units of 100 MiB on GPUs of 1,668, of which about 600 are left."""
     fields = {"value_bytes": MIB, "weight_bytes": 100 * MIB, "saved_bytes": MIB}
     graph, profile = chain([0.01] * 8, **fields, batch_size=4)
-    device = TABLE["h100-80gb"].device("cuda:0", 1430 * MIB)
+    device = TABLE["h100-80gb"].device("cuda:0", 1668 * MIB)
     found = parse_cluster(f"{devices}xh100-80gb")
     same = tuple(device.model_copy(update={"name": d.name}) for d in found.devices)
     return {2: (graph, profile.model_copy(update={"device": "h100-80gb"}))}, found.model_copy(

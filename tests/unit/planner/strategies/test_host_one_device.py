@@ -30,7 +30,11 @@ def one(memory_mib: int) -> Cluster:
     found = parse_cluster("1xh100-80gb")
     (device,) = found.devices
     return found.model_copy(
-        update={"devices": (device.model_copy(update={"memory_bytes": memory_mib * MIB}),)}
+        update={
+            "devices": (
+                device.model_copy(update={"memory_bytes": memory_mib * MIB, "context_bytes": 530 * MIB}),
+            )
+        }
     )
 
 

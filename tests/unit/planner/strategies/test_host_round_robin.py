@@ -43,7 +43,10 @@ def models(weight_mib: int = 100, saved_mib: int = 2, counts: tuple[int, ...] = 
 
 def several(memory_mib: int, devices: int = 2) -> Cluster:
     found = parse_cluster(f"{devices}xh100-80gb")
-    same = (d.model_copy(update={"memory_bytes": memory_mib * MIB}) for d in found.devices)
+    same = (
+        d.model_copy(update={"memory_bytes": memory_mib * MIB, "context_bytes": 530 * MIB})
+        for d in found.devices
+    )
     return found.model_copy(update={"devices": tuple(same)})
 
 
@@ -180,6 +183,8 @@ def test_where_it_is_not() -> None:
     with pytest.raises(NoFeasiblePlan):
         asked(700, axes="all")
     cluster = parse_cluster("1xh100-80gb+1xa100-40gb")
-    small = (d.model_copy(update={"memory_bytes": 1250 * MIB}) for d in cluster.devices)
+    small = (
+        d.model_copy(update={"memory_bytes": 1250 * MIB, "context_bytes": 530 * MIB}) for d in cluster.devices
+    )
     unequal = cluster.model_copy(update={"devices": tuple(small)})
     assert search(PlanRequest(batch_size=8, axes="all"), models(), unequal).axes.world_size == 1

@@ -33,7 +33,10 @@ def model(forward_s: float) -> Model:
 
 
 def cluster(devices: int, memory_bytes: int = 80 * GB, kind: str = "h100-80gb") -> Cluster:
-    return make_cluster(f"{devices}x{kind}", kind, 1, devices, memory_bytes)
+    """Devices of which 530 MiB are their driver's."""
+    found = make_cluster(f"{devices}x{kind}", kind, 1, devices, memory_bytes)
+    context = {"context_bytes": 530 << 20}
+    return found.model_copy(update={"devices": tuple(d.model_copy(update=context) for d in found.devices)})
 
 
 def planned(
