@@ -1,7 +1,7 @@
-"""Models whose layers torchao has swapped for 8-bit ones run split, with the bits of the plain loop.
+"""Models whose layers torchao has swapped for 8-bit ones run split, with the bits of the plain loop, and are
+planned with their three products in 8 bits.
 
-torchao emulates the 8-bit products where a device has none (`emulate=True`). It is no dependency of the
-tests: `pip install --no-deps torchao` beside any torch.
+torchao emulates the products where a device has none (`emulate=True`). `make test-integrations` installs it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torch import nn
 from zoo import case
 
 import outsize
+from outsize.ir.graph import ModelGraph
+from outsize.train.measure.training_case import TrainingCase, as_batch
 
 float8 = pytest.importorskip("torchao.float8")
 WIDTH = 16  # 8-bit products have dims of multiples of it.
@@ -34,3 +36,25 @@ def test_swapped_layers_keep_every_bit(name: str) -> None:
         model, args, kwargs, loss_fn=found.loss, target=found.target(4), stages=2, microbatches=2
     )
     assert verdict.bit_equal, verdict
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
+def test_products_of_plans_are_in_eight_bits(name: str) -> None:
+    found = case(name)
+    args, kwargs = found.batch(16)
+    batch, dims = as_batch(args, kwargs, found.target(16)), None
+    model = found.build()
+    layers = {n for n, module in model.named_modules() if isinstance(module, nn.Linear) and fits(module, n)}
+    whole = TrainingCase.of(model, batch, found.loss, dims, "bf16").captured(16).graph
+    swapped = TrainingCase.of(model, batch, found.loss, dims, "fp8").captured(16).graph
+
+    def products(graph: ModelGraph, passes: str, dtype: str) -> int:
+        works = [w for unit in graph.units for each in passes.split() for w in getattr(unit, each)]
+        return sum(w.flops for w in works if "matmul" in w.family and w.dtype.startswith(dtype))
+
+    forward, backward = "forward", "backward_input backward_weight"
+    of_layers = products(whole, forward, "bfloat16") - products(swapped, forward, "bfloat16")
+    assert len(layers) >= 4
+    assert 0 < of_layers == products(swapped, forward, "float8_e4m3fn")
+    assert products(swapped, backward, "float8") == 2 * of_layers
+    assert not any(isinstance(module, float8.float8_linear.Float8Linear) for module in model.modules())

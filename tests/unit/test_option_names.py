@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import outsize
 from outsize.api.options import request_of
+from outsize.api.planned_precision import PrecisionNote, warn_of_precision
 from outsize.errors import BadOption
 from outsize.ir.answers.request import PlanRequest, RequestOptions
 from outsize.ir.schedule import Schedule
@@ -93,7 +95,28 @@ def test_a_record_that_contradicts_itself_cannot_be_made() -> None:
         PlanRequest(batch_size=8, sequence_parallel=True, axes="pp")
 
 
-def test_eight_bits_are_refused_with_what_is_missing() -> None:
+def test_eight_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
     how: Any = {"precision": "fp8", "cluster": "2xh100"}
-    with pytest.raises(BadOption, match=r"Float8Linear are not counted.*convert_to_float8_training"):
-        outsize.plan(nn.Linear(4, 4), (torch.zeros(4, 4),), **how)
+    with pytest.raises(BadOption, match="pip install --no-deps torchao"):
+        outsize.plan(nn.Linear(16, 16), (torch.zeros(4, 16),), **how)
+
+
+def test_a_model_in_another_precision_than_its_plan_is_named() -> None:
+    x = torch.zeros(4, 16)
+    how: Any = {
+        "cluster": "2xcpu",
+        "stages": 2,
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD,
+    }
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with pytest.warns(PrecisionNote, match=r"4 of 4 parameters are torch.float32.*model.bfloat16\(\)"):
+        outsize.parallelize(model, (x,), target=x, precision="bf16", **how)
+    half = x.bfloat16()
+    plan = outsize.plan(
+        model.bfloat16(), (half,), target=half, loss_fn=how["loss_fn"], cluster="2xcpu", stages=2
+    )
+    eight = plan.model_copy(update={"precision": "fp8"})
+    with pytest.warns(PrecisionNote, match="no layer of the model computes in 8 bits"):
+        warn_of_precision(eight, model)

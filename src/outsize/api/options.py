@@ -163,7 +163,6 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     memory_share: float | None
 
 
-_EIGHT_BITS: Final = ("fp8", "float8")
 PLANNING: Final = frozenset({*LayoutOptions.__annotations__, *CostOptions.__annotations__})
 
 
@@ -192,12 +191,6 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
         )
     if fields.get("bn") == "sync":
         fields.setdefault("microbatches", 1)  # statistics of the whole batch want it in one piece
-    if str(fields.get("precision")).startswith(_EIGHT_BITS):
-        raise BadOption(
-            f"precision={fields['precision']!r} is neither priced nor swapped in by outsize",
-            numbers="backwards of torchao's Float8Linear are not counted, nor is their time",
-            next_step="torchao.float8.convert_to_float8_training(model), and no precision",
-        )
     try:
         return PlanRequest.model_validate(fields)
     except ValidationError as error:

@@ -26,6 +26,7 @@ from outsize.api.options import (
     reads_options,
     request_of,
 )
+from outsize.api.planned_precision import warn_of_precision
 from outsize.api.planning import Args, Kwargs, plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run, find_cluster
@@ -160,6 +161,7 @@ def parallelize(
             elastic = elastic.within(lambda cluster: _within(room, share.of_cluster(cluster)))
             plan = agreed(host, lambda: _elastic_plan(case, options, elastic, given))
     case = case.in_pieces(plan.loss_pieces)
+    warn_of_precision(plan, model, speaks=not world.rank)
     if plan.shards and group is not None:
         plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
     engine = make_engine(

@@ -38,7 +38,7 @@ def _known_schedule(name: str) -> str:
 ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 """A schedule is stored by its name; schedules/families.py has its record."""
 Recompute = Literal["none", "selective", "full", "offload"]
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 # This version of outsize runs these axes.
 RUN: Final = frozenset({"pp", "dp_replicate", "tp", "cp", "ep"})

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[int, str]] = {
     "fit-no-device": (2, "fit toy:build --cluster 0x12GB"),
     "fit-batch": (2, "fit toy:build --batch 3 --microbatches 4"),
     "fit-optimizer": (2, "fit toy:build --optimizer adamx"),
-    "fit-precision": (2, "fit toy:build --precision fp8"),
+    "fit-precision": (2, "fit toy:build --precision fp4"),
     "fit-stages": (3, "fit toy:pair --stages 9 --cluster 9xcpu"),
     "plan-negative-memory": (2, "plan toy:build --cluster 2x-12GB"),
     "plan-what-if": (3, "run toy:build --plan whatif.json"),

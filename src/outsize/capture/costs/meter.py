@@ -5,6 +5,7 @@
     backward   by rule from the forward call, see backward_rules.py; what leads only to parameters is the
                weights' part, all else the inputs'. Gradients of a tensor with several users are added up
     saved      what autograd saves: each storage once per tape, weights not counted
+               A custom autograd function hides what its backward calls, so that runs once, on fakes
     workspace  see live_memory.py; in the backward of op i, what ops 1..i have saved is there, the gradient of
                its results, and the gradients of its arguments
 
@@ -14,8 +15,9 @@ Oracle: tests/unit/capture/costs/test_costs_truth.py, real forwards and backward
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -33,6 +35,7 @@ from outsize.program.tape import Cost
 _CAST = torch.ops.aten._to_copy.default
 # A copy reads and writes what a convolution reads or writes; its library makes it, so no host launches it.
 COPIED = 2
+_PRODUCTS: frozenset[OpFamily] = frozenset({"matmul", "unaligned_matmul"})
 
 
 @final
@@ -61,6 +64,11 @@ class WorkSums:
         sums[0] += flops
         sums[1] += moved_bytes
         sums[2] += launches
+
+    def merge(self, others: WorkSums) -> None:
+        """Adds all sums of others."""
+        for key, sums in others._sums.items():
+            self.add(*key, *sums)
 
     def without(self, taken: WorkSums) -> WorkSums:
         """Returns these sums less others that are part of them."""
@@ -139,6 +147,7 @@ class CostMeter:
         self._waiting = self._cast_bytes = 0
         self._taken: Cost | None = None
         self._fused: Cost | None = None
+        self._running: WorkSums | None = None  # The backward that runs now.
         self._storages.start()
 
     def take(self, cost: Cost, *, draws: bool) -> None:
@@ -183,7 +192,7 @@ class CostMeter:
                 moved_bytes = _bytes(copy) + copy.numel() * torch.float32.itemsize
                 self._moved_bytes -= moved_bytes
                 cast = self._ops.get(_CAST) or self._learn(_CAST)
-                self._forward.add(cast.family, _dtype([copy], ()), 0, -moved_bytes, -1)
+                self._forward.add(cast.family, _dtype(cast.family, [copy], ()), 0, -moved_bytes, -1)
 
     def stop(self) -> Cost:
         """Ends the instruction and returns its costs."""
@@ -250,12 +259,15 @@ class CostMeter:
         if getattr(op, "namespace", "") == "prim":
             return  # Such an op is a query, for example for the device of a tensor.
         known = self._ops.get(op) or self._learn(op)
+        if self._running is not None:
+            self._count_run(self._running, known, args, kwargs, out)
+            return
         if known.chancy:
             self.random = self.random or _draws(op, args, kwargs)
         inputs, results = [*_tensors(args), *_tensors(kwargs.values())], [*_tensors((out,))]
         if known.name == "bernoulli_":
             self._noise[storage_key(results[0])] = results[0].numel()
-            self._noise_dtype = _dtype(results, inputs)
+            self._noise_dtype = _dtype(known.family, results, inputs)
         if known.name == "mul" and self._noise:
             self._noise = {key: n for key, n in self._noise.items() if n == results[0].numel()}
         self._reads_noise = any(storage_key(tensor) in self._noise for tensor in inputs)
@@ -263,6 +275,20 @@ class CostMeter:
             self._count(known, inputs, results, flops_of(known.formula, args, kwargs, out))
         if not known.view:
             self._storages.born(results, inputs)
+
+    def run_backward(self, run: Callable[[], object]) -> None:
+        """Counts what `run` calls, the backward of a custom autograd function on fakes.
+
+        All of it belongs to the gradients of inputs, since no schedule can divide it. A backward that raises
+        on fakes is not counted.
+        """
+        outer, self._running = self._running, WorkSums()
+        try:
+            with contextlib.suppress(Exception):
+                run()
+                (outer or self._input).merge(self._running)
+        finally:
+            self._running = outer
 
     def saved(self, tensor: Tensor, storage: int) -> None:
         """Notes that autograd saves this tensor; a weight's transpose, which a Linear saves, is the
@@ -313,7 +339,8 @@ class CostMeter:
 
     def _count(self, op: _OpFacts, inputs: list[Tensor], results: list[Tensor], flops: int) -> None:
         sizes, out_bytes = [_bytes(t) for t in inputs], sum(map(_bytes, results))
-        dtype, family = _dtype(results, inputs), of_operands(op.family, (*inputs, *results))
+        family = of_operands(op.family, (*inputs, *results))
+        dtype = _dtype(family, results, inputs)
         if not op.view:
             moved = sum(sizes) + out_bytes
             self._flops += flops
@@ -329,6 +356,16 @@ class CostMeter:
         if wanted and any(t.is_floating_point() for t in results):
             call = OpCall(family, flops, sizes, out_bytes, wanted)
             self._count_backward(op, call, inputs, results, dtype)
+
+    def _count_run(self, sums: WorkSums, op: _OpFacts, args: Any, kwargs: Any, out: Any) -> None:
+        if op.view or op.name in ALLOCATIONS:
+            return
+        inputs, results = [*_tensors(args), *_tensors(kwargs.values())], [*_tensors((out,))]
+        family = of_operands(op.family, (*inputs, *results))
+        moved_bytes = sum(map(_bytes, (*inputs, *results)))
+        sums.add(
+            family, _dtype(family, results, inputs), flops_of(op.formula, args, kwargs, out), moved_bytes
+        )
 
     def _count_backward(
         self, op: _OpFacts, call: OpCall, inputs: list[Tensor], results: list[Tensor], dtype: str
@@ -429,10 +466,13 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.dtype.itemsize, storage_bytes(tensor))
 
 
-def _dtype(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> str:
-    """Returns the dtype that an op computes in: its first floating result's, else its first argument's."""
-    floating = (t.dtype for t in (*results, *inputs) if t.is_floating_point())
-    first = next(floating, None) or next((t.dtype for t in (*results, *inputs)), torch.float32)
+def _dtype(family: OpFamily, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> str:
+    """Returns the dtype that an op computes in: that of the first floating operand of a product, else of the
+    first floating result, else of any tensor.
+    """
+    order = (*inputs, *results) if family in _PRODUCTS else (*results, *inputs)
+    floating = (t.dtype for t in order if t.is_floating_point())
+    first = next(floating, None) or next((t.dtype for t in order), torch.float32)
     return str(first).removeprefix("torch.")
 
 

@@ -14,7 +14,7 @@ import gc
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -25,7 +25,12 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.function import BackwardCFunction
 from torch.jit import ScriptFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_leaves
 
 
 class Watcher(ABC):
@@ -66,6 +71,13 @@ def has_custom_backward(tensor: Tensor) -> bool:
         return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
+def backward_of(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Runs the backward of the function that has just made `results` of `inputs`; the graph stays."""
+    with torch._C.DisableTorchFunction():
+        gradients = [torch.empty_like(result) for result in results]
+        torch.autograd.grad(results, inputs, gradients, retain_graph=True, allow_unused=True)
+
+
 @final
 class _FunctionMode(TorchFunctionMode):
     def __init__(self, watcher: Watcher) -> None:
@@ -102,6 +114,8 @@ class _DispatchMode(TorchDispatchMode):
         self.watcher = watcher
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass(t) for t in tree_leaves((args, kwargs))):
+            return NotImplemented  # The tensor's own class computes it by ops on the tensors that it holds.
         return self.watcher.on_aten(func, args, kwargs or {})
 
 

@@ -33,6 +33,7 @@ from outsize.capture.recording.assertions import surviving_answer
 from outsize.capture.recording.guards import Decider, is_data_dependent
 from outsize.capture.recording.intercept import (
     Watcher,
+    backward_of,
     has_custom_backward,
     inside_transform,
     on_real_tensors,
@@ -234,7 +235,7 @@ class Recorder(Watcher):
         with self.reads.paused():
             if self._muted:
                 args, kwargs = (args, kwargs) if self._numbers is None else with_numbers((args, kwargs))
-                out = fn(*args, **kwargs)
+                out = self._call(fn, args, kwargs)
                 if self._inside is not None:
                     self._casts.asked(fn, leaves((args, kwargs)), self.slots.weights, out)
                 return out
@@ -449,6 +450,17 @@ class Recorder(Watcher):
             self._silent |= {self.slots.storage(t) for t in module.buffers()}
             return probed.out
 
+    def _call(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a function; the backward of a custom autograd function is counted, too."""
+        out = fn(*args, **kwargs)
+        owner = getattr(fn, "__self__", None)
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+            results = [t for t in leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+            inputs = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+            if results and torch.is_grad_enabled():
+                self.meter.run_backward(partial(backward_of, results, inputs))
+        return out
+
     def _run_op(self, op: Any, call: _Call) -> Any:
         out = self._run_glue(op, call)
         self.meter.count(op, call.args, call.kwargs, out)
@@ -457,7 +469,7 @@ class Recorder(Watcher):
     def _run_glue(self, fn: Callable[..., Any], call: _Call) -> Any:
         (args, kwargs), where = call.refs, call.where
         try:
-            return fn(*call.args, **call.kwargs)
+            return self._call(fn, call.args, call.kwargs)
         except Exception as error:
             if not is_data_dependent(error):
                 raise FrameFailed(self._frames[-1], str(error), where, error) from error

@@ -10,7 +10,14 @@ from collections.abc import Iterable
 import psutil
 import torch
 
-from outsize.capture.fakes.precision import casting, check_precision, inputs_in_precision
+from outsize.capture.fakes.precision import (
+    EIGHT_BITS,
+    IN_BF16,
+    casting,
+    check_precision,
+    in_eight_bits,
+    inputs_in_precision,
+)
 from outsize.capture.graph.build import Captured
 from outsize.capture.measure.local_cluster import device_kind
 from outsize.capture.measure.units import Progress, UnitTimingOptions, measure_units
@@ -106,13 +113,16 @@ def measure_captured(
 
 
 def with_values_in(case: TrainingCase, precision: str) -> TrainingCase:
-    """Returns the case in a precision, with values: under bf16 its weights are converted where they are."""
+    """Returns the case in a precision, with values: in bf16 and fp8 weights are converted in place."""
     check_precision(precision)
-    if precision != "bf16":
+    if precision not in IN_BF16:
         return case.under(precision)
     args, kwargs = inputs_in_precision((case.batch.args, case.batch.kwargs), precision)
     batch = dataclasses.replace(case.batch, args=args, kwargs=kwargs)
-    return TrainingCase(case.module.bfloat16(), batch, case.loss_fn, precision)
+    module = case.module.bfloat16()
+    return TrainingCase(
+        in_eight_bits(module) if precision == EIGHT_BITS else module, batch, case.loss_fn, precision
+    )
 
 
 def how_on(cluster: Cluster) -> UnitTimingOptions:

@@ -259,6 +259,63 @@ def test_whole_models() -> None:
             assert moved == pytest.approx(real, rel=0.1)
 
 
+class _Product(torch.autograd.Function):
+    """x @ w, whose backward computes a product more than torch's own, and works in place on its own copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w = ctx.saved_tensors
+        checked = grads[0].clone().mul_(1 + 0 * (x @ w))
+        return checked @ w.t(), x.t() @ checked
+
+
+class _Raising(torch.autograd.Function):
+    """Its backward asks for a value, which no fake has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] @ grads[0].t() @ grads[0] if float(grads[0].sum()) > -1 else None
+
+
+class _Custom(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.function(x, self.weight) if self.function == _Product.apply else self.function(x)
+
+
+class _Leaf(nn.Linear):
+    """Is recorded as a whole, as layers with a forward of their own, which are swapped in, are."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Product.apply(input, self.weight.t())
+
+
+def test_the_backward_of_a_custom_function_is_counted_as_it_runs() -> None:
+    x = torch.randn(X)
+    insist(_Custom(_Product.apply), (x,))
+    insist(nn.Sequential(nn.Linear(8, 8), _Leaf(8, 8, bias=False)), (x,))
+
+
+def test_a_backward_that_needs_values_is_not_counted() -> None:
+    units = graph_of(_Custom(_Raising.apply), (torch.randn(X),), {}, _loss_of, nullcontext).units
+    back = [w for unit in units for w in unit.backward_input]
+    assert not any(w.family == "matmul" for w in back)
+
+
 def test_what_the_loss_leaves_out_has_no_backward() -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:
