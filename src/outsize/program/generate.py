@@ -14,12 +14,15 @@ arrives as an argument (`p0`) and is in the module only around the call. Modes t
 ones become `with` blocks. No name becomes code: names of the model are in the text as quoted constants, and
 in comments without line ends. The function's attribute `source` has the text, so that a user can read a
 stage. A Python number that a leaf returned has determined the code after it when the tape was made: `expect`
-checks it. Under autocast a function that is compiled takes the copies of its weights as arguments (`c0`).
+checks it. Under autocast a function that is compiled takes the copies of its weights as arguments (`c0`), and
+always an alias for each use of a weight that several calls use: autograd then adds up the gradients of the
+uses one by one, to what other stages have sent, as it does without a compiler.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -159,12 +162,14 @@ class _FunctionWriter:
             "swapped": swapped,
             "expect": expect,
             "write_again": write_again,
+            "use": use,
             "copied": spec.copied,
         }
         self._name_of: dict[int, str] = {}
         self._plain = self._foreign | {name: f"copied[{name!r}]" for name in spec.copied}
         self._everywhere = self._plain | {name: self._through(name) for name in spec.through}
         self._elsewhere = self._everywhere
+        self._used = Counter(name for each in spec.instructions for name in each.parameters())
         self._lines: list[str] = []
         # The unit and the user's file:line of each line; a traceback's frame finds it among its globals.
         self._place_of_line: dict[int, tuple[str, str]] = {}
@@ -209,7 +214,7 @@ class _FunctionWriter:
         return function
 
     def _statement(self, instruction: Instruction) -> list[str]:
-        self._elsewhere = self._everywhere | self._casts(instruction)
+        self._elsewhere = self._everywhere | self._aliases(instruction) | self._casts(instruction)
         lines = [self._seed(instruction)] if instruction.random else []
         # Results that nothing reads are not unpacked either: a list of states may be shorter the next time.
         dead = set(self._last_use.get(instruction.index, ()))
@@ -317,6 +322,14 @@ class _FunctionWriter:
         table = ", ".join(f"{str(w.name)!r}: {self._value(w)}" for w in weights)
         return f"resolve({self._bind(tree, 'k')}, {{{env}}}, {{{table}}})"
 
+    def _aliases(self, instruction: Instruction) -> dict[str, str]:
+        """Returns the aliases that a compiled function gets of weights that other calls in it use, too."""
+        if self._compiler is None:
+            return {}
+        shared = [name for name in instruction.parameters() if self._used[name] > 1]
+        texts = {name: self._everywhere.get(name) or self._as_it_is(name) for name in shared}
+        return {name: self._copy(f"use({text}, {instruction.index})") for name, text in texts.items()}
+
     def _casts(self, instruction: Instruction) -> dict[str, str]:
         """Returns the text of the copies that the instruction gets in place of parameters."""
         if self._spec.cast is None:
@@ -389,6 +402,11 @@ def expect(actual: object, recorded: object, name: str, where: str) -> None:
             numbers=f"captured {recorded!r}, got {actual!r}, used at {where}",
             next_step="return a tensor there, or move what uses the value into the same module",
         )
+
+
+def use(weight: Tensor, _index: int) -> Tensor:
+    """Returns an alias of a weight for one of its uses, so that each has a gradient of its own."""
+    return weight.view_as(weight)
 
 
 @torch.no_grad()
