@@ -18,6 +18,13 @@ import pytest
 import sim_process
 import unpickled
 from forked_python import forked_interpreters
+from hypothesis import HealthCheck, settings
+
+# The same examples each time, and no limit on how long one takes: neither chance nor a busy machine decides.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=(HealthCheck.too_slow,)
+)
+settings.load_profile("suite")
 
 GOLDEN = Path(__file__).parent / "golden"
 SECONDS = Path(__file__).parent / "seconds.json"
