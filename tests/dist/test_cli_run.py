@@ -21,6 +21,9 @@ from torch import nn
 def build():
     return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())])
 
+def linear():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+
 class Dies(nn.Module):
     def __init__(self):
         super().__init__()
@@ -105,6 +108,21 @@ def test_the_same_losses_in_one_process_and_in_three(folder: Path) -> None:
     runs = [outsize(folder, *call, "--nproc-per-node", count) for count in ("1", "3")]
     one, three = (json.loads(run.stdout)["loss"] for run in runs)
     assert one == three
+
+
+def test_a_run_whose_loss_is_not_finite_has_its_report_and_its_figures(folder: Path) -> None:
+    options = ("--input", "8", "--lr", "1e30", "--report", "r.html", "--nproc-per-node", "1")
+    call = ("run", "toy:linear", "--steps", "3", *options)
+    done = outsize(folder, *call, "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout, parse_constant=pytest.fail)  # NaN is no JSON
+    assert len(figures["loss"]) == 3
+    assert figures["loss"][0] > 0
+    assert figures["loss"][-1] is None
+    assert "The steps of the run" in (folder / "r.html").read_text()
+    shown = outsize(folder, *call)
+    assert shown.returncode == 0, shown.stderr
+    assert "-> not finite in 3 steps" in shown.stdout
 
 
 def test_a_trace_of_a_plan(folder: Path) -> None:

@@ -25,6 +25,61 @@ def runs(env: dict[str, str]) -> list[dict[str, Any]]:
     return json.loads(done.stdout)["runs"]
 
 
+# A run that takes more and more memory until it has too much; it says what it could have, as shares.
+GREEDY = """
+import sys
+import psutil
+import torch
+import outsize
+
+x = torch.ones(8, 4)
+engine = outsize.parallelize(
+    torch.nn.Linear(4, 3), (x,), target=torch.arange(8) % 3, loss_fn=torch.nn.functional.cross_entropy
+)
+total_bytes, tenths = psutil.virtual_memory().total, 0
+try:
+    for tenths in range(10):
+        torch.empty(total_bytes * (tenths + 1) // 10, dtype=torch.uint8)  # no page of it is touched
+except RuntimeError:
+    print(tenths)
+"""
+
+
+def test_two_runs_hold_their_shares_at_the_same_time(tmp_path: Path) -> None:
+    """One takes more than its share and gets an error of memory; the other one goes on."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    run = (*OUTSIZE, "run", "--nproc-per-node=1", "--memory-share=0.4")
+    losses = tmp_path / "losses"
+
+    def until_steps(more: int) -> None:
+        before, end_s = count(), time.monotonic() + 300
+        while count() < before + more:
+            assert time.monotonic() < end_s, (tmp_path / "said").read_text()
+            assert launcher.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.1)
+
+    def count() -> int:
+        return losses.read_text().count("\n") if losses.exists() else 0
+
+    with (tmp_path / "said").open("wb") as said:
+        command = [*run, str(WORKER), str(tmp_path), "1000000", "", "0.05"]
+        launcher = subprocess.Popen(command, env=env, stdout=said, stderr=said)
+    try:
+        until_steps(1)
+        greedy = subprocess.run(
+            [*run, str(tmp_path / "greedy.py")], env=env, capture_output=True, text=True, check=False
+        )
+        assert (greedy.returncode, greedy.stdout) == (0, "3\n"), greedy.stderr  # 0.3 it has, and not 0.4
+        until_steps(2)
+        limits = Path(f"/proc/{(tmp_path / 'pid-0').read_text()}/limits").read_text().splitlines()
+        (held,) = (line.split()[3] for line in limits if line.startswith("Max data size"))
+        assert int(held) == pytest.approx(0.4 * psutil.virtual_memory().total, abs=2)
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
 def test_a_run_is_seen_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()

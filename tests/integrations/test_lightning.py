@@ -140,9 +140,48 @@ def test_losses_of_one_update_with_different_factors_are_refused() -> None:
         fit(Growing({}))
 
 
+def averaged(strategy: Any) -> dict[str, Any]:
+    """The weights of a short fit, averaged by Lightning's callback."""
+    torch.manual_seed(0)
+    module = Net({})
+    fit(module, strategy=strategy, max_epochs=2, callbacks=[lightning.callbacks.WeightAveraging()])
+    return module.state_dict()
+
+
+def test_an_average_of_the_weights_is_that_of_plain_lightning() -> None:
+    split, plainly = averaged(OutsizeStrategy(stages=2)), averaged("auto")
+    assert split.keys() == plainly.keys()
+    assert all(torch.equal(split[name], plainly[name]) for name in plainly)
+
+
+@pytest.mark.dist
+def test_an_average_of_the_weights_is_refused_over_two_processes(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+    def rank(number: int) -> None:
+        numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        os.environ.update(place | {name: str(value) for name, value in numbers.items()})
+        with pytest.raises(BadOption) as refused:
+            averaged(OutsizeStrategy(stages=2))
+        (tmp_path / f"said{number}").write_text(str(refused.value))
+
+    in_forks(tmp_path, 2, rank, 240)
+    for number in (0, 1):
+        said = (tmp_path / f"said{number}").read_text()
+        assert "WeightAveraging averages one process's weights" in said
+        assert "Next: engine.attach(average), or python train.py with all stages in it" in said
+
+
 def test_options_that_are_the_trainers_are_refused() -> None:
     with pytest.raises(BadOption, match=r"clip_norm of outsize= is what the training framework says itself"):
         OutsizeStrategy(stages=2, clip_norm=1.0)
+
+
+def test_what_says_no_split_is_refused() -> None:
+    split: Any = 2
+    with pytest.raises(BadOption, match=r"2 does not say how the model is split.*a int.* Next: outsize="):
+        OutsizeStrategy(split)
 
 
 def test_the_engine_is_there_after_the_first_batch() -> None:

@@ -97,13 +97,9 @@ class OutsizeStrategy(RankStrategy):
         super().connect(model)
 
     def setup(self, trainer: Any) -> None:
-        """Prepares the module and makes its optimizers. Raises BadOption for fp16 over processes."""
-        if getattr(self.precision_plugin, "scaler", None) is not None and self._host is not None:
-            raise BadOption(
-                "16-mixed scales losses by the gradients that one process sees, and each has its own here",
-                numbers=f"{self.global_rank + 1} of several processes",
-                next_step="Trainer(precision='bf16-mixed')",
-            )
+        """Prepares the module and makes its optimizers. Raises BadOption for what needs one process."""
+        if self._host is not None:
+            self.refuse_what_needs_one_process(trainer)
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
         for metric in self._module.modules():
             if isinstance(metric, torchmetrics.Metric):

@@ -16,16 +16,18 @@ from torch import Tensor
 
 from outsize.capture.models.imports import import_package
 from outsize.device.accelerators import CPU
+from outsize.errors import BadOption
 from outsize.run.transport.control_messages import all_gather_values
 from outsize.train.launch.launch import World, join, take_rank
 
 if TYPE_CHECKING:
-    from lightning.pytorch import strategies
+    from lightning.pytorch import callbacks, strategies
 
     environments: Any
     launchers: Any
     rank_zero: Any
 else:
+    callbacks = import_package("lightning.pytorch.callbacks", extra="lightning")
     strategies = import_package("lightning.pytorch.strategies", extra="lightning")
     launchers = import_package("lightning.pytorch.strategies.launchers", extra="lightning")
     environments = import_package("lightning.fabric.plugins.environments", extra="lightning")
@@ -91,6 +93,23 @@ class RankStrategy(strategies.Strategy, ABC):
     @property
     def _host(self) -> Any:
         return None if self._world is None else self._world.host
+
+    def refuse_what_needs_one_process(self, trainer: Any) -> None:
+        """Raises BadOption for what reads all gradients or weights in one process, where each has its own."""
+        numbers = f"process {self.global_rank} of several"
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise BadOption(
+                "16-mixed scales losses by the gradients that one process sees, and each has its own here",
+                numbers=numbers,
+                next_step="Trainer(precision='bf16-mixed')",
+            )
+        averaging = [one for one in trainer.callbacks if isinstance(one, callbacks.WeightAveraging)]
+        if averaging:
+            raise BadOption(
+                f"{type(averaging[0]).__name__} averages one process's weights, and each has its own here",
+                numbers=numbers,
+                next_step="engine.attach(average), or python train.py with all stages in it",
+            )
 
     def barrier(self, name: str | None = None) -> None:
         """Waits until all processes are here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,18 +16,24 @@ _FRAMEWORKS: Final = frozenset(
 )
 
 
-def options_of(split: Split | None, others: Collection[str] = ()) -> dict[str, Any]:
+def options_of(split: Split | None) -> dict[str, Any]:
     """Returns options of `parallelize`.
 
-    Raises BadOption for those that the framework gives itself (`others` are more of them), BadPlan.
+    Raises BadOption for those that the framework gives itself, and for what says nothing; BadPlan.
     """
     if split is None:
         return {}
     if isinstance(split, Plan):
         return {"plan": split}
-    if not isinstance(split, Mapping):
+    if isinstance(split, str | Path):
         return {"plan": Plan.load(split)}
-    own = sorted((_FRAMEWORKS | set(others)) & set(split))
+    if not isinstance(split, Mapping):
+        raise BadOption(
+            f"{split!r} does not say how the model is split: it is no plan, no file of one, and no options",
+            numbers=f"a {type(split).__name__}",
+            next_step='outsize={"stages": 2}',
+        )
+    own = sorted(_FRAMEWORKS & set(split))
     if own:
         raise BadOption(
             f"{', '.join(own)} of outsize= is what the training framework says itself",

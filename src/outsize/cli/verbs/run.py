@@ -40,7 +40,7 @@ _FOR_MODELS: Final = (
     *("exact", "measure", "seed", "report", "trace", "json"),
     *("checkpoint", "every", "keep"),
 )
-_RANGE: Final = re.compile(r"[0-9]{1,6}:[0-9]{1,6}")
+_COUNTS: Final = re.compile(r"[0-9]{1,6}(:[0-9]{1,6})?")
 # A run that saves itself gets as long after a signal as SLURM and Kubernetes give it.
 SAVING_S: Final = 30
 # These options are passed on unchanged. Their names are torchrun's, whose parser also reads PET_* variables.
@@ -194,9 +194,9 @@ Devices = Annotated[
     str | None,
     typer.Option(
         "--devices",
-        metavar="MIN:MAX|LIST",
-        help="Between so many processes, each with a device, as `outsize scale` says: 2:8; or, for a MODEL, "
-        "these devices in one process: cuda:0,cuda:1.",
+        metavar="COUNT|MIN:MAX|LIST",
+        help="So many processes, each with a device; of 2:8 as many as `outsize scale` says; or, for a "
+        "MODEL, these devices in one process: cuda:0,cuda:1.",
     ),
 ]
 Report = Annotated[
@@ -291,10 +291,10 @@ def run(
     torchrun_options = {name: ctx.params[name] for name in _FOR_TORCHRUN}
     if checkpoint is not None and shutdown_timeout is None:
         torchrun_options["shutdown_timeout"] = SAVING_S
-    scales = devices is not None and _RANGE.fullmatch(devices) is not None
+    scales = devices is not None and _COUNTS.fullmatch(devices) is not None
     if scales and nproc_per_node is not None:
         raise BadOption(
-            "--devices MIN:MAX and --nproc-per-node both say how many processes there are",
+            "--devices and --nproc-per-node both say how many processes there are",
             numbers=f"--devices {devices}, --nproc-per-node {nproc_per_node}",
             next_step=f"--devices {devices}",
         )

@@ -68,6 +68,12 @@ class LaunchSpec:
             raise BadOption("nothing to run", next_step="outsize run --nproc-per-node 2 train.py")
         if not self.module and not Path(self.argv[0]).exists():
             raise BadOption(f"no file {self.argv[0]!r}", next_step=f"ls {Path(self.argv[0]).parent}")
+        if not self.module and Path(self.argv[0]).is_dir() and not Path(self.argv[0], "__main__.py").exists():
+            raise BadOption(
+                f"{self.argv[0]!r} is a folder, and none that Python runs",
+                numbers="it has no __main__.py",
+                next_step=f"ls {self.argv[0]}, then outsize run {Path(self.argv[0], 'train.py')}",
+            )
         if self.nproc_per_node < 1:
             numbers = f"--nproc-per-node {self.nproc_per_node}"
             raise BadOption(

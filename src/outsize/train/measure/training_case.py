@@ -246,6 +246,12 @@ def as_batch(args: Any, kwargs: Any, target: Any) -> Batch:
 
     Raises BadOption for arguments that the call cannot mean.
     """
+    if not args and not kwargs and isinstance(args, tuple | list):
+        raise BadOption(
+            "there is no example batch, which tells the sizes of what the model computes",
+            numbers="args and kwargs are empty",
+            next_step="(model, (x,), target=y, ...) with a batch of your loader",
+        )
     if not isinstance(args, tuple | list):
         raise BadOption(
             f"args is a {type(args).__name__}; it must be the tuple of the model's positional arguments",

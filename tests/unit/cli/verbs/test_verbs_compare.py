@@ -115,3 +115,17 @@ def test_other_files_are_refused(outsize: Outsize, folder: Path, text: str) -> N
         answer = outsize("compare", *names)
         assert answer.code == 3
         assert answer.err.startswith("BadPlan [E205]: ")
+
+
+@pytest.mark.usefixtures("plans")
+def test_the_result_of_a_run_that_failed_says_why_there_is_nothing_to_compare(
+    outsize: Outsize, folder: Path
+) -> None:
+    failed = outsize("run", "torchvision:resnet999", "--json")
+    assert failed.code == 2
+    (folder / "failed.json").write_text(failed.out)
+    answer = outsize("compare", "a.json", "failed.json")
+    assert answer.code == 3
+    assert answer.err.startswith("BadPlan [E205]: failed.json is the result of a command that failed")
+    assert "UnknownModel [E101]: torchvision has no model 'resnet999'" in answer.err
+    assert "Next: outsize explain E101, then outsize run MODEL --json > failed.json" in answer.err

@@ -123,6 +123,7 @@ def test_a_failed_run_is_an_object_under_json(outsize: Outsize, launched: Calls)
         (["toy:build", "more"], "'more' follows the MODEL"),
         (["resnet18"], "'resnet18' is neither a file nor a MODEL"),
         (["gone.py"], "no file 'gone.py'"),
+        (["."], "'.' is a folder, and none that Python runs; it has no __main__.py. Next: ls ."),
         (["--nproc-per-node", "some", "-m", "toy"], "--nproc-per-node 'some' is no count"),
         (["--peer-copies", "1", "-m", "toy"], "starts again, which --max-restarts has to allow"),
         (["--peer-copies", "often", "--max-restarts", "1", "-m", "toy"], "every 'often' is no interval"),

@@ -69,6 +69,12 @@ class ComparedReport(Record):
             document = parse(read_text(path))
             if not isinstance(document, dict) or not isinstance(document.get("plan", {}), dict):
                 raise BadJson("it is no object, or its plan is none")
+            if isinstance(error := document.get("error"), dict):
+                raise BadPlan(
+                    f"{path} is the result of a command that failed, which has no figures",
+                    numbers=f"{error.get('name')} [{error.get('code')}]: {error.get('what')}",
+                    next_step=f"outsize explain {error.get('code')}, then outsize run MODEL --json > {path}",
+                )
             if "plan" not in document:
                 return cls(name=path.name, plan=Plan.load(path))
             plan = Plan.of_document(document["plan"])
