@@ -53,11 +53,9 @@ def test_two_runs_hold_their_shares_at_the_same_time(tmp_path: Path) -> None:
     losses = tmp_path / "losses"
 
     def until_steps(more: int) -> None:
-        before, end_s = count(), time.monotonic() + 300
-        while count() < before + more:
-            assert time.monotonic() < end_s, (tmp_path / "said").read_text()
-            assert launcher.poll() is None, (tmp_path / "said").read_text()
-            time.sleep(0.1)
+        before = count()
+        until(lambda: count() >= before + more or launcher.poll() is not None, (tmp_path / "said").read_text)
+        assert launcher.poll() is None, (tmp_path / "said").read_text()
 
     def count() -> int:
         return losses.read_text().count("\n") if losses.exists() else 0

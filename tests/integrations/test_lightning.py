@@ -156,8 +156,7 @@ def test_an_average_of_the_weights_is_that_of_plain_lightning() -> None:
 
 @pytest.mark.dist
 def test_an_average_of_the_weights_is_refused_over_two_processes(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> None:
         numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
@@ -166,7 +165,7 @@ def test_an_average_of_the_weights_is_refused_over_two_processes(tmp_path: Path)
             averaged(OutsizeStrategy(stages=2))
         (tmp_path / f"said{number}").write_text(str(refused.value))
 
-    in_forks(tmp_path, 2, rank, 240)
+    in_forks(tmp_path, 2, rank, PATIENCE_S)
     for number in (0, 1):
         said = (tmp_path / f"said{number}").read_text()
         assert "WeightAveraging averages one process's weights" in said
