@@ -83,7 +83,7 @@ def axes_of(text: str) -> tuple[str, dict[str, int], dict[str, Any]]:
         elif mark == "sharded":
             options["weights"] = mark
         elif mark == "pieces":
-            options["loss_pieces"] = 3
+            options |= {"loss_pieces": 3, "module_pieces": 2}
         elif mark == "sequence":
             options["sequence_parallel"] = True
     return name, axes, options

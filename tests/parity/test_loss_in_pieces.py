@@ -99,10 +99,9 @@ class Head(nn.Module):
 
 
 def planned(model: nn.Module, batch: dict[str, Any], pieces: int, **options: Any) -> Plan:
-    stages = options.setdefault("stages", 1)
-    return outsize.plan(
-        model, (), batch, cluster=f"{stages}xcpu", axes="pp", loss_pieces=pieces, recompute="none", **options
-    )
+    options = {"stages": 1, "recompute": "none", **options}
+    cluster = f"{options['stages']}xcpu"
+    return outsize.plan(model, (), batch, cluster=cluster, axes="pp", loss_pieces=pieces, **options)
 
 
 def distances(model: nn.Module, batch: dict[str, Any], plan: Plan) -> tuple[float, float]:
@@ -144,6 +143,23 @@ def test_any_loss_that_adds_up_over_rows(kind: str) -> None:
     loss, gradients = distances(model, batch, planned(model, batch, 3, microbatches=1))
     assert loss < 1e-12
     assert gradients < 1e-12
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_wide_modules_in_pieces(recompute: Any) -> None:
+    """The MLP of each layer keeps what goes in, and its gradients are those of the plain model."""
+    model = of_transformers("LlamaForCausalLM", "LlamaConfig", **{**SMALL, "intermediate_size": 56})
+    batch = tokens()
+    whole = planned(model, batch, 3, stages=2, microbatches=2, recompute=recompute)
+    plan = planned(model, batch, 3, stages=2, microbatches=2, module_pieces=4, recompute=recompute)
+    assert plan.module_pieces == 4
+    loss, gradients = distances(model, batch, plan)
+    assert loss < 1e-6
+    assert gradients < 1e-6
+    assert plan.expected is not None
+    assert whole.expected is not None
+    held = [sum(s.activations_bytes for s in p.expected.stages) for p in (plan, whole) if p.expected]
+    assert held[0] < held[1]
 
 
 def test_what_does_not_add_up_is_refused() -> None:

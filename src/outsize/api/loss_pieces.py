@@ -8,6 +8,7 @@ of a prediction.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError
@@ -35,9 +36,10 @@ def with_best_loss(
 
     Raises what `solve` raises, and BadOption where pieces are asked for and the loss has none.
     """
-    if request.loss_pieces is not None or request.exact or request.inference:
+    asked = request.loss_pieces is not None or request.module_pieces is not None
+    if asked or request.exact or request.inference:
         pieces = request.loss_pieces or 1
-        found, plan = solve(case.in_pieces(pieces), request)
+        found, plan = solve(case.in_pieces(pieces, request.module_pieces or 1), request)
         return found, _told(plan, _insist_on_pieces(case, plan, request) if pieces > 1 else None)
     try:
         found, plan = solve(case, request)
@@ -45,10 +47,10 @@ def with_best_loss(
         sizes = _sizes(case, request, cluster, None)
         if sizes is None:
             raise
-        try:
-            return _in_pieces(case, request, sizes, solve)
-        except OutsizeError:
-            raise refused from None
+        for modules in (1, sizes.pieces):
+            with suppress(OutsizeError):
+                return _in_pieces(case, request, sizes, solve, modules)
+        raise refused from None
     sizes = _sizes(case, request, cluster, plan) if _lacks_memory(plan) else None
     if sizes is None or plan.expected is None:
         return found, plan
@@ -66,9 +68,10 @@ def _in_pieces(
     request: PlanRequest,
     sizes: LossBytes,
     solve: Callable[[TrainingCase, PlanRequest], tuple[Found, Plan]],
+    modules: int = 1,
 ) -> tuple[Found, Plan]:
-    asked = request.model_copy(update={"loss_pieces": sizes.pieces})
-    found, plan = solve(case.in_pieces(sizes.pieces), asked)
+    pieces = {"loss_pieces": sizes.pieces, "module_pieces": modules}
+    found, plan = solve(case.in_pieces(sizes.pieces, modules), request.model_copy(update=pieces))
     return found, _told(plan, sizes)
 
 
@@ -81,6 +84,7 @@ def _told(plan: Plan, sizes: LossBytes | None) -> Plan:
         pieces=plan.loss_pieces,
         whole_bytes=sizes.whole_bytes // ranks,
         piece_bytes=sizes.whole_bytes // (ranks * plan.loss_pieces),
+        module_pieces=plan.module_pieces,
     )
     return plan.model_copy(update={"why": (*plan.why, reason)})
 

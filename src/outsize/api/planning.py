@@ -118,6 +118,8 @@ def plan(
     - `sequence_parallel`: whether tp also divides the activations between layers.
     - `loss_pieces`: in so many pieces of rows the loss is computed from the last product on, so that logits
       of all rows never exist at once; by default where that makes room for a faster plan (1: never).
+    - `module_pieces`: the same of modules that work on each row and are wide inside, such as an MLP; by
+      default where nothing else fits.
     - `weights`: "sharded" or "resident" (whole during a step) over `dp_shard`; "host-optimizer" keeps the
       optimizer and its states on the host, "host" weights and gradients as well, "host-activations" also
       what stages send to each other. By default the host is used where nothing else fits.
@@ -307,7 +309,7 @@ def price(
 
 def _priced(chosen: Plan, case: TrainingCase, source: CostSource) -> Outlook:
     cluster = cluster_of(chosen.cluster)
-    case = case.under(chosen.precision).on(cluster).in_pieces(chosen.loss_pieces)
+    case = case.under(chosen.precision).on(cluster).in_pieces(chosen.loss_pieces, chosen.module_pieces)
     captured = case.captured(chosen.microbatch_size)
     graph = styled(case, captured, chosen.axes)
     profile = source.profile(case, graph, cluster)

@@ -160,7 +160,7 @@ def parallelize(
         else:
             elastic = elastic.within(lambda cluster: _within(room, share.of_cluster(cluster)))
             plan = agreed(host, lambda: _elastic_plan(case, options, elastic, given))
-    case = case.in_pieces(plan.loss_pieces)
+    case = case.in_pieces(plan.loss_pieces, plan.module_pieces)
     warn_of_precision(plan, model, speaks=not world.rank)
     if plan.shards and group is not None:
         plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
@@ -244,7 +244,7 @@ def check(
         cluster = find_cluster(f"{request.stages}xcpu")
         costs = roofline(captured.graph, cluster.devices[0])
         plan = search(request, {count: (captured.graph, costs)}, cluster)
-    planned = case.in_pieces(plan.loss_pieces).captured(captured.graph.batch_size)
+    planned = case.in_pieces(plan.loss_pieces, plan.module_pieces).captured(captured.graph.batch_size)
     plan.owners(planned.graph)  # a plan of another model, or with other units, must not pass
     question = Question(
         model=model,

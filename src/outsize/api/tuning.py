@@ -138,7 +138,7 @@ class _Task:
             return None
         profiles = _mean([ProfileSet.model_validate_json(text) for text in texts if text is not None])
         source, candidates = CostSource(profiles), {}
-        case = self.case.in_pieces(self.request.loss_pieces or 1)
+        case = self.case.in_pieces(self.request.loss_pieces or 1, self.request.module_pieces or 1)
         for count in profiles.counts(sorted([*profiled, *between]), size):
             captured = case.on(self.cluster).captured(-(-size // count))
             candidates[count] = captured.graph, source.profile(case, captured.graph, self.cluster)
@@ -149,7 +149,7 @@ class _Task:
         if self.world.rank and not _undisturbed(self.cluster):
             return None
         return measure_sizes(
-            self.case.in_pieces(self.request.loss_pieces or 1),
+            self.case.in_pieces(self.request.loss_pieces or 1, self.request.module_pieces or 1),
             sizes,
             options.get("how") or how_on(self.cluster),
             options.get("progress") if self.world.rank == 0 else None,

@@ -174,6 +174,15 @@ LossPieces = Annotated[
         "(default: where that makes room).",
     ),
 ]
+ModulePieces = Annotated[
+    int | None,
+    typer.Option(
+        "--module-pieces",
+        min=1,
+        help="Pieces of rows in which wide modules such as MLPs are computed "
+        "(default: where nothing else fits).",
+    ),
+]
 WeightPlace = Annotated[
     offload.Weights | None,
     typer.Option(

@@ -241,13 +241,14 @@ class SequenceParallel(Finding):
 @final
 class LossInPieces(Finding):
     """Says in how many pieces of rows the loss is computed, and the bytes of its logits and what is made of
-    them: of all rows of a device's microbatch, and of one piece.
+    them: of all rows of a device's microbatch, and of one piece. `module_pieces` are those of wide modules.
     """
 
     code: Literal["loss-in-pieces"] = "loss-in-pieces"
     pieces: int
     whole_bytes: int
     piece_bytes: int
+    module_pieces: int = 1
 
 
 @final

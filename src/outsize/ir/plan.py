@@ -220,6 +220,7 @@ class Plan(Record):
     sequence_parallel   values between layers that tp shards are sharded, too, along the tokens
     loss_pieces   in so many pieces of rows the loss is computed from the last product on, so that logits of
                 all rows never exist at once; 1: in one
+    module_pieces   the same of modules that work on each row and are wide inside, such as an MLP
     recompute   "full": a stage saves what it receives and recomputes the rest in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`; "offload":
                it recomputes nothing, and what a microbatch saves is on the host until its backward
@@ -247,6 +248,7 @@ class Plan(Record):
     weights: Weights = "resident"
     sequence_parallel: bool = False
     loss_pieces: Count = 1
+    module_pieces: Count = 1
     recompute: Recompute = "none"
     bn: BatchNormMode = "micro"
     what_if: bool = False

@@ -307,6 +307,10 @@ def _loss_in_pieces(f: LossInPieces) -> str:
         f"the loss is computed in {f.pieces} pieces of rows: logits and what is made of them take "
         f"{bytes_text(f.piece_bytes)} at a time instead of {bytes_text(f.whole_bytes)}, and are computed "
         "once more in the backward; sums over pieces round otherwise than one sum"
+    ) + (
+        f"; modules that are wide inside, such as MLPs, are computed in {f.module_pieces} pieces of rows"
+        if f.module_pieces > 1
+        else ""
     )
 
 

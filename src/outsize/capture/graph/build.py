@@ -47,11 +47,13 @@ def on_accelerators(captured: Captured, model: nn.Module) -> Captured:
     return build_graph(replace(tape, instructions=instructions), model, captured.graph.batch_size)
 
 
-def with_loss_in_pieces(captured: Captured, model: nn.Module, pieces: int) -> Captured:
-    """Returns the recorded model with its loss in so many pieces of rows; as it is where it cannot be."""
+def with_pieces(captured: Captured, model: nn.Module, loss: int, modules: int) -> Captured:
+    """Returns the recorded model with its loss, and its wide modules, in so many pieces of rows; as it is
+    where they cannot be.
+    """
     if captured.graph.form != "tape":
         return captured
-    tape = in_pieces(captured.tape, model, pieces)
+    tape = in_pieces(captured.tape, model, loss, modules)
     return captured if tape is captured.tape else build_graph(tape, model, captured.graph.batch_size)
 
 

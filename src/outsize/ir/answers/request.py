@@ -49,6 +49,7 @@ class LayoutOptions(TypedDict, total=False):
     ep: int | None
     sequence_parallel: bool | None
     loss_pieces: int | None
+    module_pieces: int | None
     what_if: bool | None
 
 
@@ -70,8 +71,8 @@ class PlanRequest(Record):
     given, "pp" none of them. `exact` keeps to layouts whose results are bit-identical to one device's:
     pipelines, and where none fits, weights on the host. `what_if` adds layouts that this version only plans.
     `sequence_parallel` None prices both values. `loss_pieces` None computes the loss in pieces of rows where
-    that makes room (Plan). `weights` None shards weights over dp_shard, and keeps them
-    on the host where the devices are too small for them. `objective` "cost" chooses also which
+    that makes room (Plan), and `module_pieces` wide modules. `weights` None shards weights over dp_shard, and
+    keeps them on the host where the devices are too small for them. `objective` "cost" chooses also which
     devices are rented. `inference` runs forwards alone: nothing is trained or saved for a backward.
     `every_device`: none may be left out, as in a run.
     Raises BadOption for options that contradict each other.
@@ -94,6 +95,7 @@ class PlanRequest(Record):
     ep: Count = 1
     sequence_parallel: bool | None = None
     loss_pieces: Count | None = None
+    module_pieces: Count | None = None
     weights: Weights | None = None
     what_if: bool = False
     objective: Objective = "time"

@@ -439,6 +439,7 @@ def _written(request: PlanRequest, result: SearchResult, improved: _Improved, cl
         weights=layout.weights,
         sequence_parallel=layout.sequence,
         loss_pieces=request.loss_pieces or 1,
+        module_pieces=request.module_pieces or 1,
         recompute=overall,
         bn=request.bn,
         what_if=layout.what_if,

@@ -235,6 +235,7 @@ def _plan(
         optimizer=request.optimizer,
         precision=request.precision,
         loss_pieces=request.loss_pieces or 1,
+        module_pieces=request.module_pieces or 1,
         bn=request.bn,
     )
 

@@ -335,7 +335,7 @@ class _RowTapeWriter:
             assert not isinstance(target, str)
             return RowCall(getattr(self._together, found.method), found.share, target), args, kwargs
         if step.dropout is None:
-            return target, args, kwargs
+            return target if found.target is None else found.target(self._together.place), args, kwargs
         dropout = RowCall(self._together.dropout, step.dropout, functional.dropout)
         return dropout, self._dropout_arguments(instruction), {}
 

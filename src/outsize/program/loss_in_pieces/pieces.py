@@ -31,10 +31,13 @@ from outsize.program.loss_in_pieces.region import DividedRegion, RowRegion, run_
 from outsize.program.replaying.modes import current_modes, under
 from outsize.program.replaying.replay import Relocatable
 from outsize.program.tape import Instruction, Ref, Weight
-from outsize.program.tensor_parallel.rule_step import NotPropagated, Operand, RuleInput, Step
+from outsize.program.tensor_parallel.rule_step import NotPropagated, Operand, RuleInput
 from outsize.program.tensor_parallel.share import RankPosition, Share
 
+_Cut = tuple[int, tuple[tuple[int, int], ...]]
+"""Holds a dim and ranges of its rows."""
 _NAME: Final = "loss_in_pieces"
+_MODULE: Final = "in_pieces"
 
 
 @final
@@ -43,13 +46,17 @@ class LossInPieces(AddsUpOverRows, Relocatable):
 
     def __init__(self, region: RowRegion, pieces: int) -> None:
         """Prepares at most `pieces` pieces, fewer where there are fewer rows. Raises NotPropagated."""
-        self.__name__ = _NAME
+        self.__name__ = _MODULE if region.keeps_rows else _NAME
         self.region, self.pieces = region, pieces
         self._divided = region.in_pieces(pieces)
-        self._divides = tuple(
-            divides(str(self._divided.steps[i.index].method), i.args, i.kwargs)
-            for i in region.instructions
-            if not {*region.exits}.isdisjoint(i.defines())
+        self._divides = (
+            ()
+            if region.keeps_rows
+            else tuple(
+                divides(str(self._divided.steps[i.index].method), i.args, i.kwargs)
+                for i in region.instructions
+                if not {*region.exits}.isdisjoint(i.defines())
+            )
         )
 
     @property
@@ -73,7 +80,9 @@ class LossInPieces(AddsUpOverRows, Relocatable):
         return tuple(number for number, is_count in enumerate(kinds) if is_count)
 
     def finish(self, parts: Sequence[Tensor]) -> Any:
-        """Returns the exits of the sums of their parts."""
+        """Returns the exits of the sums of their parts; rows are what they are."""
+        if self.region.keeps_rows:
+            return parts[0]
         left, results = iter(parts), list[Tensor]()
         for has_denominator in self._divides:
             numerator = next(left)
@@ -97,8 +106,9 @@ class LossInPieces(AddsUpOverRows, Relocatable):
 
         divided = self.region.divided(shares, ranks)
         cut: dict[Operand, Share] = {names[o]: s for o, s in divided.cut.items() if names[o] not in shares}
-        step = Step(tuple(None for _ in call.instruction.defines()), cut=cut)
-        return RowStep(step, method="add_up", share=rows, target=local)
+        if self.region.keeps_rows:
+            return RowStep(call.same(divided.shares[self.region.exits[0]], cut=cut), target=local)
+        return RowStep(call.same(None, cut=cut), method="add_up", share=rows, target=local)
 
     def relocated(self, move: Callable[[Instruction], Instruction]) -> LossInPieces:
         """Returns the call whose instructions name the devices of another stage."""
@@ -114,10 +124,13 @@ class LossInPieces(AddsUpOverRows, Relocatable):
 @final
 @dataclass(frozen=True)
 class _Piece:
-    """Holds the function of one piece; `cuts[n]` is the dim and the rows of operand n, None for all of it."""
+    """Holds the function of one piece; `cuts[n]` is the dim and the rows of operand n, None for all of it,
+    and `result` those of what it returns, None where that adds up.
+    """
 
     function: Callable[..., tuple[Tensor, ...]]
-    cuts: tuple[tuple[int, tuple[tuple[int, int], ...]] | None, ...]
+    cuts: tuple[_Cut | None, ...]
+    result: _Cut | None = None
 
     def operands(self, whole: Sequence[Tensor]) -> list[Tensor]:
         """Returns the piece's own part of each operand."""
@@ -135,7 +148,7 @@ def _piece(divided: DividedRegion, place: RankPosition, region: RowRegion) -> _P
     instructions, exits, free = list[Instruction](), list[int](), len(own.metas)
     for instruction in own.instructions:
         step = divided.steps[instruction.index]
-        if {*region.exits}.isdisjoint(instruction.defines()):
+        if region.keeps_rows or {*region.exits}.isdisjoint(instruction.defines()):
             instructions.append(run_form(region, instruction))
             continue
         target = instruction.target
@@ -153,13 +166,15 @@ def _piece(divided: DividedRegion, place: RankPosition, region: RowRegion) -> _P
         name=f"piece_{place.rank}",
         instructions=instructions,
         entries=[leaf.slot for leaf in entries],
-        exits=exits,
+        exits=region.exits if region.keeps_rows else exits,
         foreign=[leaf.name for leaf in foreign],
     )
     function = compile_slice(spec, region.model, region.modes)
     shares = [slots.get(leaf) for leaf in (*entries, *foreign)]
     cuts = (None if share is None else (share.dim, tuple(place.ranges(share))) for share in shares)
-    return _Piece(function, tuple(cuts))
+    kept = divided.shares[region.exits[0]] if region.keeps_rows else None
+    result = None if kept is None else (kept.dim, tuple(place.ranges(kept)))
+    return _Piece(function, tuple(cuts), result)
 
 
 def _rows(x: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
@@ -175,12 +190,31 @@ def _totals(programs: Sequence[_Piece], operands: Sequence[Tensor]) -> tuple[Ten
     """Returns the sums of all pieces' parts, without a graph."""
     with torch.no_grad():
         whole = [operand.detach() for operand in operands]
-        totals: list[Tensor] | None = None
+        totals: list[Tensor] = []
         for piece in programs:
             parts = piece.run(piece.operands(whole))
-            totals = list(parts) if totals is None else [a + b for a, b in zip(totals, parts, strict=True)]
-    assert totals is not None
+            if piece.result is not None:
+                totals = totals or [_empty(parts[0], piece.result[0], programs)]
+                _put(totals[0], parts[0], piece.result)
+            else:
+                totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else list(parts)
     return tuple(totals)
+
+
+def _empty(part: Tensor, dim: int, programs: Sequence[_Piece]) -> Tensor:
+    """Returns the memory of all rows of a result of which `part` is a piece."""
+    ranges = [each for piece in programs if piece.result is not None for each in piece.result[1]]
+    shape = [*part.shape]
+    shape[dim] = sum(stop - start for start, stop in ranges)
+    return part.new_empty(shape)
+
+
+def _put(whole: Tensor, part: Tensor, cut: _Cut) -> None:
+    """Writes the rows of a piece to where they are in the whole."""
+    (dim, ranges), done = cut, 0
+    for start, stop in ranges:
+        whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, done, stop - start))
+        done += stop - start
 
 
 @final
@@ -226,8 +260,8 @@ def _add_piece(
         own[n].requires_grad_()
     with torch.enable_grad():
         parts = piece.run(own)
-    pairs = zip(parts, gradients, strict=True)
-    roots = [(part, g) for part, g in pairs if g is not None and part.requires_grad]
+    given = [(p, g) for p, g in zip(parts, gradients, strict=True) if g is not None and p.requires_grad]
+    roots = [(p, g if piece.result is None else _rows(g, *piece.result)) for p, g in given]
     if not roots:
         return
     found = torch.autograd.grad(
@@ -242,17 +276,13 @@ def _added(
     total: Tensor | None,
     gradient: Tensor,
     operand: Tensor,
-    cut: tuple[int, tuple[tuple[int, int], ...]] | None,
+    cut: _Cut | None,
 ) -> Tensor:
     """Returns the sum with the gradient of a piece: in its rows, or, of a whole operand, added in float32."""
     if cut is None:
         if total is None:
             return gradient.float() if operand.dtype.itemsize < 4 else gradient
         return total.add_(gradient)
-    dim, ranges = cut
     total = torch.zeros_like(operand) if total is None else total
-    done = 0
-    for start, stop in ranges:
-        total.narrow(dim, start, stop - start).copy_(gradient.narrow(dim, done, stop - start))
-        done += stop - start
+    _put(total, gradient, cut)
     return total

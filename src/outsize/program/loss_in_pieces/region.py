@@ -48,8 +48,9 @@ class RowRegion:
     """Describes instructions that turn rows of a value into results that add up over rows.
 
     `rows` is the value, and `dim` the dim of its rows. `operands` are all tensors that come from outside,
-    values before weights; `exits` are the slots of the results. `instructions` are as the rules know them;
-    `product`, the first of them, is run as a function of its weights. `metas` are those of the tape.
+    values before weights; `exits` are the slots of the results, which add up over rows unless the region
+    `keeps_rows`. `instructions` are as the rules know them; `products`, by their index, are run as functions
+    of their weights. `metas` are those of the tape.
     """
 
     model: nn.Module
@@ -60,7 +61,8 @@ class RowRegion:
     dim: int
     operands: tuple[Operand, ...]
     exits: tuple[int, ...]
-    product: Product
+    products: Mapping[int, Product]
+    keeps_rows: bool = False
 
     @property
     def size(self) -> int:
@@ -82,7 +84,7 @@ class RowRegion:
         cut: dict[Operand, Share] = {}
         for instruction in self.instructions:
             call = RuleInput(instruction, self.metas, known, self.weights)
-            step = _row_step(call, _module_of(instruction, modules), ranks)
+            step = row_step(call, module_of(instruction, modules), ranks)
             for operand, share in step.step.cut.items():
                 if cut.setdefault(operand, share) != share:
                     raise NotPropagated("it is read by different rows")
@@ -92,7 +94,7 @@ class RowRegion:
         whole = {
             leaf
             for i in self.instructions
-            for leaf in _operands(i)
+            for leaf in operands_of(i)
             if leaf in cut and leaf not in steps[i.index].step.cut
         }
         if whole:
@@ -162,7 +164,7 @@ def find_region(tape: Tape, model: nn.Module) -> RowRegion | None:
     alive = live(tape, {tape.loss.slot})
     products = list[tuple[int, Instruction, Product]]()
     for instruction in tape.instructions:
-        product = product_of(instruction, _module_of(instruction, modules), ndims)
+        product = product_of(instruction, module_of(instruction, modules), ndims)
         if product is not None and alive[instruction.index]:
             size = prod(tape.metas[next(iter(instruction.defines()))].shape)
             products.append((size, instruction, product))
@@ -214,8 +216,8 @@ def _followed(
         _insist_on_plain(instruction, first, made, tape)
         # Only what the region itself makes is divided: others may read the same rows whole.
         known = shares if instruction is first else {s: shares[s] for s in reads}
-        step = _row_step(
-            RuleInput(instruction, tape.metas, known, weights), _module_of(instruction, modules), pieces
+        step = row_step(
+            RuleInput(instruction, tape.metas, known, weights), module_of(instruction, modules), pieces
         )
         members.append(instruction)
         if step.method in ("cross_entropy", "average", "sum", "mean") and not any(step.step.out):
@@ -229,15 +231,14 @@ def _followed(
     if not exits:
         raise NotPropagated("no loss adds up over its rows")
     defined = {slot for i in members for slot in i.defines()}
-    operands = [
-        leaf for i in members for leaf in _operands(i) if isinstance(leaf, Weight) or leaf.slot not in defined
-    ]
-    operands += [Weight(name, "parameter") for name in (product.weight, product.bias) if name is not None]
+    everything = [leaf for i in members for leaf in operands_of(i)]
+    operands = [leaf for leaf in everything if isinstance(leaf, Weight) or leaf.slot not in defined]
+    operands += weights_of(product)
     entries = [leaf for leaf in dict.fromkeys(operands) if isinstance(leaf, Ref)]
     read = [leaf for leaf in dict.fromkeys(operands) if isinstance(leaf, Weight)]
     region = RowRegion(
         model, weights, tuple(members), tape.metas, product.input, dim, (*entries, *read), tuple(exits),
-        product,
+        {first.index: product},
     )  # fmt: skip
     _insist_on_order(tape, region, alive)
     region.in_pieces(pieces)
@@ -265,7 +266,7 @@ def _insist_on_order(tape: Tape, region: RowRegion, alive: Sequence[bool]) -> No
             raise NotPropagated("another instruction comes between")
 
 
-def _row_step(call: RuleInput, module: nn.Module | None, ranks: int) -> RowStep:
+def row_step(call: RuleInput, module: nn.Module | None, ranks: int) -> RowStep:
     """Returns the step of an instruction of a region. Raises NotPropagated."""
     step = follow_rows(call, module, ranks)
     if step.gather or step.step.dropout is not None or step.method == "attention":
@@ -276,11 +277,9 @@ def _row_step(call: RuleInput, module: nn.Module | None, ranks: int) -> RowStep:
 
 
 def run_form(region: RowRegion, instruction: Instruction) -> Instruction:
-    """Returns the instruction as it is run: the product as a function of its weights."""
-    if instruction.index != region.instructions[0].index:
-        return instruction
-    product = region.product
-    if not instruction.is_leaf:
+    """Returns the instruction as it is run: a product as a function of its weights."""
+    product = region.products.get(instruction.index)
+    if product is None or not instruction.is_leaf:
         return instruction
     names = (product.weight, product.bias)
     weight, bias = (None if name is None else Weight(name, "parameter") for name in names)
@@ -288,10 +287,17 @@ def run_form(region: RowRegion, instruction: Instruction) -> Instruction:
     return replace(instruction, target=target, args=(instruction.args[0], weight, bias), kwargs={}, casts=())
 
 
-def _module_of(instruction: Instruction, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+def weights_of(product: Product) -> list[Weight]:
+    """Returns the weights of a product."""
+    return [Weight(name, "parameter") for name in (product.weight, product.bias) if name is not None]
+
+
+def module_of(instruction: Instruction, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    """Returns the module that an instruction calls, if it calls one."""
     return modules[instruction.target] if isinstance(instruction.target, str) else None
 
 
-def _operands(instruction: Instruction) -> Iterator[Operand]:
+def operands_of(instruction: Instruction) -> Iterator[Operand]:
+    """Yields the tensors among the arguments of an instruction."""
     everything = leaves((instruction.args, instruction.kwargs))
     return (leaf for leaf in everything if isinstance(leaf, Ref | Weight))

@@ -25,6 +25,7 @@ from typing import Final, final
 from torch import nn
 
 from outsize.ir.graph import SMALL_BYTES, Work
+from outsize.program.loss_in_pieces.modules import wide_modules
 from outsize.program.loss_in_pieces.pieces import LossInPieces
 from outsize.program.loss_in_pieces.region import RowRegion, find_region
 from outsize.program.tape import Cost, Instruction, Ref, Tape, Weight
@@ -35,11 +36,14 @@ from outsize.program.tree import map_leaves
 _LEAST_BYTES: Final = 256 << 20
 
 
-def in_pieces(tape: Tape, model: nn.Module, pieces: int) -> Tape:
-    """Returns the tape with its loss in at most `pieces` pieces of rows; the tape itself where no part of it
-    can be computed so, or where one piece is asked for.
+def in_pieces(tape: Tape, model: nn.Module, pieces: int, of_modules: int = 1) -> Tape:
+    """Returns the tape with its loss in at most `pieces` pieces of rows, and its wide modules in so many; the
+    tape itself where no part of it can be computed so, or where one piece is asked for.
     """
     region = find_region(tape, model) if pieces > 1 else None
+    wide = wide_modules(tape, model) if of_modules > 1 else []
+    for each in wide:
+        tape = _with_pieces(tape, each, LossInPieces(each, of_modules))
     return tape if region is None else _with_pieces(tape, region, LossInPieces(region, pieces))
 
 
@@ -134,6 +138,7 @@ def _cost(tape: Tape, region: RowRegion, pieces: int) -> Cost:
     given, held = _given_sizes(tape, region), _held_bytes(tape, region)
     rows = tape.metas[region.rows.slot].size_bytes
     weights, sums = _weight_bytes(region)
+    kept = sum(tape.metas[slot].size_bytes for slot in region.exits)
     more = (pieces - 1) * weights
     forward = _repeated((w for c in costs for w in c.forward), pieces, more)
     backward = _repeated(
@@ -145,7 +150,7 @@ def _cost(tape: Tape, region: RowRegion, pieces: int) -> Cost:
         saved_bytes=sum(given),
         saved_small_bytes=sum(size for size in given if size < SMALL_BYTES),
         workspace_bytes=-(-held[0] // pieces),
-        backward_workspace_bytes=-(-max(held) // pieces) + rows + weights + sums,
+        backward_workspace_bytes=-(-max(held) // pieces) + kept + rows + weights + sums,
         cast_bytes=sum(c.cast_bytes for c in costs),
         forward=forward,
         backward_input=(*forward, *backward),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.capture.fakes.precision import casting, in_precision, inputs_in_precision
-from outsize.capture.graph.build import Captured, on_accelerators, with_loss_in_pieces
+from outsize.capture.graph.build import Captured, on_accelerators, with_pieces
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.graph.shortened import SizedGraphs, Stacks
 from outsize.capture.models.generation import cache_bytes, forward_arguments, generates
@@ -31,8 +31,8 @@ from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, re
 
 Recorded = TypeVar("Recorded")
 
-_Key = tuple[str, bool, int, int]
-"""Holds the precision, whether costs are those of accelerators, pieces of the loss, and samples."""
+_Key = tuple[str, bool, int, int, int]
+"""Holds the precision, whether costs are those of accelerators, pieces of loss and modules, and samples."""
 
 # These are keyword arguments of `engine.step` itself.
 _TAKEN = ("target", "update", "loss_scale")
@@ -44,8 +44,8 @@ class TrainingCase:
     """A model whose batch dims are known; it is captured under `precision`, once for each size.
 
     `accelerated` says that its costs are those of accelerators, which have kernels that a CPU lacks.
-    `inference` says that its weights are frozen and its forward has no loss. `loss_pieces` is that of its
-    plans (Plan).
+    `inference` says that its weights are frozen and its forward has no loss. `loss_pieces` and
+    `module_pieces` are those of its plans (Plan).
     """
 
     module: nn.Module
@@ -55,6 +55,7 @@ class TrainingCase:
     accelerated: bool = False
     inference: bool = False
     loss_pieces: int = 1
+    module_pieces: int = 1
     known: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
     known_short: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
     known_caches: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
@@ -113,21 +114,25 @@ class TrainingCase:
         module = _copied(self.module, device)
         return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, known={}, known_short={})
 
-    def in_pieces(self, pieces: int) -> TrainingCase:
-        """Returns the case with its loss in so many pieces of rows, as far as it can be."""
-        return self if pieces == self.loss_pieces else dataclasses.replace(self, loss_pieces=pieces)
+    def in_pieces(self, loss: int, modules: int = 1) -> TrainingCase:
+        """Returns the case with its loss, and its wide modules, in so many pieces of rows, as far as they can
+        be.
+        """
+        if (loss, modules) == (self.loss_pieces, self.module_pieces):
+            return self
+        return dataclasses.replace(self, loss_pieces=loss, module_pieces=modules)
 
     def captured(self, samples: int) -> Captured:
         """Returns the model captured at `samples` samples."""
-        key = self.precision, self.accelerated, self.loss_pieces, samples
+        key = self.precision, self.accelerated, self.loss_pieces, self.module_pieces, samples
         if key not in self.known:
             self.known[key] = self._made(samples)
         return self.known[key]
 
     def _made(self, samples: int) -> Captured:
-        if self.loss_pieces > 1:
+        if max(self.loss_pieces, self.module_pieces) > 1:
             whole = self.in_pieces(1).captured(samples)
-            return with_loss_in_pieces(whole, self.module, self.loss_pieces)
+            return with_pieces(whole, self.module, self.loss_pieces, self.module_pieces)
         return self._accelerated(samples) if self.accelerated else self._recorded(samples)
 
     def _accelerated(self, samples: int) -> Captured:
@@ -153,7 +158,7 @@ class TrainingCase:
         recorded = [
             samples
             for *how, samples in self.known
-            if how == [self.precision, self.accelerated, self.loss_pieces]
+            if how == [self.precision, self.accelerated, self.loss_pieces, self.module_pieces]
         ]
         return SizedGraphs(stacks, lambda samples: graph_of(self.captured(samples)), short, recorded)
 

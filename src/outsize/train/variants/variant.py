@@ -232,10 +232,10 @@ class Variants:
         with whole_shapes(self._model), nullcontext() if tensor is None else tensor.whole():
             tape = self._record(part, loss_fn)
             # The loss's own program, in one piece, says what it was divided by.
-            planned = tape if outputs else in_pieces(tape, self._model, self._plan.loss_pieces)
+            planned = tape if outputs else self._in_pieces(tape)
             captured = build_graph(planned, self._model)
             tape = self._with_inputs(tape, part, loss_fn)
-            planned = tape if outputs else in_pieces(tape, self._model, self._plan.loss_pieces)
+            planned = tape if outputs else self._in_pieces(tape)
             captured = replace(captured, tape=planned)
             own = planned if self._options.context is None else self._options.context.local(planned)
             own = own if tensor is None else tensor.local(own)
@@ -257,6 +257,9 @@ class Variants:
             ReadGuards(tape.reads, tape.decisions),
             home,
         )
+
+    def _in_pieces(self, tape: Tape) -> Tape:
+        return in_pieces(tape, self._model, self._plan.loss_pieces, self._plan.module_pieces)
 
     def _with_inputs(self, tape: Tape, part: Batch, loss_fn: LossFn | None) -> Tape:
         """Returns the tape with the numbers that keep changing as inputs, as far as they can be followed."""
