@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import resource
-import sys
+import subprocess
 from collections.abc import Callable, Generator, Iterator
+from functools import wraps
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +44,21 @@ def pytest_configure(config: pytest.Config) -> None:
     unpickled.guard()
     if sim_process.is_child():
         sim_process.prepare_child(config)
-    forked_python = str(Path(__file__).parent / "unit" / "forked_python.py")
+    os.fork = _counted(os.fork)
+    subprocess.Popen.__init__ = _counted(subprocess.Popen.__init__)
 
-    def count(event: str, _: Any) -> None:
-        is_fork = event == "os.fork" and sys._getframe(1).f_code.co_filename != forked_python
-        STARTED["programs"] += is_fork or event == "subprocess.Popen"
 
-    sys.addaudithook(count)
+def _counted(start: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose calls are counted as programs. An audit hook, which would count as well, is called
+    for each `id()`, too: 2 % of the seconds of tests that record models.
+    """
+
+    @wraps(start)
+    def started(*arguments: Any, **named: Any) -> Any:
+        STARTED["programs"] += 1
+        return start(*arguments, **named)
+
+    return started
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,8 +71,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, leaves out tests marked `full`. Workers of pytest-xdist take the longest files first.
-    Tests of the simulated device have their time limits in the process that runs them.
+    """Without --all, leaves out tests marked `full`.
+
+    Workers of pytest-xdist take the longest files first, and before them those whose seconds are not known: a
+    long one at the end would keep one worker busy alone. Tests of the simulated device have their time limits
+    in the process that runs them.
     """
     if not config.getoption("--all"):
         rare = [item for item in items if item.get_closest_marker("full")]
@@ -72,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(0), append=False)
     if hasattr(config, "workerinput"):
         seconds = {config.rootpath / name: s for name, s in json.loads(SECONDS.read_text()).items()}
-        items.sort(key=lambda item: -seconds.get(item.path, 0.0))
+        items.sort(key=lambda item: -seconds.get(item.path, inf))
 
 
 @pytest.hookimpl(tryfirst=True)

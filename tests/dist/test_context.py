@@ -36,6 +36,8 @@ MESHES = (
     "gpt2 eager:pp2:pieces",
     "llama:tp2:sequence:pieces",
 )
+# With --all alone: each axis and each mark is in one of the others, too.
+RARE_MESHES = ("t5:pp2:selective", "gpt2 eager:replicate2", "llama:replicate2:sharded", "gpt2 eager:tp2")
 FLOAT32_INSIDE = ("gemma",)  # it casts to float32 by itself
 
 Found = list[dict[str, dict[str, Any]]]
@@ -55,13 +57,17 @@ def cp2(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def meshes(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(4, tmp_path_factory.mktemp("cp4"), list(MESHES))
+def meshes(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    everything = pytestconfig.getoption("--all")
+    cases = [name for name in MESHES if everything or name not in RARE_MESHES]
+    return run(4, tmp_path_factory.mktemp("cp4"), cases)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if name in RARE else []) for name in ALONE]
-)
+def marked(names: tuple[str, ...], rare: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.full] if name in rare else []) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(ALONE, RARE))
 def test_two_ranks_train_as_one_process(cp2: Found, name: str) -> None:
     """Gradients, and parameters after three clipped steps of AdamW of two accumulated batches each."""
     within = 1e-6 if name in FLOAT32_INSIDE else 1e-12
@@ -86,7 +92,7 @@ def test_keys_and_values_are_gathered_before_heads_are_repeated(cp2: Found) -> N
     assert sent["reduce_scatter"] % (2 * 9 * 2 * 4 * 2 * 2 * 8) == 0
 
 
-@pytest.mark.parametrize("case", MESHES)
+@pytest.mark.parametrize("case", marked(MESHES, RARE_MESHES))
 def test_meshes_train_as_one_process(meshes: Found, case: str) -> None:
     for rank in meshes:
         assert rank[case]["gradients"] < 1e-12

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from patience import until
 from torch import nn
 
 import outsize
@@ -57,12 +57,8 @@ def test_weights_and_biases_writes_offline(tmp_path: Path) -> None:
     losses = run(tmp_path, WeightsAndBiases("project", dir=str(tmp_path), settings={"silent": True}))
     (written,) = tmp_path.rglob("offline-run-*/run-*.wandb")
     wanted = {*(name.encode() for name in NAMES), repr(losses[3])[:8].encode()}
-    for _ in range(100):  # its own process writes the file after `finish` has returned
-        missing = {each for each in wanted if each not in written.read_bytes()}
-        if not missing:
-            break
-        time.sleep(0.2)
-    assert missing == set()
+    # Its own process writes the file after `finish` has returned.
+    until(lambda: all(each in written.read_bytes() for each in wanted))
 
 
 def test_mlflow_writes_to_a_folder(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_two_tasks_that_a_signal_reaches_are_queued_again(cluster: Slurm, tmp_pa
     cluster.wait(number, lambda _: has_started(tmp_path), PATIENCE_S)
     cluster.run("scancel", "--signal=USR1", number)
     done = cluster.wait(
-        number, lambda job: job["Restarts"] == "1" and job["JobState"] in ("COMPLETED", "FAILED"), 120
+        number, lambda job: job["Restarts"] == "1" and job["JobState"] in ("COMPLETED", "FAILED"), PATIENCE_S
     )
     assert done["ExitCode"] in ("0:0", "1:0")  # [ $? = 75 ] is the last command
     check_the_digits(tmp_path)
