@@ -69,10 +69,11 @@ def test_the_examples_print_as_notebooks_what_they_print_as_scripts(tmp_path: Pa
         assert "".join(own) == (EXAMPLES / f"{name}.out").read_text(encoding="utf-8")
 
 
-def test_a_script_runs_as_a_notebook(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["nanogpt", "lora", "diffusion"])
+def test_a_script_runs_as_a_notebook(script: str, tmp_path: Path) -> None:
     """In a folder of its own, because it saves checkpoints."""
     setup = SETUP + "from outsize.capture.models.imports import import_transformers; import_transformers()"
-    place, *codes = codes_of("nanogpt_outsize")
+    place, *codes = codes_of(f"{script}_outsize")
     assert place == "%cd -q ../scripts"
     assert len(codes) >= 3
-    assert are_alike("".join(executed([setup, *codes], tmp_path)), shown("nanogpt"))
+    assert are_alike("".join(executed([setup, *codes], tmp_path)), shown(script))
