@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from patience import free_port
+from patience import PATIENCE_S, free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
@@ -80,7 +80,7 @@ class Slurm:
         """Runs a command and returns what it prints; an error is raised with what it says."""
         environment = {**self.environment, **variables}
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+            command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout

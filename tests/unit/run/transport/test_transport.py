@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from torch import Tensor, nn
 
 import outsize
@@ -48,7 +49,7 @@ class Work:
     def wait(self) -> None:
         self.wires.waits[self.name] += 1
         if self.into is not None:
-            self.into.view(-1).copy_(self.box.get(timeout=20).view(-1))
+            self.into.view(-1).copy_(self.box.get(timeout=PATIENCE_S).view(-1))
 
 
 @dataclass
