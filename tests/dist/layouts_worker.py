@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,7 +60,11 @@ def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return fresh(name).to(dtype), batch_of(case(name)).mapped(cast)
+    model = fresh(name).to(dtype)
+    implementation: Any = getattr(model, "set_experts_implementation", None)
+    if dtype == torch.float64 and implementation is not None:
+        implementation("eager")  # Grouped products have no float64.
+    return model, batch_of(case(name)).mapped(cast)
 
 
 def plain(name: str, dtype: torch.dtype, steps: int, draw: int = 0) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def engine_of(name: str, dtype: torch.dtype, axes: dict[str, int], world: World)
     model, batch = made(name, dtype)
     loss, target = case(name).loss, batch.target or None
     wishes: dict[str, Any] = {("stages" if axis == "pp" else axis): size for axis, size in axes.items()}
-    replicas = axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
+    replicas = prod(axes.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "ep"))
     plan = outsize.plan(
         model, batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", loss_fn=loss, target=target,
         microbatches=MICROBATCHES // replicas, **wishes,

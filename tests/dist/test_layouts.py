@@ -23,8 +23,20 @@ LAYOUTS: Final = (
     {"dp_shard": 2, "tp": 2},
     {"pp": 2, "dp_shard": 2},
     {"pp": 2, "tp": 2, "dp_replicate": 2},
+    {"ep": 2},
+    {"pp": 2, "ep": 2},
 )
+ALL_AXES: Final = {"pp": 2, "tp": 2, "dp_replicate": 2}
 MODELS: Final = ("llama", "gpt2", "t5", "vit", "resnet18", "unet", "deeplabv3_resnet")
+EXPERTS: Final = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "granitemoe",
+    "ernie4_5_moe",
+)
 MOST: Final = {"fp32": 2e-6, "fp64": 1e-10}
 Found = dict[str, dict[str, float] | str]
 HEAD: Final = """# Layouts: every combination of axes against one process
@@ -38,6 +50,7 @@ first gradients and of the last parameters, relative to each tensor's largest el
 Inputs: 16 random tokens a sample (Llama; GPT-2, whose head is tied to its embedding; T5, with 12 to predict);
 images of 32 x 32 random pixels, of 64 x 64 for ResNet-18; a label a pixel for U-Net and DeepLabV3. Models are
 the parity tests' (`tests/parity/zoo.py`); DeepLabV3 is torchvision's own on a backbone of four bottlenecks.
+Layouts with ep train models with experts, by 12 random tokens a sample.
 
 Three optimizer steps, but one of ResNet-18 and DeepLabV3 in fp32. Replicas add up gradients in another order;
 with weights that are an ulp away an activation near zero changes its sign, and its ReLU the gradient with it.
@@ -56,6 +69,11 @@ The plain loop against itself, three steps, the largest of three draws:
 """
 
 
+def models_of(axes: dict[str, int]) -> tuple[str, ...]:
+    """The models that a layout trains."""
+    return EXPERTS if "ep" in axes else MODELS
+
+
 def launched(folder: Path, axes: dict[str, int], *cases: str) -> Found:
     """The largest distances of all ranks."""
     ranks, most_s = prod(axes.values()), WHOLE_S * (1 + len(cases))
@@ -72,7 +90,7 @@ def _largest(found: list[Any]) -> dict[str, float] | str:
 @pytest.mark.dist
 def test_all_three_axes_at_once(tmp_path: Path) -> None:
     """Eight processes."""
-    found = launched(tmp_path, LAYOUTS[-1], "llama:fp64")["llama:fp64"]
+    found = launched(tmp_path, ALL_AXES, "llama:fp64")["llama:fp64"]
     assert isinstance(found, dict)
     assert max(found.values()) < MOST["fp64"]
 
@@ -100,8 +118,15 @@ def launches(
 @pytest.mark.dist
 @pytest.mark.full
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize("case", [f"{model}:{precision}" for model in MODELS for precision in MOST])
-@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=lambda at: "-".join(LAYOUTS[at]))
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        pytest.param(at, f"{model}:{precision}", id=f"{'-'.join(axes)}-{model}:{precision}")
+        for at, axes in enumerate(LAYOUTS)
+        for model in models_of(axes)
+        for precision in MOST
+    ],
+)
 def test_every_layout_trains_every_model(launches: Callable[[int], Found], layout: int, case: str) -> None:
     """A model without anything to divide is refused with tp; what clips too much trains by so much less."""
     answer, most = launches(layout)[case], MOST[case.split(":")[1]]
@@ -138,7 +163,7 @@ def _update(rows: list[str]) -> None:
     """The page with these rows in the place of those of the same cells."""
     kept = [line for line in PAGE.read_text().splitlines() if "| fp" in line]
     cells = {_cell(row): row for row in (*kept, *rows)}
-    ours = (_row(axes, f"{m}:{p}", "") for axes in LAYOUTS for m in MODELS for p in MOST)
+    ours = (_row(axes, f"{m}:{p}", "") for axes in LAYOUTS for m in models_of(axes) for p in MOST)
     own = (f"| {name} | {precision} |" for name in KINKED for precision in MOST)
     tables = ([f"{cells[c]}\n" for c in map(_cell, rows) if c in cells] for rows in (ours, own))
     above, below = map("".join, tables)

@@ -12,6 +12,8 @@
                 beside W, max(C, W + crowded min(C, W)) - W are seen
     cp          the same shares of work, by tokens; keys and values are gathered before attention, and their
                 gradients scattered behind it (program/context_parallel)
+    ep          rows are sent to the ranks of their experts and back (`routed_times`), on top of the above;
+                the sum of tp over a unit with experts stays counted, where a gather of half its bytes runs
     replicas    a unit takes as long as on one device. Collectives of weights and gradients
                 (`WeightCollectives`) are actions of their own: UNSHARD gathers weights over
                 dp_shard x cp, REDUCE_GRAD scatters gradients there and sums them among all that have the
@@ -35,6 +37,7 @@ from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph, ShardedFraction, Work
+from outsize.ir.plan import Axes
 from outsize.planner.costs.collectives import Collective, collective_s
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds, passes_of, seconds
@@ -99,14 +102,17 @@ def split_times(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: C
     return times
 
 
-def routed_times(graph: ModelGraph, times: UnitSeconds, ep: int, cluster: Cluster) -> UnitSeconds:
-    """Returns the seconds of each unit on one of `ep` ranks that divide experts, with what is sent there and
-    back; a mean rank computes as many rows as it sends.
+def routed_times(graph: ModelGraph, times: UnitSeconds, axes: Axes, cluster: Cluster) -> UnitSeconds:
+    """Returns the seconds of each unit on one of the ranks of ep and tp that divide experts, with what is
+    sent there and back; a mean rank computes as many rows as it sends. `times`: those without.
+
+    Each rank of tp and of cp sends its part of the tokens.
     """
-    ranks = range(ep)
+    alike = axes.tp * axes.cp
+    ranks = [first + rank for first in range(0, axes.ep * alike, alike) for rank in range(axes.tp)]
     waits = [
-        collective_s("all_gather", sent_bytes(unit, ep), ranks, cluster)
-        + collective_s("reduce_scatter", sent_bytes(unit, ep), ranks, cluster)
+        collective_s("all_gather", sent_bytes(unit, len(ranks)) // alike, ranks, cluster)
+        + collective_s("reduce_scatter", sent_bytes(unit, len(ranks)) // alike, ranks, cluster)
         if unit.routed_bytes
         else 0.0
         for unit in graph.units

@@ -89,7 +89,7 @@ class CostTables:
         self._moved: dict[Key, float] = {}
         self._ranks: dict[Key, tuple[ModelGraph, Profile]] = {}
         self._expert_ranks: dict[Key, tuple[ModelGraph, Profile]] = {}
-        self._shares: dict[tuple[int, bool], Sharing] = {}
+        self._shares: dict[tuple[int, bool, int], Sharing] = {}
         self._works: dict[Key, PrefixTimes] = {}
         self._cases: dict[Key, PricedModel] = {}
         self._alike: dict[Key, Cluster] = {}
@@ -498,14 +498,21 @@ class CostTables:
         return self._costs[key]
 
     def _split(self, layout: Layout, device: Device) -> UnitSeconds:
-        """Returns the seconds of a device of a tensor- and context-parallel group; layouts share them."""
+        """Returns the seconds of a device of a group that divides layers, sequences or experts; layouts share
+        them.
+        """
+        axes, times = layout.axes, self._shared(layout, device)
+        if axes.ep == 1:
+            return times
+        key = "experts", layout.captured, axes.ep, axes.tp, axes.cp, layout.splits_backward, device.kind
+        if key not in self._costs:
+            self._costs[key] = routed_times(self.graph(layout), times, axes, self._like(device))
+        return self._costs[key]
+
+    def _shared(self, layout: Layout, device: Device) -> UnitSeconds:
+        """Returns the seconds of a device of a tensor- and context-parallel group."""
         alone = self._alone(layout.captured, device)
         axes, alike = layout.axes, self._like(device)
-        if axes.ep > 1:
-            key = "experts", layout.captured, axes.ep, device.kind
-            if key not in self._costs:
-                self._costs[key] = routed_times(self.graph(layout), alone, axes.ep, alike)
-            return self._costs[key]
         if layout.microbatch_ranks == 1:
             return alone
         splits = layout.splits_backward
@@ -534,7 +541,7 @@ class CostTables:
         return self._made[captured]
 
     def _sharing(self, layout: Layout) -> Sharing:
-        key = layout.captured, layout.sequence
+        key = layout.captured, layout.sequence, layout.axes.ep
         if key not in self._shares:
             self._shares[key] = Sharing.of(styled(self.graph(layout), layout.sequence))
         return self._shares[key]

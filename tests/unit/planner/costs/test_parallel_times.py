@@ -16,7 +16,7 @@ from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, split_times
+from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, routed_times, split_times
 from outsize.planner.costs.roofline import roofline, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
@@ -34,6 +34,33 @@ def cluster(name: str = "4xh100-80gb", latency_s: float = 0.25, bytes_per_s: flo
         }
     )
     return found.model_copy(update={"inner": link})
+
+
+@pytest.mark.parametrize(
+    ("axes", "sent", "ranks"),
+    [
+        (Axes(ep=2), 2 * 400, [0, 1]),
+        (Axes(ep=4), 3 * 400, [0, 1, 2, 3]),
+        (Axes(ep=2, tp=2), 3 * 400 // 2, [0, 1, 2, 3]),
+        (Axes(ep=2, cp=2), 2 * 400 // 2, [0, 2]),
+    ],
+)
+def test_rows_are_sent_to_the_ranks_of_their_experts_and_back(
+    axes: Axes, sent: int, ranks: list[int]
+) -> None:
+    """The smaller of both forms, of this rank's part of the tokens; all other units are as they were."""
+    graph, _ = chain([1.0, 1.0, 1.0])
+    units = [
+        u.model_copy(update={"routed_bytes": 400, "choices": 3}) if u.index == 1 else u for u in graph.units
+    ]
+    graph = graph.model_copy(update={"units": tuple(units)})
+    alone = UnitSeconds.from_rows([[1.0, 1.0, 0.0]] * 3)
+    found = routed_times(graph, alone, axes, cluster())
+    n = len(ranks)
+    # There and back: n - 1 hops of a quarter second, and what a ring sends at 100 bytes a second.
+    wait_s = 2 * ((n - 1) * 0.25 + sent * (n - 1) / n / 100)
+    assert (found.forward - alone.forward).tolist() == pytest.approx([0, wait_s, 0])
+    assert (found.backward_input - alone.backward_input).tolist() == pytest.approx([0, wait_s, 0])
 
 
 SUMS: dict[str | None, int] = {"o": 400, "down": 1000}

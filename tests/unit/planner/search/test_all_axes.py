@@ -47,6 +47,25 @@ def undivided(found: Models) -> Models:
     return {count: (graph.model_copy(update=nothing), profile) for count, (graph, profile) in found.items()}
 
 
+def routed(found: Models, count: int = 4) -> Models:
+    """The same, and every second unit has `count` experts, of which a token chooses two."""
+
+    def changed(graph: ModelGraph) -> ModelGraph:
+        units = [
+            unit.model_copy(update={"routed_bytes": 64 // len(found), "choices": 2})
+            if unit.index % 2
+            else unit
+            for unit in graph.units
+        ]
+        parameters = [
+            p.model_copy(update={"experts": count, "shape": (count, p.size_bytes // count)}) if at % 2 else p
+            for at, p in enumerate(graph.parameters)
+        ]
+        return graph.model_copy(update={"units": tuple(units), "parameters": tuple(parameters)})
+
+    return {count: (changed(graph), profile) for count, (graph, profile) in found.items()}
+
+
 def small(memory_bytes: int, devices: int = 4, bytes_per_s: float = 1e6) -> Cluster:
     cluster = make_cluster(f"{devices}xcpu", "cpu", 1, devices, memory_bytes)
     link = cluster.inner.model_copy(update={"latency_s": 0.0, "bytes_per_s": bytes_per_s})
@@ -99,6 +118,31 @@ def test_nothing_that_is_asked_for_is_faster(seconds: list[int], memory: int, sp
         if replicate * shard * tp in (2, 4):
             flags = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, "schedule": "1f1b", "axes": "pp"}
             assert best_s <= step_s(found, cluster, **flags) * TIE, flags
+
+
+@few
+@given(rows, st.sampled_from((1500, 2500, 10**6)), st.sampled_from((1e3, 1e6)))
+def test_nothing_that_is_asked_for_with_experts_is_faster(
+    seconds: list[int], memory: int, speed: float
+) -> None:
+    """Every mesh with ep of four devices by its flags, tp too."""
+    found, cluster = routed(models(seconds)), small(memory, 4, speed)
+    best_s = step_s(found, cluster, axes="all")
+    for replicate, shard, tp, ep in product((1, 2, 4), repeat=4):
+        if ep > 1 and replicate * shard * tp * ep in (2, 4):
+            flags = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, "ep": ep}
+            asked_s = step_s(found, cluster, **flags, schedule="1f1b", axes="pp")
+            assert best_s <= asked_s * TIE, flags
+
+
+def test_experts_are_divided_where_links_are_fast_and_nothing_else_is_to_divide() -> None:
+    """A quarter of the batch takes 12 s on a rank with all weights, which has no room for them; where links
+    are slow, stages are divided, too.
+    """
+    rows_of = {m: chain([8 / m] * 6, 64 // m, 4000, saved_bytes=8, batch_size=BATCH // m) for m in (2, 4, 8)}
+    found = undivided(routed(rows_of))
+    assert asked(found, small(36_000, 4, 1e5), axes="all").axes == Axes(ep=4)
+    assert asked(found, small(36_000, 4, 1e3), axes="all").axes == Axes(pp=2, ep=2)
 
 
 @few
