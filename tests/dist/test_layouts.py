@@ -93,7 +93,10 @@ def launches(
 ) -> Iterator[Callable[[int], Found]]:
     """What the cases that are asked for have found: one launch for each layout; their rows are written."""
     folder, known = tmp_path_factory.mktemp("layouts"), dict[int, Found]()
-    wanted = [i.callspec.params for i in request.session.items if "layout" in getattr(i, "fixturenames", ())]
+    cases = (
+        i for i in request.session.items if isinstance(i, pytest.Function) and "layout" in i.fixturenames
+    )
+    wanted = [case.callspec.params for case in cases]
 
     def found(layout: int) -> Found:
         if layout not in known:
