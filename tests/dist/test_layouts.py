@@ -100,7 +100,7 @@ def launches(
 
     def found(layout: int) -> Found:
         if layout not in known:
-            cases = [params["case"] for params in wanted if params["layout"] == layout]
+            cases = [str(params["case"]) for params in wanted if params["layout"] == layout]
             known[layout] = launched(folder, LAYOUTS[layout], *cases)
         return known[layout]
 
