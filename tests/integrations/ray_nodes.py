@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,7 @@ STEPS = 3  # with each number of workers
 
 def main(script: str, folder: Path) -> int:
     """Returns the script's exit code."""
-    nodes: Any = import_module("ray.cluster_utils").Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
+    nodes = started()
     variables = os.environ | {"RAY_ADDRESS": nodes.address}
     run = subprocess.Popen([sys.executable, script, str(folder)], env=variables)
 
@@ -32,7 +31,7 @@ def main(script: str, folder: Path) -> int:
 
     try:
         until_steps_of("1")
-        second = nodes.add_node(num_cpus=1)
+        second = nodes.add_node(num_cpus=1, wait=False)
         until_steps_of("2")
         nodes.remove_node(second)
         until_steps_of("1")
@@ -42,6 +41,17 @@ def main(script: str, folder: Path) -> int:
         run.kill()
         run.wait()
         nodes.shutdown()
+
+
+def started() -> Any:
+    """Returns a Ray of one node. Ray gives its start 30 s, which a busy machine may need more than once."""
+    for _ in range(5):
+        with suppress(Exception):
+            return import_module("ray.cluster_utils").Cluster(
+                initialize_head=True,
+                head_node_args={"num_cpus": 1, "include_dashboard": False, "wait": False},
+            )
+    raise AssertionError("Ray does not start")
 
 
 def lines_in(folder: Path) -> list[list[str]]:
