@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import outsize
 from outsize.capture.models.imports import import_transformers
 from outsize.errors import BadOption
-from outsize.ir.findings import LossInPieces
+from outsize.ir.findings import PiecesOfLoss
 from outsize.ir.plan import Plan
 
 transformers = import_transformers()
@@ -219,7 +219,7 @@ def test_the_search_takes_pieces_where_logits_do_not_fit() -> None:
 
     plan = planned_on("1x1GB")
     assert plan.loss_pieces > 1
-    (reason,) = (each for each in plan.why if isinstance(each, LossInPieces))
+    (reason,) = (each for each in plan.why if isinstance(each, PiecesOfLoss))
     assert reason.piece_bytes * plan.loss_pieces <= reason.whole_bytes
     assert planned_on("1x24GB").loss_pieces == 1
     assert planned_on("1x24GB", loss_pieces=4).loss_pieces == 4

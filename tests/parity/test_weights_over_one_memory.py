@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.errors import BadOption
 from outsize.program.objects import model_copy
-from outsize.program.shared_storage import overlapping
+from outsize.program.values.shared_storage import overlapping
 
 
 class Transposed(nn.Module):

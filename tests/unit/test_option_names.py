@@ -13,7 +13,7 @@ from torch import nn
 
 import outsize
 from outsize.api.options import request_of
-from outsize.api.planned_precision import PrecisionNote, warn_of_precision
+from outsize.capture.models.planned_precision import PrecisionNote, warn_of_precision
 from outsize.errors import BadOption
 from outsize.ir.answers.request import PlanRequest, RequestOptions
 from outsize.ir.schedule import Schedule

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
-from outsize.ir.findings import LossInPieces
+from outsize.ir.findings import PiecesOfLoss
 from outsize.ir.offload import HOSTED
 from outsize.ir.plan import Plan
 from outsize.planner.evaluate.ranking import BITS
@@ -80,7 +80,7 @@ def _told(plan: Plan, sizes: LossBytes | None) -> Plan:
     if sizes is None:
         return plan
     ranks = plan.axes.cp
-    reason = LossInPieces(
+    reason = PiecesOfLoss(
         pieces=plan.loss_pieces,
         whole_bytes=sizes.whole_bytes // ranks,
         piece_bytes=sizes.whole_bytes // (ranks * plan.loss_pieces),

@@ -26,10 +26,10 @@ from outsize.api.options import (
     reads_options,
     request_of,
 )
-from outsize.api.planned_precision import warn_of_precision
 from outsize.api.planning import Args, Kwargs, plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run, find_cluster
+from outsize.capture.models.planned_precision import warn_of_precision
 from outsize.device.accelerators import CPU, device_type, is_accelerator
 from outsize.errors import BadCheckpoint, BadOption
 from outsize.ir.answers.request import LayoutOptions, PlanRequest

@@ -239,7 +239,7 @@ class SequenceParallel(Finding):
 
 
 @final
-class LossInPieces(Finding):
+class PiecesOfLoss(Finding):
     """Says in how many pieces of rows the loss is computed, and the bytes of its logits and what is made of
     them: of all rows of a device's microbatch, and of one piece. `module_pieces` are those of wide modules.
     """
@@ -491,7 +491,7 @@ Reason = Annotated[
     | FirstReplicaStatistics
     | WholeBatchStatistics
     | SequenceParallel
-    | LossInPieces
+    | PiecesOfLoss
     | TensorParallel
     | ModelTensorPlan
     | ContextParallel

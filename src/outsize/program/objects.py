@@ -23,8 +23,8 @@ from typing import Any, Final, Literal, final
 import torch
 from torch import Tensor, nn
 
-from outsize.program.containers import builtin_type, elements_of, items_of, refill
-from outsize.program.shared_storage import copies_that_share
+from outsize.program.values.containers import builtin_type, elements_of, items_of, refill
+from outsize.program.values.shared_storage import copies_that_share
 
 Step = tuple[str, Any]
 Path = tuple[Any, ...]  # the number of a root, then steps

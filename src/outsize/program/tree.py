@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from outsize.program.containers import refill
+from outsize.program.values.containers import refill
 
 Fn = Callable[[Any], Any]
 ITEM: Final = "[]"

@@ -65,7 +65,6 @@ from outsize.ir.findings import (
     HostRoofline,
     HostStates,
     LinkBound,
-    LossInPieces,
     Measured,
     MemoryBound,
     MemoryShortage,
@@ -74,6 +73,7 @@ from outsize.ir.findings import (
     NoPipelineFits,
     NotChosen,
     PeakMargin,
+    PiecesOfLoss,
     Refusal,
     SequenceParallel,
     SingleUnit,
@@ -302,7 +302,7 @@ def _sequence_parallel(f: SequenceParallel) -> str:
 
 
 @sentence.register
-def _loss_in_pieces(f: LossInPieces) -> str:
+def _loss_in_pieces(f: PiecesOfLoss) -> str:
     return (
         f"the loss is computed in {f.pieces} pieces of rows: logits and what is made of them take "
         f"{bytes_text(f.piece_bytes)} at a time instead of {bytes_text(f.whole_bytes)}, and are computed "

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from outsize.program.containers import refill
 from outsize.program.objects import snapshot
 from outsize.program.tree import map_leaves
+from outsize.program.values.containers import refill
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

@@ -30,9 +30,9 @@ from outsize.capture.guards.values import (
     parts_of,
     snapshot_of,
 )
-from outsize.program.containers import elements_of
 from outsize.program.objects import ABSENT
 from outsize.program.python_reads import LOOK_UP, NumberDecision, PythonRead, ValuePlace
+from outsize.program.values.containers import elements_of
 
 
 @final

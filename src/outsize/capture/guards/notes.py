@@ -35,10 +35,10 @@ from outsize.capture.guards.lookup import (
     put_back,
 )
 from outsize.capture.guards.values import DEPTH, PLAIN, is_container, parts_of
-from outsize.program.containers import content_of, refill
 from outsize.program.objects import ABSENT
 from outsize.program.python_reads import LOOK_UP, LOSS, PythonRead
 from outsize.program.source_line import line_of
+from outsize.program.values.containers import content_of, refill
 
 Key = tuple[str, int, Any]  # kind, id of the holder, key
 Step = tuple[str, Any]

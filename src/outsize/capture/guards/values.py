@@ -16,8 +16,8 @@ from typing import Any, Final, final
 import numpy as np
 from torch import Tensor
 
-from outsize.program.containers import content_of, elements_of, items_of
 from outsize.program.objects import ABSENT
+from outsize.program.values.containers import content_of, elements_of, items_of
 
 DEPTH: Final = 6
 ARRAY_BYTES: Final = 65536

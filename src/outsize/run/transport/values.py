@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outsize.program.containers import refill
+from outsize.program.values.containers import refill
 from outsize.run.transport.wire_layout import WireLayout, packed_bytes
 
 _ATOMS: Final = (type(None), bool, int, float, str)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
-from outsize.program.shared_storage import overlapping
+from outsize.program.values.shared_storage import overlapping
 from outsize.run.by_module.broadcast import Exchange
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.moves.fsdp import may_be_sharded
