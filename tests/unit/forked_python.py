@@ -42,6 +42,7 @@ from unittest.mock import patch
 import outsize
 
 TESTS = str(Path(__file__).parents[1])
+OWN = str(Path(outsize.__file__).parent)
 # What outsize imports late: once here instead of once in each child.
 PRELOADED = (
     "numpy.random",
@@ -85,7 +86,7 @@ def _fork(command: Sequence[Any], programs: Sequence[bytes], *rest: Any) -> int:
         if variables is not None:
             pairs = (variable.partition(b"=") for variable in variables)
             _take_environment({os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs})
-        _forget_the_test()
+        _forget_the_test(paths)
         code = _run([os.fsdecode(part) for part in command[1:]], paths)
     except BaseException:
         traceback.print_exc()
@@ -148,8 +149,17 @@ def _take_environment(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _forget_the_test() -> None:
-    """What pytest, its plugins and the tests before have set in this process."""
+def _is_of_a_test(module: ModuleType, paths: Sequence[str]) -> bool:
+    """Whether a module's file is in this folder of tests, or in none from which programs import."""
+    file = getattr(module, "__file__", None) or ""
+    is_installed = not os.path.isabs(file) or any(path and file.startswith(path) for path in (*paths, OWN))
+    return file.startswith(TESTS) or not is_installed
+
+
+def _forget_the_test(paths: Sequence[str]) -> None:
+    """What pytest, its plugins and the tests before have set in this process; also modules that they have
+    imported from folders of their own, whose names another test's program may use.
+    """
     import numpy as np
     import torch
 
@@ -164,7 +174,7 @@ def _forget_the_test() -> None:
     sys.settrace(None)
     sys.meta_path[:] = [finder for finder in sys.meta_path if "pytest" not in type(finder).__module__]
     for name, module in list(sys.modules.items()):
-        if _is_program(name) or (getattr(module, "__file__", None) or "").startswith(TESTS):
+        if _is_program(name) or _is_of_a_test(module, paths):
             del sys.modules[name]
     tempfile.tempdir = None  # It is found anew, by this program's TMPDIR.
     logging.root.handlers.clear()

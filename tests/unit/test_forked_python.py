@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,18 @@ def test_a_fork_starts_forks_and_other_programs_are_programs(tmp_path: Path) -> 
         status, out, err = ended(tmp_path, "-c", code)
     assert (status, out.splitlines()[1:], err) == (0, ["True", "said"], "")
     assert int(out.split()[0]) != os.getpid()
+
+
+def test_a_module_of_another_folder_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests before this one may have imported a `toy` from their own folder."""
+    for folder in ("theirs", "ours"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "toy_of_two.py").write_text(f"whose = {folder!r}\n")
+    monkeypatch.syspath_prepend(tmp_path / "theirs")
+    assert import_module("toy_of_two").whose == "theirs"
+    try:
+        with forked_interpreters():
+            found = ended(tmp_path / "ours", "-c", "import toy_of_two; print(toy_of_two.whose)")
+    finally:
+        del sys.modules["toy_of_two"]
+    assert found == (0, "ours\n", "")

@@ -251,7 +251,7 @@ def as_batch(args: Any, kwargs: Any, target: Any) -> Batch:
 
     Raises BadOption for arguments that the call cannot mean.
     """
-    if not args and not kwargs and isinstance(args, tuple | list):
+    if isinstance(args, tuple | list) and not args and not kwargs:
         raise BadOption(
             "there is no example batch, which tells the sizes of what the model computes",
             numbers="args and kwargs are empty",
