@@ -2,7 +2,8 @@
 to recompute or to use the host, and logits are a share of a device's memory that is worth it.
 
 Sums over pieces round otherwise than one sum, so the plan in pieces has to be faster by more than the error
-of a prediction.
+of a prediction. It is searched on the axes of the plan in one piece where that fits, since pieces save memory
+and change no message.
 """
 
 from __future__ import annotations
@@ -55,12 +56,25 @@ def with_best_loss(
     if sizes is None or plan.expected is None:
         return found, plan
     try:
-        other, with_pieces = _in_pieces(case, request, sizes, solve)
+        other, with_pieces = _in_pieces(case, _on_axes_of(plan, request), sizes, solve)
     except OutsizeError:
         return found, plan
     assert with_pieces.expected is not None
     is_faster = with_pieces.expected.step_s * BITS < plan.expected.step_s
     return (other, with_pieces) if is_faster else (found, plan)
+
+
+def _on_axes_of(plan: Plan, request: PlanRequest) -> PlanRequest:
+    """Returns the request for a plan on the same axes, in a fraction of the time of a search of all."""
+    axes = plan.axes
+    same = {
+        "dp_replicate": axes.dp_replicate,
+        "dp_shard": axes.dp_shard,
+        "tp": axes.tp,
+        "cp": axes.cp,
+        "ep": axes.ep,
+    }
+    return request.model_copy(update={**same, "stages": len(plan.stages)})
 
 
 def _in_pieces(
