@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,8 @@ def replace_bytes(path: str | Path, data: bytes, files: FileSystem = DISK) -> No
         return
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(13, "Permission denied", str(target))  # a rename would not ask
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    # Two threads may replace one file at the same time: each has a draft of its own.
+    draft = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     try:
         write_synced(draft, [data], files)
         if mode is not None:

@@ -191,7 +191,10 @@ def signal_name(number: int) -> str:
 def _message(record: Path) -> dict[str, Any]:
     if not record.exists():
         return {}
-    message = json.loads(record.read_text(encoding="utf-8"))["message"]
+    try:
+        message = json.loads(record.read_text(encoding="utf-8"))["message"]
+    except ValueError:
+        return {}  # torch's `@record` writes in place: it is read again, or the exit code tells
     return message if isinstance(message, dict) else {"message": message}  # a C++ error is only a text
 
 

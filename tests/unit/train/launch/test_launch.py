@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGKILL
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from outsize.errors import BadOption, RankFailed, UnknownDevice
+from outsize.files.replace import replace_text
 from outsize.ir.plan import Axes, Plan, Stage
 from outsize.train.launch.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.launch.launch import launch, processes_for
@@ -111,6 +114,38 @@ def test_the_record_is_torch_elastics_too(tmp_path: Path) -> None:
     assert ours.shown.endswith("ValueError: boom\n")
     assert abs(theirs.timestamp - ours.time_ns / 1e9) < 2
     assert Failure.from_json(ours.to_json()) == ours
+
+
+def test_a_record_that_two_threads_write_is_one_of_theirs(tmp_path: Path) -> None:
+    """The watchdog's thread and the main thread may fail at the same time."""
+    record, start = tmp_path / "error.json", threading.Barrier(2)
+
+    def write(text: str) -> None:
+        for _ in range(100):
+            start.wait(300)
+            try:
+                replace_text(record, json.dumps({"message": text}))
+            except OSError:
+                start.abort()
+                raise
+
+    with ThreadPoolExecutor(2) as threads:
+        writers = [threads.submit(write, text * 20_000) for text in ("long", "s")]
+        while not all(writer.done() for writer in writers):
+            if record.exists():
+                json.loads(record.read_text())
+    assert [writer.exception() for writer in writers] == [None, None]
+    assert json.loads(record.read_text())["message"][0] in "ls"
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_a_record_that_is_half_written_is_no_failure_yet(tmp_path: Path) -> None:
+    record = tmp_path / "error.json"
+    record.write_text('{"message": {"message": "Va')
+    assert read_failure(record, rank=0, pid=1, exit_code=None) is None
+    ended = read_failure(record, rank=0, pid=1, exit_code=3)
+    assert ended is not None
+    assert ended.exit_code == 3
 
 
 def test_torchs_own_record_counts_once_its_process_has_failed(
