@@ -24,6 +24,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from outsize.errors import BadOption
 from outsize.program.context_parallel.row_sums import RowParts, divides
 from outsize.program.context_parallel.rules import AddsUpOverRows, RowStep
 from outsize.program.generate import SliceSpec, compile_slice
@@ -235,7 +236,11 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            raise NotImplementedError("a loss in pieces is differentiated once: loss_pieces=1")
+            raise BadOption(
+                "a loss in pieces has no second derivative",
+                numbers=f"its {len(ctx.programs)} pieces are computed again outside of the backward's graph",
+                next_step="loss_pieces=1 (--loss-pieces 1)",
+            )
         operands = ctx.saved_tensors
         wanted = [n for n in range(len(operands)) if ctx.needs_input_grad[n + 2]]
         sums: list[Tensor | None] = [None] * len(operands)

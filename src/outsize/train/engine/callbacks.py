@@ -138,7 +138,7 @@ class _Clock:
 
 @final
 class _RankFigures(NamedTuple):
-    """What a process tells of a step: its memory, seconds of a step and of telling, its experts' balance."""
+    """Holds what a process tells of a step: its memory, seconds of step and telling, its experts' balance."""
 
     memory_bytes: int
     step_s: float
