@@ -1,6 +1,7 @@
 """Models as people train them on one GPU, each with its batch and its precision.
 
-Random weights; batches are random. Nothing here was chosen after a measurement.
+Random weights; batches are random. Nothing here was chosen after a measurement. Nothing of outsize is
+imported, so that a machine without it can measure these cases.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.capture.models.imports import import_torchvision, import_transformers
-
 Precision = Literal["fp32", "bf16", "bf16-mixed"]
 Batch = dict[str, Tensor]
 
@@ -26,7 +25,7 @@ class Case:
     """Builds a model and its batch; `bf16` has weights of bfloat16, `bf16-mixed` is autocast."""
 
     build: Callable[[], nn.Module]
-    make_batch: Callable[[torch.Generator], Batch]
+    make_batch: partial[Batch]
     precision: Precision
 
     def batch(self) -> Batch:
@@ -36,6 +35,11 @@ class Case:
             made["images"] = made["images"].bfloat16()
         return made
 
+    @property
+    def is_of_images(self) -> bool:
+        """Returns whether the model takes images, not words."""
+        return self.make_batch.func is not draw_words
+
 
 def image_loss(output: Any, classes: Tensor) -> Tensor:
     """Returns the cross entropy of a classifier, or of a segmentation's dict of outputs."""
@@ -43,12 +47,14 @@ def image_loss(output: Any, classes: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), classes)
 
 
-def _words(batch: int, length: int, vocabulary: int, draw: torch.Generator) -> Batch:
+def draw_words(batch: int, length: int, vocabulary: int, draw: torch.Generator) -> Batch:
+    """Returns token ids (batch, length), which are their own labels."""
     words = torch.randint(1, vocabulary, (batch, length), generator=draw)
     return {"input_ids": words, "labels": words.clone()}
 
 
-def _images(batch: int, side: int, classes: int, dense: bool, draw: torch.Generator) -> Batch:
+def draw_images(batch: int, side: int, classes: int, dense: bool, draw: torch.Generator) -> Batch:
+    """Returns images (batch, 3, side, side) and a class for each, or for each pixel where it is dense."""
     shape = (batch, side, side) if dense else (batch,)
     images = torch.randn(batch, 3, side, side, generator=draw)
     return {"images": images, "classes": torch.randint(0, classes, shape, generator=draw)}
@@ -58,22 +64,22 @@ def _gpt2(
     size: tuple[int, int, int], batch: int, length: int, precision: Precision, dropout: float = 0.1
 ) -> Case:
     def build() -> nn.Module:
-        models = import_transformers()
-        GPT2Config, GPT2LMHeadModel = models.GPT2Config, models.GPT2LMHeadModel
+        from transformers import GPT2Config, GPT2LMHeadModel
+
         layers, width, heads = size
         rates: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
         shape: dict[str, Any] = {"n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": 1024}
         return GPT2LMHeadModel(GPT2Config(**shape, **rates, use_cache=False))
 
-    return Case(build, partial(_words, batch, length, 50257), precision)
+    return Case(build, partial(draw_words, batch, length, 50257), precision)
 
 
 def _llama(size: tuple[int, int, int, int, int, int], batch: int, length: int) -> Case:
     layers, width, inner, heads, groups, vocabulary = size
 
     def build() -> nn.Module:
-        models = import_transformers()
-        LlamaConfig, LlamaForCausalLM = models.LlamaConfig, models.LlamaForCausalLM
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         config = LlamaConfig(
             vocab_size=vocabulary,
             hidden_size=width,
@@ -86,13 +92,13 @@ def _llama(size: tuple[int, int, int, int, int, int], batch: int, length: int) -
         )
         return LlamaForCausalLM(config)
 
-    return Case(build, partial(_words, batch, length, vocabulary), "bf16")
+    return Case(build, partial(draw_words, batch, length, vocabulary), "bf16")
 
 
 def _bert(size: tuple[int, int, int], batch: int, length: int, precision: Precision) -> Case:
     def build() -> nn.Module:
-        models = import_transformers()
-        BertConfig, BertForMaskedLM = models.BertConfig, models.BertForMaskedLM
+        from transformers import BertConfig, BertForMaskedLM
+
         layers, width, heads = size
         config = BertConfig(
             num_hidden_layers=layers,
@@ -102,33 +108,41 @@ def _bert(size: tuple[int, int, int], batch: int, length: int, precision: Precis
         )
         return BertForMaskedLM(config)
 
-    return Case(build, partial(_words, batch, length, 30522), precision)
+    return Case(build, partial(draw_words, batch, length, 30522), precision)
 
 
 def _t5(batch: int, length: int) -> Case:
     def build() -> nn.Module:
-        models = import_transformers()
-        T5Config, T5ForConditionalGeneration = models.T5Config, models.T5ForConditionalGeneration
+        from transformers import T5Config, T5ForConditionalGeneration
+
         shape: dict[str, Any] = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
         tokens: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0}
         return T5ForConditionalGeneration(T5Config(**shape, **tokens, use_cache=False))
 
-    return Case(build, partial(_words, batch, length, 32000), "bf16")
+    return Case(build, partial(draw_words, batch, length, 32000), "bf16")
 
 
-def _vision(name: str, batch: int, side: int, precision: Precision) -> Case:
+def vision_case(name: str, batch: int, side: int, precision: Precision, **options: Any) -> Case:
+    """Returns a case of one of torchvision's classifiers, built with `options`."""
+
     def build() -> nn.Module:
-        return import_torchvision().models.get_model(name, weights=None)
+        import torchvision
 
-    return Case(build, partial(_images, batch, side, 1000, False), precision)
+        return torchvision.models.get_model(name, weights=None, **options)
+
+    return Case(build, partial(draw_images, batch, side, 1000, False), precision)
 
 
-def _segmentation(batch: int, side: int) -> Case:
+def segmentation_case(name: str, batch: int, side: int, precision: Precision) -> Case:
+    """Returns a case of one of torchvision's segmentations, with a class for each pixel."""
+
     def build() -> nn.Module:
-        models = import_torchvision().models
-        return models.get_model("deeplabv3_resnet50", weights=None, weights_backbone=None, num_classes=21)
+        import torchvision
 
-    return Case(build, partial(_images, batch, side, 21, True), "fp32")
+        models = torchvision.models
+        return models.get_model(name, weights=None, weights_backbone=None, num_classes=21)
+
+    return Case(build, partial(draw_images, batch, side, 21, True), precision)
 
 
 CASES = {
@@ -146,17 +160,17 @@ CASES = {
     "bert-340M-b16-s512-amp": _bert((24, 1024, 16), 16, 512, "bf16-mixed"),
     "bert-340M-b32-s512-bf16": _bert((24, 1024, 16), 32, 512, "bf16"),
     "t5-220M-b16-s512-bf16": _t5(16, 512),
-    "resnet18-b64-fp32": _vision("resnet18", 64, 224, "fp32"),
-    "resnet50-b64-fp32": _vision("resnet50", 64, 224, "fp32"),
-    "resnet50-b128-amp": _vision("resnet50", 128, 224, "bf16-mixed"),
-    "resnet152-b64-fp32": _vision("resnet152", 64, 224, "fp32"),
-    "vgg16-b64-fp32": _vision("vgg16", 64, 224, "fp32"),
-    "densenet121-b64-fp32": _vision("densenet121", 64, 224, "fp32"),
-    "mobilenet_v3_large-b128-fp32": _vision("mobilenet_v3_large", 128, 224, "fp32"),
-    "efficientnet_b4-b32-fp32": _vision("efficientnet_b4", 32, 380, "fp32"),
-    "convnext_base-b32-bf16": _vision("convnext_base", 32, 224, "bf16"),
-    "vit_l_16-b64-bf16": _vision("vit_l_16", 64, 224, "bf16"),
-    "vit_b_16-b64-fp32": _vision("vit_b_16", 64, 224, "fp32"),
-    "swin_b-b32-bf16": _vision("swin_b", 32, 224, "bf16"),
-    "deeplabv3_resnet50-b8-fp32": _segmentation(8, 520),
+    "resnet18-b64-fp32": vision_case("resnet18", 64, 224, "fp32"),
+    "resnet50-b64-fp32": vision_case("resnet50", 64, 224, "fp32"),
+    "resnet50-b128-amp": vision_case("resnet50", 128, 224, "bf16-mixed"),
+    "resnet152-b64-fp32": vision_case("resnet152", 64, 224, "fp32"),
+    "vgg16-b64-fp32": vision_case("vgg16", 64, 224, "fp32"),
+    "densenet121-b64-fp32": vision_case("densenet121", 64, 224, "fp32"),
+    "mobilenet_v3_large-b128-fp32": vision_case("mobilenet_v3_large", 128, 224, "fp32"),
+    "efficientnet_b4-b32-fp32": vision_case("efficientnet_b4", 32, 380, "fp32"),
+    "convnext_base-b32-bf16": vision_case("convnext_base", 32, 224, "bf16"),
+    "vit_l_16-b64-bf16": vision_case("vit_l_16", 64, 224, "bf16"),
+    "vit_b_16-b64-fp32": vision_case("vit_b_16", 64, 224, "fp32"),
+    "swin_b-b32-bf16": vision_case("swin_b", 32, 224, "bf16"),
+    "deeplabv3_resnet50-b8-fp32": segmentation_case("deeplabv3_resnet50", 8, 520, "fp32"),
 }
