@@ -172,6 +172,11 @@ def test_an_average_of_the_weights_is_refused_over_two_processes(tmp_path: Path)
         assert "Next: engine.attach(average), or python train.py with all stages in it" in said
 
 
+def test_lightning_starts_no_processes_on_other_machines() -> None:
+    with pytest.raises(BadOption, match=r"num_nodes=2\. Next: outsize run --nnodes 2 train\.py"):
+        lightning.Trainer(devices=2, num_nodes=2, accelerator="cpu", strategy=OutsizeStrategy(stages=2))
+
+
 def test_options_that_are_the_trainers_are_refused() -> None:
     with pytest.raises(BadOption, match=r"clip_norm of outsize= is what the training framework says itself"):
         OutsizeStrategy(stages=2, clip_norm=1.0)

@@ -14,6 +14,7 @@ import torch
 import trainer_worker
 from forked import in_forks
 from patience import free_port
+from torch._dynamo import utils as dynamo_utils
 from trainer_worker import transformers
 
 from outsize.errors import BadOption
@@ -29,6 +30,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "gpt2 with LoRA": {"lora": True},
     "a loss of the user's": {"own_loss": True, "arguments": {"bf16": True}},
+    "compiled stages": {"arguments": {"torch_compile_backend": "aot_eager"}},
     "label smoothing": {"arguments": {"label_smoothing_factor": 0.1}},
     "bert with SGD": {"model": "bert", "arguments": {"optim": "sgd", "gradient_accumulation_steps": 2}},
 }  # fmt: skip
@@ -123,6 +125,21 @@ def test_options_that_are_the_trainers_are_refused(tmp_path: Path) -> None:
 def test_fp16_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=r"fp16=True scales losses .* Next: bf16=True"):
         trainer_of(tmp_path, arguments={"fp16": True})
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_stages_are_compiled_where_the_arguments_say_so(is_compiled: bool, tmp_path: Path) -> None:
+    compiled = {"torch_compile_backend": "eager"} if is_compiled else {}
+    trainer = trainer_of(tmp_path, arguments=compiled, outsize={"stages": 2})
+    counters: Any = dynamo_utils.counters
+    counters.clear()
+    trainer.train()
+    assert (counters["frames"]["ok"] > 0) is is_compiled
+
+
+def test_a_mode_of_torch_compile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"torch_compile_mode='max-autotune'\. Next: torch_compile=True"):
+        trainer_of(tmp_path, arguments={"torch_compile_mode": "max-autotune"})
 
 
 def test_a_loss_that_calls_the_model_twice_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from outsize.errors import BadOption
 from outsize.ir.answers.request import LayoutOptions, PlanRequest, RequestOptions
+from outsize.ir.base import first_problem
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
 from outsize.run.watchdog.options import OnHang
 from outsize.schedules.families import FORWARD
@@ -198,7 +199,7 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
         name = problem["loc"][0]
         raise BadOption(
             f"{name}={problem['input']!r} makes no sense",
-            numbers=problem["msg"],
+            numbers=first_problem(error)[1],
             next_step=f"another {name}, or none",
         ) from None
 

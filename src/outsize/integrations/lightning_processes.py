@@ -41,8 +41,9 @@ class RankStrategy(strategies.Strategy, ABC):
         """`has_devices`: this one process has several devices, so that no other is started."""
         super().__init__()
         self._has_devices = has_devices
-        self.parallel_devices: list[torch.device] | None = None  # Lightning sets these two.
+        self.parallel_devices: list[torch.device] | None = None  # Lightning sets these three.
         self.cluster_environment: Any = None
+        self.num_nodes = 1
         self._world: World | None = None
 
     @property
@@ -78,6 +79,12 @@ class RankStrategy(strategies.Strategy, ABC):
 
     def _configure_launcher(self) -> None:
         if self._starts_processes():
+            if self.num_nodes > 1:
+                raise BadOption(
+                    "Lightning starts the processes of one machine here, and the trainer asks for more",
+                    numbers=f"num_nodes={self.num_nodes}",
+                    next_step=f"outsize run --nnodes {self.num_nodes} train.py on each machine",
+                )
             count = len(self.parallel_devices or ())
             self._launcher = launchers._SubprocessScriptLauncher(self.cluster_environment, count, 1)
 

@@ -79,11 +79,20 @@ class Trainer(transformers.Trainer, ABC):
     # -- one process for data, whatever the number of ranks ---------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the accelerator, which is told of one process for data. Raises BadOption for fp16."""
+        """Makes the accelerator, which is told of one process for data.
+
+        Raises BadOption for fp16 and for a mode of torch.compile.
+        """
         if self.args.fp16:
             raise BadOption(
                 "fp16=True scales losses inside of Accelerate, which sees no backward of a pipeline",
                 next_step="bf16=True, or your own loop with parallelize(..., scaler=GradScaler())",
+            )
+        if self.args.torch_compile_mode is not None:
+            raise BadOption(
+                "stages are compiled for a backend, and a mode of torch.compile is not passed to them",
+                numbers=f"torch_compile_mode={self.args.torch_compile_mode!r}",
+                next_step="torch_compile=True, or outsize={'compiled': 'auto'}",
             )
         state: Any = self.args.distributed_state
         self._processes = state.num_processes
@@ -274,6 +283,8 @@ class Trainer(transformers.Trainer, ABC):
         if "plan" not in options:
             count = self.args.gradient_accumulation_steps
             options = {"microbatches": count, "batch_size": count * self.args.train_batch_size, **options}
+        if self.args.torch_compile:
+            options = {"compiled": self.args.torch_compile_backend, **options}
         with self.accelerator.autocast():
             return parallelize(
                 self._whole,

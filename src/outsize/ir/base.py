@@ -69,6 +69,15 @@ class Record(BaseModel, ABC):
         try:
             return cls.model_validate_json(json.dumps(document), strict=True)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in problem["loc"]) or "file"
-            raise BadJson(f"{field}: {problem['msg']}") from None
+            where, why = first_problem(error)
+            raise BadJson(f"{where or 'file'}: {why}") from None
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """Returns the field of the first problem, with dots between its parts, and what is wrong with it.
+
+    The words are those of our own validator where one raised, without what pydantic puts before them.
+    """
+    problem = error.errors(include_url=False)[0]
+    own = problem.get("ctx", {}).get("error")
+    return ".".join(map(str, problem["loc"])), str(own) if isinstance(own, ValueError) else problem["msg"]

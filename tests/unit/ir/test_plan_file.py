@@ -120,7 +120,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
         ({"batch_size": "many"}, "batch_size"),
         (
             {"schedule": "custom", "actions": ["0F0,0X0", "1F0,1B0"]},
-            "actions: Value error, '0X0' is no action",
+            "actions: '0X0' is no action",
         ),
     ],
 )

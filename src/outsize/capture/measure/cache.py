@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal, final
 from pydantic import Field, ValidationError
 
 from outsize.files.replace import replace_text
-from outsize.ir.base import Record
+from outsize.ir.base import Record, first_problem
 
 VERSION: Final = 1
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -86,7 +86,7 @@ class ProfileCache:
         except FileNotFoundError:
             return {}, ""
         except ValidationError as error:
-            return {}, error.errors(include_url=False)[0]["msg"]
+            return {}, first_problem(error)[1]
         except (OSError, UnicodeDecodeError) as error:
             return {}, str(error)
         return (stored.timings, "") if stored.environment == self._environment else ({}, "of another machine")

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from outsize.errors import BadCheckpoint
 from outsize.files.sealed_json import DamagedFile, unseal
 from outsize.files.strict_json import MAX_BYTES
-from outsize.ir.base import Record
+from outsize.ir.base import Record, first_problem
 from outsize.run.checkpoint.chunk import Box, tiling_fault
 
 MANIFEST = "manifest.json"
@@ -114,9 +114,7 @@ class Manifest(Record):
         try:
             manifest = cls.model_validate(document)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            field = ".".join(map(str, problem["loc"]))
-            raise damaged(path, f"{field}: {problem['msg']}") from None
+            raise damaged(path, ": ".join(first_problem(error))) from None
         fault = manifest.fault()
         if fault:
             raise damaged(path, fault)
