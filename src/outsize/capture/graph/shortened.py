@@ -49,15 +49,13 @@ class Stacks:
 
     @classmethod
     def in_model(cls, model: nn.Module) -> Stacks:
-        """Returns the lists of modules that end with LEAST layers of one class or more, outermost alone."""
+        """Returns the lists of modules that end with LEAST layers of one form or more, outermost alone."""
         stacks: dict[str, tuple[int, int]] = {}
         for fqn, module in model.named_modules():
             inside = any(fqn.startswith(f"{outer}." if outer else "") for outer in stacks)
             if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
-                kinds = [type(child) for child in module]
-                count = next(
-                    (n for n, kind in enumerate(reversed(kinds)) if kind is not kinds[-1]), len(kinds)
-                )
+                kinds = [_form(child) for child in module]
+                count = next((n for n, kind in enumerate(reversed(kinds)) if kind != kinds[-1]), len(kinds))
                 if count >= LEAST and [*module._modules] == [str(n) for n in range(len(kinds))]:
                     stacks[fqn] = (len(kinds) - count, len(kinds))
         return cls(stacks)
@@ -91,6 +89,14 @@ class Stacks:
                 rest = name[len(prefix) + found.end() :]
                 return prefix + number(int(found[0]), first, end) + rest
         return name
+
+
+def _form(layer: nn.Module) -> tuple[object, ...]:
+    """Returns what layers of a stack have in common: classes and weights of all modules, by name. Where the
+    first layers of a list differ (DeepSeek-V3 has three without experts), the stack begins behind them.
+    """
+    classes = tuple((name, type(module)) for name, module in layer.named_modules())
+    return (classes, tuple((name, p.shape, p.dtype) for name, p in layer.named_parameters()))
 
 
 def _like(layer: int, layers: int) -> int:

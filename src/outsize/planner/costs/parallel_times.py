@@ -110,14 +110,15 @@ def routed_times(graph: ModelGraph, times: UnitSeconds, axes: Axes, cluster: Clu
     """
     alike = axes.tp * axes.cp
     ranks = [first + rank for first in range(0, axes.ep * alike, alike) for rank in range(axes.tp)]
-    waits = [
-        collective_s("all_gather", sent_bytes(unit, len(ranks)) // alike, ranks, cluster)
-        + collective_s("reduce_scatter", sent_bytes(unit, len(ranks)) // alike, ranks, cluster)
-        if unit.routed_bytes
-        else 0.0
-        for unit in graph.units
-    ]
-    return times.plus(np.array(waits), np.array(waits))
+
+    @cache
+    def waits_s(size_bytes: int) -> float:
+        return sum(
+            collective_s(kind, size_bytes, ranks, cluster) for kind in ("all_gather", "reduce_scatter")
+        )
+
+    waits = np.array([waits_s(sent_bytes(unit, len(ranks)) // alike) for unit in graph.units])
+    return times.plus(waits, waits)
 
 
 @final

@@ -89,7 +89,7 @@ class CostTables:
         self._moved: dict[Key, float] = {}
         self._ranks: dict[Key, tuple[ModelGraph, Profile]] = {}
         self._expert_ranks: dict[Key, tuple[ModelGraph, Profile]] = {}
-        self._shares: dict[tuple[int, bool, int], Sharing] = {}
+        self._shares: dict[tuple[int, bool], Sharing] = {}
         self._works: dict[Key, PrefixTimes] = {}
         self._cases: dict[Key, PricedModel] = {}
         self._alike: dict[Key, Cluster] = {}
@@ -267,7 +267,7 @@ class CostTables:
     def work(self, layout: Layout) -> PrefixTimes:
         """Returns the seconds of all units, not of pieces, on the fastest devices."""
         kinds = self._kinds_of(layout)
-        key = *_spread_key(layout), *(device.kind for device in kinds)
+        key = *_seconds_key(layout), *(device.kind for device in kinds)
         if key not in self._works:
             costs = [self._seconds(layout, device) for device in kinds]
             self._works[key] = PrefixTimes.along(self._made_for(layout.captured), fastest(costs))
@@ -486,7 +486,7 @@ class CostTables:
         return self._cases[key]
 
     def _seconds(self, layout: Layout, device: Device) -> UnitSeconds:
-        key = (*_spread_key(layout), device.kind)
+        key = (*_seconds_key(layout), device.kind)
         if key not in self._costs:
             seconds = self._split(layout, device)
             if layout.hosted and layout.microbatch_ranks == 1:
@@ -541,15 +541,21 @@ class CostTables:
         return self._made[captured]
 
     def _sharing(self, layout: Layout) -> Sharing:
-        key = layout.captured, layout.sequence, layout.axes.ep
+        key = layout.captured, layout.sequence
         if key not in self._shares:
-            self._shares[key] = Sharing.of(styled(self.graph(layout), layout.sequence))
+            graph, _ = self._candidates[layout.captured]  # What is divided is the same in ranks with experts.
+            self._shares[key] = Sharing.of(styled(graph, layout.sequence))
         return self._shares[key]
 
 
-def _spread_key(layout: Layout) -> Key:
+def _seconds_key(layout: Layout) -> Key:
     """Returns what changes the seconds of a unit."""
-    where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.hosted else ()
-    splits = layout.axes.tp > 1 and layout.splits_backward
-    axes = layout.axes
-    return layout.captured, axes.tp, axes.cp, axes.ep, layout.sequence, splits, layout.weights, *where
+    axes, hosted = layout.axes, layout.hosted
+    where = (layout.weights, layout.schedule, axes.pp, layout.microbatches) if hosted else ()
+    splits = axes.tp > 1 and layout.splits_backward
+    return layout.captured, axes.tp, axes.cp, axes.ep, layout.sequence, splits, *where
+
+
+def _spread_key(layout: Layout) -> Key:
+    """Returns what changes the seconds or the bytes of a unit."""
+    return layout.weights, *_seconds_key(layout)

@@ -12,6 +12,8 @@ heterogeneous/bounds.py decide which of them work.
     all axes      every factorisation N = pp x dp_replicate x dp_shard x cp x tp, tp within a node, dp_shard
                            all of the replicas or those of a node, as ZeRO-1 (resident) or as FSDP (weights
                            too)
+    ep            in a model with experts also every N = pp x dp x ep x cp x tp where each rank of ep and tp
+                           has an expert; dp replicates or shards
     cp            in the sizes that costs/context_parallel.py allows, and with the smallest microbatches
                            only: fewer samples at a time save as many bytes as fewer tokens of each, and send
                            nothing
@@ -281,21 +283,29 @@ def _meshes(
     sizes: Sequence[tuple[int, int]], per_node: int, contexts: Sequence[int], experts: Sequence[int]
 ) -> Iterator[tuple[Axes, Weights]]:
     largest = max(size for size, _ in sizes)
-    within = (t for t in _divisors(per_node) if largest % t == 0)
+    within = [t for t in _divisors(per_node) if largest % t == 0]
     for tp, cp in product(within, contexts):
         for replicas, pp in ((size // tp // cp, pp) for size, pp in sizes if size % (tp * cp) == 0):
             for shard in sorted({1, replicas, _largest(replicas, per_node // tp // cp)}):
                 axes = Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas // shard, dp_shard=shard)
                 for weights in weight_modes(axes):
                     yield axes, weights
-    for ep, (size, pp) in product(experts, sizes):
-        replicas = size // ep
-        if size % ep == 0:
-            yield Axes(pp=pp, dp_replicate=replicas, ep=ep), "resident"
-            if replicas > 1:
-                axes = Axes(pp=pp, dp_shard=replicas, ep=ep)
-                for weights in weight_modes(axes):
-                    yield axes, weights
+    yield from _expert_meshes(sizes, within, contexts, experts)
+
+
+def _expert_meshes(
+    sizes: Sequence[tuple[int, int]], within: Sequence[int], contexts: Sequence[int], experts: Sequence[int]
+) -> Iterator[tuple[Axes, Weights]]:
+    """Yields the meshes of which each rank of ep and tp has some of the experts."""
+    groups = (
+        (tp, cp, ep) for tp, cp, ep in product(within, contexts, experts) if tp == 1 or tp * ep in experts
+    )
+    for (tp, cp, ep), (size, pp) in product(groups, sizes):
+        replicas, left = divmod(size, tp * cp * ep)
+        for shard in sorted({1, replicas}) if not left else ():
+            axes = Axes(pp=pp, tp=tp, cp=cp, ep=ep, dp_replicate=replicas // shard, dp_shard=shard)
+            for weights in weight_modes(axes):
+                yield axes, weights
 
 
 def weight_modes(axes: Axes) -> tuple[Weights, ...]:

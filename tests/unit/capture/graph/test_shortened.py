@@ -36,15 +36,15 @@ class Layer(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Layers that all read one mask; `wide` makes one of them another module in the middle."""
+    """Layers that all read one mask; `wide` ones are another module; `more`: beyond COUNT."""
 
-    def __init__(self, wide: bool = False) -> None:
+    def __init__(self, wide: tuple[int, ...] = (), more: int = 0) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 5)
-        self.layers = nn.ModuleList(Layer() for _ in range(COUNT))
-        if wide:
-            self.layers[COUNT // 2].gate = nn.Linear(WIDTH, 8 * WIDTH)
-            self.layers[COUNT // 2].down = nn.Linear(8 * WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(COUNT + more))
+        for place in wide:
+            self.layers[place].gate = nn.Linear(WIDTH, 8 * WIDTH)
+            self.layers[place].down = nn.Linear(8 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = (x.mean(-1) > 0)[:, None, None, :]
@@ -73,9 +73,12 @@ def without_numbers(graph: ModelGraph) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-def test_figures_of_a_few_layers_are_those_of_all(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = case(Stacked()).under(precision)
+@pytest.mark.parametrize(("precision", "first"), [("fp32", 0), ("bf16-mixed", 0), ("fp32", 2)])
+def test_figures_of_a_few_layers_are_those_of_all(
+    precision: str, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the first layers have another form, as in models whose first layers have no experts."""
+    asked = case(Stacked(wide=tuple(range(first)), more=first)).under(precision)
     recorded: list[tuple[int, int]] = []
     one = TrainingCase.captured
 
@@ -98,7 +101,7 @@ def test_figures_of_a_few_layers_are_those_of_all(precision: str, monkeypatch: p
 
 
 def test_a_stack_with_another_layer_is_recorded_whole() -> None:
-    asked = case(Stacked(wide=True))
+    asked = case(Stacked(wide=(COUNT // 2,)))
     graph_at = CostSource().graphs(asked)
     for samples in (4, 2):
         expected = case(asked.module).captured(samples).graph
@@ -113,6 +116,10 @@ def test_names_are_those_of_the_layers_that_stand_for_them() -> None:
     names = [f"layers.{n}.q.weight" for n in (0, 1, 2, 9, COUNT - 2, COUNT - 1)]
     assert [stacks.like(name).split(".")[1] for name in names] == ["0", "1", "2", "2", "2", "3"]
     assert stacks.like("head.weight") == "head.weight"
+    behind = Stacks.in_model(Stacked(wide=(0, 1), more=2))
+    assert behind.of == {"layers": (2, COUNT + 2)}
+    names = [f"layers.{n}.q.weight" for n in (0, 1, 2, 3, 4, 9, COUNT + 1)]
+    assert [behind.like(name).split(".")[1] for name in names] == ["0", "1", "2", "3", "4", "4", "5"]
     with stacks.shortened(model):
         assert len(model.layers) == LAYERS
     assert len(model.layers) == COUNT

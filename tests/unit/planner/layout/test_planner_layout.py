@@ -79,6 +79,32 @@ def test_tokens_are_shared_at_the_sizes_given_and_with_the_smallest_microbatches
     assert len(set(shared)) == len(shared)
 
 
+def test_experts_are_over_ep_and_tp_and_each_rank_has_one() -> None:
+    """Of four experts; every factorisation of eight devices with them is there once, replicas all share or
+    none, and cp is as in layouts without ep.
+    """
+    cluster = parse_cluster("2x4xcpu")
+    plain = list(all_layouts(cluster, [8, 16], ONE, 64, (1, 2)))
+    found = list(all_layouts(cluster, [8, 16], ONE, 64, (1, 2), (2, 4)))
+    assert [layout for layout in found if layout.axes.ep == 1] == plain
+    divided = [layout for layout in found if layout.axes.ep > 1]
+    assert len(set(divided)) == len(divided)
+    sizes = (1, 2, 4, 8)
+    expected = {
+        (pp, dp, cp, tp, ep)
+        for pp, dp, cp, tp, ep in product(sizes, sizes, (1, 2), sizes, (2, 4))
+        if pp * dp * cp * tp * ep == 8 and tp * ep <= 4
+    }
+    here = {(a.pp, a.dp_replicate * a.dp_shard, a.cp, a.tp, a.ep) for a in (x.axes for x in divided)}
+    assert here == expected
+    for layout in divided:
+        axes = layout.axes
+        assert 1 in (axes.dp_replicate, axes.dp_shard)
+        assert layout.captured == layout.microbatches * axes.replicas
+        assert axes.cp == 1 or layout.captured == 16
+        assert layout.weights == "resident" or axes.dp_shard * axes.cp > 1
+
+
 def test_weights_on_the_host_are_for_one_device_here() -> None:
     """Several take turns (looped.py)."""
     names: tuple[ScheduleName, ...] = ("1f1b", "gpipe")

@@ -145,6 +145,20 @@ def test_experts_are_divided_where_links_are_fast_and_nothing_else_is_to_divide(
     assert asked(found, small(36_000, 4, 1e3), axes="all").axes == Axes(pp=2, ep=2)
 
 
+def test_experts_are_divided_over_ep_and_tp_where_a_batch_has_few_microbatches() -> None:
+    """Two samples are shared by two replicas at most, layers by the two devices of a node, whose memory holds
+    no half of all weights.
+    """
+    found = routed({2: chain([8.0] * 6, 64, 4000, saved_bytes=8, batch_size=1)})
+    cluster, link = make_cluster("2x2xcpu", "cpu", 2, 2, 20_000), small(1, 2, 1e3).inner
+    plan = search(
+        PlanRequest(batch_size=2, optimizer="sgd"),
+        found,
+        cluster.model_copy(update={"inner": link, "outer": link}),
+    )
+    assert plan.axes == Axes(ep=2, tp=2)
+
+
 @few
 @given(rows, st.sampled_from((1e3, 1e6)))
 def test_more_memory_never_makes_the_best_of_all_axes_slower(seconds: list[int], speed: float) -> None:
