@@ -115,7 +115,7 @@ def _sizes(case: TrainingCase, request: PlanRequest, cluster: Cluster, plan: Pla
     there = case.under(request.precision).on(cluster)
     ranks = plan.axes.cp if plan is not None else request.cp
     try:
-        captured = there.captured(samples)
+        captured = there.with_loss_of(samples)
     except OutsizeError:
         return None
     if captured.graph.form != "tape":

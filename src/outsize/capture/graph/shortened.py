@@ -133,7 +133,8 @@ class SizedGraphs:
         derived = self._derived(samples) if self._useful and samples not in self._recorded else None
         if derived is not None:
             return derived
-        graph = self._whole(samples)
+        known = next((graph for graph, _ in self._known if graph.batch_size == samples), None)
+        graph = self._whole(samples) if known is None else known
         self._recorded.add(samples)
         if all(known.batch_size != graph.batch_size for known, _ in self._known):
             self._known.append((graph, None))

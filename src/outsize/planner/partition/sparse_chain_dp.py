@@ -2,8 +2,9 @@
 
 A cut whose slowest stage takes no longer than a limit has no stage that computes for longer than that, so of
 the n (n + 1) / 2 runs only those within the limit are listed and priced: about n^2 / p of them. The least
-bottleneck T over them is the true one if T is within the limit; otherwise the limit has to be raised. Ties
-are broken as in chain_dp.py.
+bottleneck T over them is the true one if T is within the limit; otherwise the limit has to be raised. Of
+these only runs are left that begin where the stages before can end, and end where those after can begin: of
+one stage a single run, of two stages 2 n. Ties are broken as in chain_dp.py.
 
 Symbols: n -> units, p -> stages. Complexity: O(p r) for r runs, each pass a few array operations. Oracle:
 tests/unit/planner/partition/test_sparse_chain_dp.py compares with chain_dp.py on all runs.
@@ -11,8 +12,8 @@ tests/unit/planner/partition/test_sparse_chain_dp.py compares with chain_dp.py o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Self, final
 
 import numpy as np
@@ -48,6 +49,20 @@ class Runs:
         starts = np.repeat(first, lengths)
         ends = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths) + starts + 1
         return cls(n, starts, ends, np.argsort(ends, kind="stable"))
+
+    def between(self, windows: Sequence[tuple[int, int]]) -> Self:
+        """Returns those of the runs that some stage can be: stage s begins in `windows[s]`, ends included,
+        and ends where the next stage can begin, the last one with the last unit. Windows ascend.
+        """
+        firsts, lasts = np.array([*windows, (self.units, self.units)]).T
+        units = np.arange(self.units + 1)
+        least = np.searchsorted(lasts, units, side="left")
+        most = np.searchsorted(firsts, units, side="right") - 1
+        least_end, most_end = least[self.end] - 1, most[self.end] - 1
+        kept = np.maximum(least[self.first], least_end) <= np.minimum(most[self.first], most_end)
+        kept &= (least[self.first] <= most[self.first]) & (least_end <= most_end)
+        ends = self.end[kept]
+        return replace(self, first=self.first[kept], end=ends, by_end=np.argsort(ends, kind="stable"))
 
     def beginning(self, first: int, last: int) -> slice:
         """Returns the slice of the runs that begin with one of these units."""

@@ -308,7 +308,9 @@ class StagePrices:
     def _listing(self, limit_s: float) -> _Listing:
         """Returns the last list of runs if it reaches the limit, and otherwise a new one."""
         if self._last is None or self._last.limit_s < limit_s:
-            self._last = _Listing(self, limit_s, Runs.within(self._total, limit_s))
+            windows = [self.reach(stage, limit_s) for stage in range(self.pipeline.stages)]
+            runs = Runs.within(self._total, limit_s).between(windows)
+            self._last = _Listing(self, limit_s, runs)
         return self._last
 
 

@@ -58,6 +58,9 @@ class TrainingCase:
     module_pieces: int = 1
     known: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
     known_short: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
+    known_models: dict[tuple[int, str], tuple[nn.Module, nn.Module]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     known_caches: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -92,10 +95,17 @@ class TrainingCase:
         return cls(module, sized_batch, loss_fn).under(precision)
 
     def under(self, precision: str) -> TrainingCase:
-        """Returns the case in another precision, its example too; weights stay where they are, or on meta."""
+        """Returns the case in another precision, its example too; weights stay where they are, or on meta.
+
+        A copy of the model is made once for each precision.
+        """
         args, kwargs = inputs_in_precision((self.batch.args, self.batch.kwargs), precision)
         batch = dataclasses.replace(self.batch, args=args, kwargs=kwargs)
-        module = in_precision(self.module, precision)
+        key = id(self.module), precision
+        if key not in self.known_models:
+            module = in_precision(self.module, precision)
+            self.known_models[key] = self.known_models[id(module), precision] = self.module, module
+        _, module = self.known_models[key]
         return dataclasses.replace(self, module=module, batch=batch, precision=precision)
 
     def on(self, cluster: Cluster) -> TrainingCase:
@@ -129,6 +139,16 @@ class TrainingCase:
             self.known[key] = self._made(samples)
         return self.known[key]
 
+    def with_loss_of(self, samples: int) -> Captured:
+        """Returns a recording at `samples` samples that ends as the model does.
+
+        It is that of the whole model, or of the shortened one where its layers stood for those of the whole
+        at this size (`sized_graphs`).
+        """
+        key = self.precision, self.accelerated, self.loss_pieces, self.module_pieces, samples
+        short = self.known_short.get(key) if key not in self.known else None
+        return short or self.captured(samples)
+
     def _made(self, samples: int) -> Captured:
         if max(self.loss_pieces, self.module_pieces) > 1:
             whole = self.in_pieces(1).captured(samples)
@@ -155,11 +175,8 @@ class TrainingCase:
             with stacks.shortened(self.module):
                 return graph_of(short_case.captured(samples))
 
-        recorded = [
-            samples
-            for *how, samples in self.known
-            if how == [self.precision, self.accelerated, self.loss_pieces, self.module_pieces]
-        ]
+        # A case with other costs, or in pieces, is made of the tape that was recorded.
+        recorded = [samples for *how, samples in self.known if how == [self.precision, False, 1, 1]]
         return SizedGraphs(stacks, lambda samples: graph_of(self.captured(samples)), short, recorded)
 
     @property

@@ -38,9 +38,9 @@ class Layer(nn.Module):
 class Stacked(nn.Module):
     """Layers that all read one mask; `wide` ones are another module; `more`: beyond COUNT."""
 
-    def __init__(self, wide: tuple[int, ...] = (), more: int = 0) -> None:
+    def __init__(self, wide: tuple[int, ...] = (), more: int = 0, classes: int = 5) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 5)
+        self.first, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, classes)
         self.layers = nn.ModuleList(Layer() for _ in range(COUNT + more))
         for place in wide:
             self.layers[place].gate = nn.Linear(WIDTH, 8 * WIDTH)
@@ -98,6 +98,30 @@ def test_figures_of_a_few_layers_are_those_of_all(
         fresh = case(asked.module).under(precision)
         expected = styled(fresh, fresh.captured(samples), Axes(), True)
         assert without_numbers(derived[samples]) == without_numbers(expected)
+
+
+def test_a_loss_in_pieces_is_made_of_the_tapes_that_were_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its graphs are those of the whole model in pieces at that size."""
+    recorded = list[int]()
+    record = TrainingCase._recorded
+
+    def counted(self: TrainingCase, samples: int) -> Any:
+        recorded.append(samples)
+        return record(self, samples)
+
+    monkeypatch.setattr(TrainingCase, "_recorded", counted)
+    whole = case(model := Stacked(classes=64)).under("bf16")
+    graphs = CostSource().graphs(whole)
+    for samples in (8, 4, 2):
+        graphs(samples)
+    before = len(recorded)
+    ending = whole.with_loss_of(4)
+    pieces = CostSource().graphs(whole.in_pieces(3))(4)
+    assert len(recorded) == before
+    assert ending.graph.batch_size == 4
+    alone = case(model).under("bf16").in_pieces(3).captured(4).graph
+    assert without_numbers(pieces) == without_numbers(alone)
+    assert any("loss_in_pieces" in unit.name for unit in pieces.units)
 
 
 def test_a_stack_with_another_layer_is_recorded_whole() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +45,45 @@ def test_few_runs_say_what_all_do(problem: Problem, limit_s: int) -> None:
         here = traffic[runs.first, runs.end]
         cut = runs.cut(stages, lambda s: prices[s][runs.first, runs.end], best * SAME, here)
         assert cut == partition(stages, prices.__getitem__, traffic)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(problems(), st.integers(0, 12))
+def test_runs_that_no_stage_can_be_do_not_matter(problem: Problem, limit_s: int) -> None:
+    """All cuts within the limit, by brute force, are made of the runs that are left."""
+    total, prices, _ = problem
+    stages, units = len(prices), len(total) - 1
+    windows = [reach(total, stages, stage, limit_s) for stage in range(stages)]
+    runs = Runs.within(total, float(limit_s)).between(windows)
+    left = {*zip(runs.first.tolist(), runs.end.tolist(), strict=True)}
+    assert [*zip(runs.end[runs.by_end], runs.first[runs.by_end], strict=True)] == sorted(
+        (b, a) for a, b in left
+    )
+    cuts = [(0, *inner, units) for inner in combinations(range(1, units), stages - 1)]
+    used = {
+        run
+        for cut in cuts
+        if all(total[b] - total[a] <= limit_s for a, b in pairwise(cut))
+        for run in pairwise(cut)
+    }
+    assert used <= left
+    assert all(any(a in range(*_closed(windows[s])) for s in range(stages)) for a, _ in left)
+
+
+def reach(total: Seconds, stages: int, stage: int, limit_s: float) -> tuple[int, int]:
+    """The first and last unit with which a stage can begin, one unit after the other."""
+    before = [u for u in range(len(total)) if total[u] <= stage * limit_s]
+    after = [u for u in range(len(total)) if total[-1] - total[u] <= (stages - stage) * limit_s]
+    return min(after), max(before)
+
+
+def _closed(window: tuple[int, int]) -> tuple[int, int]:
+    return window[0], window[1] + 1
+
+
+def test_of_one_stage_one_run_is_left() -> None:
+    runs = Runs.within(np.arange(9.0), 8.0).between([(0, 0)])
+    assert (runs.first.tolist(), runs.end.tolist()) == ([0], [8])
 
 
 def test_runs_that_begin_with_some_units_are_side_by_side() -> None:
