@@ -228,28 +228,36 @@ _HOSTS: Final = {
 }
 """Each row's data sheet names this interconnect: PCIe, 16 lanes to the memory of the host."""
 
-# The columns are kinds (the word before the first dash), and shares of the bfloat16 peak.
-_REACHED: Final = (
-    ("a100 a800", 0.869, 0.6),
-    ("h100 h800 h200", 0.803, 0.35),
-    ("b200", 0.776, 0.35),
-)
 USUAL_MATMUL: Final = 0.869
 USUAL_ATTENTION: Final = 0.6
+USUAL_HOST_S: Final = 57e-6
+# The columns are kinds (the word before the first dash), shares of the bfloat16 peak, and seconds of a host.
+_REACHED: Final = (
+    ("a100 a800", 0.869, 0.6, USUAL_HOST_S),
+    ("h100 h800 h200", 0.803, 0.35, 37e-6),
+    ("b200", 0.776, 0.35, 37e-6),
+)
 
 
 @final
 class Reached(Record):
-    """Holds the shares of a device's peak that the best products and fused attention reach.
+    """Holds the shares of a device's peak that the best products and fused attention reach, and what a host
+    of its time needs to launch an op of a training loop.
 
     Products are the best of all shapes: "Maximum Achievable Matmul FLOPS" in S. Bekman, Machine Learning
     Engineering, compute/accelerator. Newer devices run into their limit of power. Attention is that of
     FlashAttention-2, which torch runs: 50 to 73 % of an A100's peak (arXiv 2307.08691, sec. 4), and 35 % of
     an H100's, whose own instructions it does not use (arXiv 2407.08608, sec. 1); on a B200 no more.
+
+    Hosts: published trainings on A100 of 2021 and 2022 need 57 us (planner/costs/efficiency.py). The host of
+    an H100 with Python 3.12 needs 37: `outsize doctor --gpu` measured it, with blocks of its own. Hosts are
+    1.2 times as fast since (Zen 2 beside an A100, then Zen 3, whose one thread Sapphire Rapids equals), and
+    Python is 1.25 times ("What's New In Python 3.11").
     """
 
     matmul: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
+    host_s: float = Field(gt=0, le=1)
 
     @property
     def older_kernels(self) -> float:
@@ -264,9 +272,9 @@ class Reached(Record):
 def reached_by(kind: str) -> Reached:
     """Returns the shares of a kind of device; those of an A100 where nobody has published any."""
     word = kind.split("-")[0]
-    known = ((matmul, attention) for words, matmul, attention in _REACHED if word in words.split())
-    matmul, attention = next(known, (USUAL_MATMUL, USUAL_ATTENTION))
-    return Reached(matmul=matmul, attention=attention)
+    known = (shares for words, *shares in _REACHED if word in words.split())
+    matmul, attention, host_s = next(known, (USUAL_MATMUL, USUAL_ATTENTION, USUAL_HOST_S))
+    return Reached(matmul=matmul, attention=attention, host_s=host_s)
 
 
 HOST_BYTES_PER_S: Final = 0.8 * 204.8e9

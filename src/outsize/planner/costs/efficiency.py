@@ -19,7 +19,8 @@ is proportional to samples and hidden size and gone where tensor parallelism pad
 A kernel leaves the device idle for 10 us more than its work, and so does a collective. The host needs 57 us
 for an op of a training loop in Python, with modules, autograd and the loop's own work, by published steps
 that wait for their host: Megatron-DeepSpeed takes 3.0 to 3.2 ms for a layer of 51 ops on one A100, and 3.3 to
-3.6 with the four collectives of tensor parallelism, each an op more (tuned half). A bare launch takes 5 us.
+3.6 with the four collectives of tensor parallelism, each an op more (tuned half); hosts of newer devices
+need less (ir/hardware/devices.py). A bare launch takes 5 us.
 A host that is late catches up within a block, such as a layer of a transformer, not over the whole model:
 published steps are the sum of layers that wait for the host and of a head that does not. Neither hides the
 other wholly; one rank loses 0.15 of the shorter where both are equal (tuned half), and n ranks that meet in a
@@ -46,7 +47,7 @@ from pydantic import Field
 
 from outsize.ir.base import Record
 from outsize.ir.graph import OpFamily
-from outsize.ir.hardware.devices import USUAL_ATTENTION, USUAL_MATMUL, Device, reached_by
+from outsize.ir.hardware.devices import USUAL_ATTENTION, USUAL_HOST_S, USUAL_MATMUL, Device, reached_by
 
 
 @final
@@ -144,7 +145,7 @@ GPU: Final = Efficiency(
         "other": EfficiencyCurve(peak=0.7, half_s=2e-6),
     },
     launch_s=10e-6,
-    host_s=57e-6,
+    host_s=USUAL_HOST_S,
     late=0.15,
     crowded=0.189,
     update=0.85,
@@ -199,5 +200,5 @@ def _of_kind(kind: str, host_s: float | None) -> Efficiency:
     for family, share in shares.items():
         curve = compute[family]
         compute[family] = curve.model_copy(update={"peak": curve.peak * share})
-    host = {} if host_s is None else {"host_s": host_s}
-    return GPU.model_copy(update={"compute": compute, **host})
+    host_s = reached.host_s if host_s is None else host_s
+    return GPU.model_copy(update={"compute": compute, "host_s": host_s})
