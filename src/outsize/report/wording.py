@@ -542,8 +542,9 @@ def _peak_margin(f: PeakMargin) -> str:
     )
     if not f.kept_tensors:  # written by an earlier version
         return least
+    code = f"{bytes_text(f.cudnn_bytes)} for cuDNN and " if f.cudnn_bytes else ""
     return (
-        f"{least} and cuBLAS; with convolutions and room for it, {bytes_text(f.cudnn_bytes)} for cuDNN and "
+        f"{least} and cuBLAS; with convolutions and room for it, {code}"
         f"free segments of {f.kept_tensors:g} times the largest tensor"
     )
 

@@ -12,12 +12,13 @@ fails and cuDNN takes another algorithm: P50 and P95 end at its memory. So P95 f
                for autograd's (torch's CublasHandlePool.cpp)
     kept       free segments. With convolutions they are KEPT_P50 to KEPT_P95 times the largest tensor, since
                many tensors are nearly as large and cuDNN's workspaces are up to 2.25 times as large as those
-               of an op; and CUDNN_BYTES. Without, KEPT_SHARE of the peak at P50, and `least` is P95
+               of an op; and cuDNN's code, where the context is without it. Without, KEPT_SHARE of the peak
+               at P50, and `least` is P95
 
 Error model: 168 stages of benchmarks/memory (28 models x 3 plans, real steps; half of the models were held
 out) were measured, and 95 % of them hold at most UNSEEN more than predicted. Replays of the same steps by
 benchmarks/memory/caching_allocator.py give FRAGMENTED, and replays of image models of the usual size
-(benchmarks/memory/reserved.py, half 0) what is kept. CUDNN_BYTES is from one figure of other machines.
+(benchmarks/memory/reserved.py, half 0) what is kept. cuDNN's code is in ir/hardware/devices.py.
 Deviations: memory of NCCL is not counted; every CUDA device is taken to load the same libraries.
 Complexity: O(values) for the largest tensor. Oracle: tests/parity/test_memory_real.py, real steps;
 tests/unit/planner/memory/test_headroom.py replays the allocator.
@@ -47,12 +48,8 @@ FRAGMENTED: Final = 0.105
 KEPT_P50: Final = 3.0
 KEPT_P95: Final = 8.0
 KEPT_SHARE: Final = 0.05
-# Code of cuDNN and cuBLAS, and whatever else such a process has: issue 18 tells of 24 image models on an A100
-# that the median P95 (then 1.115 peaks, 22 MiB and 420 MiB) was 26 %, about 2 GiB, below the device's memory
-# in use. That is a peak of 4.7 GiB with a largest tensor of 0.2 GiB; this is what the terms above leave.
 # Direct convolutions have no workspace: on an H100 Swin, ConvNeXt, ViT and MobileNet hold 0.2 to 0.6 GiB
 # beside their peak and context, ResNets 1.0 to 1.7 GiB (benchmarks/one-gpu).
-CUDNN_BYTES: Final = 1_800 * 1024**2
 
 
 @final
@@ -98,9 +95,9 @@ def in_use(peak_bytes: int, device: Device, load: Load) -> InUse:
     context_bytes, least_bytes = device.fixed_bytes, least(peak_bytes, device)
     wanted_bytes = most_bytes = 0
     if device.is_accelerator and load.convolves:
-        wanted_bytes = round(KEPT_P50 * load.largest_bytes) + CUDNN_BYTES
+        wanted_bytes = round(KEPT_P50 * load.largest_bytes) + device.library_bytes
         most_bytes = round(peak_bytes * (1 + UNSEEN) + KEPT_P95 * load.largest_bytes)
-        most_bytes += LARGE_SEGMENT + SMALL_SEGMENT + CUDNN_BYTES + context_bytes
+        most_bytes += LARGE_SEGMENT + SMALL_SEGMENT + device.library_bytes + context_bytes
     elif device.is_accelerator:
         wanted_bytes = round(KEPT_SHARE * peak_bytes)
     kept_bytes = max(0, min(wanted_bytes, device.memory_bytes - peak_bytes - context_bytes))
@@ -130,7 +127,7 @@ def peak_margin(device: Device) -> PeakMargin:
         segments_bytes=LARGE_SEGMENT + SMALL_SEGMENT,
         context_bytes=device.fixed_bytes,
         kept_tensors=KEPT_P95,
-        cudnn_bytes=CUDNN_BYTES,
+        cudnn_bytes=device.library_bytes,
     )
 
 
