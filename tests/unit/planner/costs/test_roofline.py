@@ -251,3 +251,10 @@ def test_kinds_of_devices_reach_other_shares_of_their_peaks() -> None:
     assert set(shares.values()) == {1.0}
     assert ampere == GPU
     assert hopper.memory == ampere.memory
+
+
+def test_a_host_is_that_of_its_devices_time_or_measured() -> None:
+    a100, h100 = (parse_cluster(f"1x{kind}").devices[0] for kind in ("a100-80gb", "h100-80gb"))
+    assert default_of(a100).host_s == 57e-6
+    assert default_of(h100).host_s == 37e-6
+    assert default_of(h100.model_copy(update={"host_s": 20e-6})).host_s == 20e-6

@@ -49,6 +49,15 @@ def test_free_segments_and_cudnn_are_kept_where_there_is_room() -> None:
     assert used.p50_bytes == used.p95_bytes == small.memory_bytes
 
 
+def test_a_hopper_has_cudnns_code_in_its_context() -> None:
+    """An H100 held 767 MiB beside torch's segments in the steps of ResNets as of language models."""
+    (gpu,) = parse_cluster("1xh100-80gb").devices
+    convolving, other = (in_use(4 * GIB, gpu, Load(GIB // 4, convolves=c)) for c in (True, False))
+    assert convolving.kept_bytes == 3 * GIB // 4
+    assert convolving.context_bytes == other.context_bytes
+    assert peak_margin(gpu).cudnn_bytes == 0
+
+
 def test_a_stage_is_judged_by_its_largest_tensor() -> None:
     graph, _ = chain([0.1] * 6, saved_bytes=MIB)
     values = [v for v in graph.values if 2 <= v.producer < 5]
