@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -160,9 +161,10 @@ def einsum(call: RuleInput) -> Step:
 
 
 def _by_vector(call: RuleInput, module: nn.Module) -> Step:
-    """Applies a module with weights, such as a norm, that treats each vector equally."""
+    """Applies a module such as a norm, with weights or without, that treats each vector equally."""
     share, shape = call.alone(), call.shape(call.args[0])
-    if call.results() != [shape] or not works_by_vector(module, shape, share.dim):
+    is_tried = len(call.args) == 1 and not call.instruction.kwargs and not call.instruction.random
+    if not is_tried or call.results() != [shape] or not works_by_vector(module, shape, share.dim):
         raise NotPropagated(f"there is no rule for {type(module).__name__}")
     return call.same(share)
 
@@ -214,17 +216,18 @@ def follow(call: RuleInput, module: nn.Module | None) -> Step:
         return call.instruction.target.follow(call)
     if module is not None and call.instruction.parameters():
         return _by_vector(call, module)
-    if module is None:
-        rule = RULES.get(op_name(call.instruction))
-    else:
-        rule = (
-            elementwise if type(module) in _ACTIVATIONS else dropout if type(module) is nn.Dropout else None
-        )
+    rule = RULES.get(op_name(call.instruction)) if module is None else _rule_of_module(module)
     if rule is None:
-        what = op_name(call.instruction) if module is None else type(module).__name__
-        raise NotPropagated(f"there is no rule for {what}")
+        raise NotPropagated(f"there is no rule for {op_name(call.instruction)}")
     try:
         return rule(call)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # Functions are called in many forms; one that its rule does not know is not followed.
         raise NotPropagated(f"there is no rule for such a {op_name(call.instruction)}") from error
+
+
+def _rule_of_module(module: nn.Module) -> Callable[[RuleInput], Step]:
+    """Returns the rule of a module without weights."""
+    if type(module) is nn.Dropout:
+        return dropout
+    return elementwise if type(module) in _ACTIVATIONS else partial(_by_vector, module=module)

@@ -56,6 +56,28 @@ def test_products_norms_and_activations_stay_in_rows() -> None:
     assert (share.dim, share.parts) == (1, (6,))
 
 
+@pytest.mark.parametrize(
+    "layer", [nn.RMSNorm(12, elementwise_affine=False), nn.LayerNorm(12, elementwise_affine=False), nn.GLU(2)]
+)
+def test_so_do_layers_without_weights_that_treat_tokens_alike(layer: nn.Module) -> None:
+    if isinstance(layer, nn.GLU):
+        with pytest.raises(BadOption, match="there is no rule for GLU"):  # its result has another shape
+            share_of_last(lambda m, x: m.layer(m.lin(x)), layer=layer)
+    else:
+        assert share_of_last(lambda m, x: m.layer(m.lin(x)), layer=layer) == Share(1, (6,))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Softmax(1), nn.LayerNorm([6, 12], elementwise_affine=False), nn.Dropout1d(), nn.Tanhshrink()]
+)
+def test_layers_without_weights_are_tried(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Tanhshrink):
+        assert share_of_last(lambda m, x: m.layer(m.lin(x)), layer=layer) == Share(1, (6,))
+        return
+    with pytest.raises(BadOption, match=f"there is no rule for {type(layer).__name__}"):
+        share_of_last(lambda m, x: m.layer(m.lin(x)), layer=layer)
+
+
 def test_batch_and_sequence_may_be_joined_and_parted() -> None:
     assert share_of_last(lambda m, x: m.lin(x).view(-1, 12)) == Share(0, (6, 6))
     assert share_of_last(lambda m, x: m.lin(x).view(-1, 12).view(2, 6, 3, 4)) == Share(1, (6,))
