@@ -53,7 +53,7 @@ def planned(case: Case, graphs: dict[int, ModelGraph]) -> dict[str, Any]:
     begin = time.process_time()
     candidates = {count: (graph, roofline(graph, cluster.devices[0])) for count, graph in graphs.items()}
     costs_s, begin = time.process_time() - begin, time.process_time()
-    request = PlanRequest(batch_size=case.batch_size, precision=case.precision, what_if=True)
+    request = PlanRequest(batch_size=case.batch_size, precision=case.precision)
     try:
         plan = search(request, candidates, cluster)
     except OutsizeError as error:

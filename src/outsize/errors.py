@@ -19,7 +19,7 @@
     │   ├── ModelMismatch       E203   the plan was made for another model
     │   ├── WorldMismatch       E204   the plan needs another number of processes, or they differ
     │   ├── BadPlan             E205   the plan file cannot be read or contradicts itself
-    │   └── WhatIfPlan          E206   the plan is one to read: this version does not run it
+    │   └── UnsupportedPlan     E206   this version does not run what the plan asks for
     ├── ScheduleError
     │   └── InvalidSchedule     E301   a schedule deadlocks, misorders or forgets an action
     └── RunError              doing
@@ -196,8 +196,8 @@ class BadPlan(PlanError):
 
 
 @final
-class WhatIfPlan(PlanError):
-    """A plan that this version only plans: it uses axes, or marks itself, beyond what runs."""
+class UnsupportedPlan(PlanError):
+    """A plan with axes, or places of its weights, that this version does not run."""
 
     code = "E206"
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from features_worker import Pair, outcome
 from parity_runs import Combination, interleaved
 
-from outsize.errors import WhatIfPlan, WorldMismatch
+from outsize.errors import UnsupportedPlan, WorldMismatch
 from outsize.ir.offload import OF_SEVERAL, Weights
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.schedule import Kind
@@ -128,7 +128,7 @@ def check_each_rank_loads_its_own_stages_once_a_pass(world: World) -> None:
 def check_what_does_not_run_is_refused(world: World) -> None:
     pair = pair_of(world, "gpt2", "host")
     plan: Plan = pair.engine.plan
-    with pytest.raises(WhatIfPlan, match="weights on the host"):
+    with pytest.raises(UnsupportedPlan, match="weights on the host"):
         make_engine(pair.plain, plan.model_copy(update={"axes": Axes(pp=2, dp_replicate=2)}), world.group)
     with pytest.raises(WorldMismatch, match=r"one device of a process.*pp 2.*--nproc-per-node 2"):
         make_engine(pair.plain, plan, None)

@@ -71,7 +71,7 @@ QUESTIONS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "llama on one small device": (LLAMA, TEXT, 8, {"cluster": "1x3GB"}),
     "llama, host optimizer": (LLAMA, TEXT, 8, {"cluster": "1x8GB", "weights": "host-optimizer"}),
     "llama, host, two devices": (LLAMA, TEXT, 8, {"cluster": "2x2GB", "weights": "host"}),
-    "llama, what if": (LLAMA, TEXT, 32, {"cluster": "4x2GB", "what_if": True}),
+    "llama, four small devices": (LLAMA, TEXT, 32, {"cluster": "4x2GB"}),
     "llama, unequal devices": (LLAMA, TEXT, 16, {"cluster": "1xa100-40gb+2xv100-16gb"}),
     "t5": (T5, TEXT, 16, {"cluster": "3xcpu", "exact": True}),
     "mixtral": (MIXTRAL, TEXT, 16, {"cluster": "2xa100-40gb", "stages": 2}),
@@ -80,7 +80,7 @@ QUESTIONS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 # One to ten seconds each: only with --all, as before a change of the planner lands.
 SLOW = {
     "resnet50, little memory",
-    "llama, what if",
+    "llama, four small devices",
     "llama on one small device",
     "gpt2, sgd, bf16",
     "deeplab on three devices",
@@ -124,7 +124,6 @@ def figures(found: Plan) -> dict[str, Any]:
 
 DECISION = {
     "axes", "microbatches", "schedule", "actions", "stages", "weights", "sequence_parallel", "recompute",
-    "what_if",
 }  # fmt: skip
 
 

@@ -226,8 +226,8 @@ def interleaved() -> Plan:
     )
 
 
-def what_if() -> Plan:
-    """Three stages of eight devices each, two replicas, weights sharded, beside a plan that runs."""
+def unsupported() -> Plan:
+    """Three stages of eight devices each, two replicas, weights sharded, of a model that runs by modules."""
     other = Alternative(
         schedule="zero-bubble",
         microbatches=6,
@@ -235,10 +235,9 @@ def what_if() -> Plan:
         step_s=0.7,
         samples_per_s=34.3,
         peak_bytes=40 * GIB,
-        what_if=True,
     )
     sharded = {"axes": Axes(pp=12, dp_shard=2), "schedule": "interleaved", "chunks": 4, "weights": "sharded"}
-    runs = other.model_copy(update={"axes": Axes(pp=24), "schedule": "1f1b", "what_if": False})
+    runs = other.model_copy(update={"axes": Axes(pp=24), "schedule": "1f1b"})
     stages = tuple(s.model_copy(update={"device": f"cuda:{8 * n}"}) for n, s in enumerate(plan().stages))
     return plan().model_copy(
         update={
@@ -251,7 +250,6 @@ def what_if() -> Plan:
             "stages": stages,
             "expected": expected().model_copy(update={"gap": 0.0}),
             "alternatives": (other, other.model_copy(update=sharded), runs),
-            "what_if": True,
         }
     )
 

@@ -62,7 +62,7 @@ def test_the_options_of_a_request_are_its_fields() -> None:
 
 
 def test_none_is_as_if_it_were_not_given() -> None:
-    nothing: RequestOptions = {"bn": None, "tp": None, "optimizer": None, "what_if": None, "batch_size": None}
+    nothing: RequestOptions = {"bn": None, "tp": None, "optimizer": None, "batch_size": None}
     assert request_of(nothing, 8) == PlanRequest(batch_size=8)
 
 

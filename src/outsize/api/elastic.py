@@ -115,9 +115,8 @@ def _requests(request: PlanRequest, run: ElasticRun, total: int | None) -> Itera
     replicas = request.mesh(1).replicas
     each = total // replicas if total and total % replicas == 0 else None
     asked = request.model_copy(update={"microbatches": request.microbatches or each})
-    has_axes = asked.has_group_axes or asked.what_if
     for one in (asked, free):
-        if run.prefers_exact and not (has_axes and one is asked):
+        if run.prefers_exact and not (asked.has_group_axes and one is asked):
             yield one.model_copy(update={"exact": True})
         yield one
 

@@ -11,7 +11,7 @@ from outsize.api.elastic import REFUSALS, request_like
 from outsize.api.options import OutlookOptions, reads_options
 from outsize.api.planning import Args, Kwargs, plan_case
 from outsize.api.problem import CostSource, adapted_case, asked_of, cluster_of
-from outsize.errors import BadOption, BadPlan, OutsizeError, WhatIfPlan
+from outsize.errors import BadOption, BadPlan, OutsizeError, UnsupportedPlan
 from outsize.ir.answers.job import JobRequest, JobSize, JobSizeLeftOut
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
@@ -117,7 +117,7 @@ def with_nodes(node: Cluster, count: int) -> Cluster:
 
 
 def _given(plan: Plan, node: Cluster) -> Plan:
-    """Returns the plan, if it fills nodes. Raises BadOption and WhatIfPlan."""
+    """Returns the plan, if it fills nodes. Raises BadOption and UnsupportedPlan."""
     if plan.axes.world_size % len(node.devices):
         raise BadOption(
             "the plan does not fill its nodes",
@@ -142,7 +142,7 @@ def _first(nodes: Sequence[int], planned: _Answer) -> Plan:
     for count in sorted(nodes, reverse=True):
         try:
             return planned(count)
-        except (*REFUSALS, WhatIfPlan) as error:
+        except (*REFUSALS, UnsupportedPlan) as error:
             refused = error
     assert refused is not None
     raise refused
@@ -162,7 +162,7 @@ def _first_way(ways: Iterable[_Answer], count: int) -> Plan:
     for way in ways:
         try:
             return way(count)
-        except (*REFUSALS, WhatIfPlan) as error:
+        except (*REFUSALS, UnsupportedPlan) as error:
             refused = refused or error
     assert refused is not None
     raise refused
@@ -181,7 +181,7 @@ def _request(first: Plan, node: Cluster, nodes: Sequence[int], planned: _Answer)
                     next_step="outsize plan MODEL --check plan.json --out plan.json",
                 )
             sizes.append(size)
-        except (*REFUSALS, WhatIfPlan, BadPlan) as error:
+        except (*REFUSALS, UnsupportedPlan, BadPlan) as error:
             last = error
             left_out.append(
                 JobSizeLeftOut(nodes=count, code=error.code, what=error.what, numbers=error.numbers)

@@ -123,7 +123,6 @@ def plan(
     - `weights`: "sharded" or "resident" (whole during a step) over `dp_shard`; "host-optimizer" keeps the
       optimizer and its states on the host, "host" weights and gradients as well, "host-activations" also
       what stages send to each other. By default the host is used where nothing else fits.
-    - `what_if`: adds what this version can only plan (see `Plan.beyond`).
     - `objective`: "cost" takes the plan with the least money per sample, on as many devices as are to be
       rented for it, instead of the fastest one; each device needs a price (`price_per_hour`).
     - `loss_fn`, `target`: the loss is `loss_fn(output, *target)`; without it the output holds the loss.

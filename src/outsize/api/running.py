@@ -121,7 +121,7 @@ def parallelize(
     - `on_oom`: "replan" plans again at the next start, for less memory, where a device of this run ran out of
       it, and goes on from the newest checkpoint in `resume`; "raise" (default) only raises.
 
-    Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights, UnknownDevice,
+    Raises WorldMismatch, ModelMismatch, BadPlan, UnsupportedPlan, BadOption, BadWeights, UnknownDevice,
     BadCheckpoint.
     """
     _check_plan(plan, options)
@@ -153,7 +153,7 @@ def parallelize(
     room = _memory_room(options, world, whole)
     plan = _if_it_fits(plan, room)
     if plan is None:
-        before = given or (None if saved is None else Plan.model_validate(saved.values["plan"]))
+        before = given or (None if saved is None else Plan.of_document(saved.values["plan"]))
         elastic = _elastic_run(world, kind, options, before) if world.sizes and group is not None else None
         if elastic is None:
             plan = agreed(host, lambda: _made_plan(case, options, _within(room, whole()), group is None))
@@ -226,7 +226,7 @@ def check(
     - `weights`: as in `parallelize`; a copy of the model gets all of them.
     - `loss_fn`, `target`, `batch_dims`: as for `plan`.
 
-    Raises BadOption, WhatIfPlan, and as `plan`.
+    Raises BadOption, UnsupportedPlan, and as `plan`.
     """
     plan, weights, processes = options.get("plan"), options.get("weights"), options.get("processes", False)
     if plan is not None:
@@ -328,7 +328,7 @@ def _saved_plan(
     saved: CheckpointReader, options: ParallelizeOptions, kind: str, group: dist.ProcessGroup | None
 ) -> Plan | None:
     """Returns the checkpoint's plan, where no other is asked for and these ranks can run it."""
-    plan = Plan.model_validate(saved.values["plan"])
+    plan = Plan.of_document(saved.values["plan"])
     asked = planning_options(options) or options.get("devices") is not None
     is_here = is_accelerator(plan.stages[0].device) == is_accelerator(kind)
     ranks = plan.axes.group_size == 1 if group is None else plan.axes.world_size == group.size()
@@ -439,7 +439,7 @@ def _made_plan(case: TrainingCase, asked: ParallelizeOptions, cluster: Cluster, 
     """Returns the plan of a run that has none; one process `alone` runs pipelines over its devices."""
     options = planning_options(asked)
     request = request_of(options, case.batch.size).model_copy(update={"every_device": True})
-    if alone and not (request.has_group_axes or request.what_if or options.get("axes")):
+    if alone and not (request.has_group_axes or options.get("axes")):
         request = request.model_copy(update={"exact": True})
     return plan_case(case, request, cluster, CostSource.of(options))[1]
 

@@ -110,7 +110,7 @@ def load_plan(path: Path | None) -> Plan | None:
 
 
 def load_plan_to_run(path: Path | None) -> Plan | None:
-    """Returns the plan of --plan. Raises BadPlan, and WhatIfPlan for one that this version does not run."""
+    """Returns the plan of --plan. Raises BadPlan and UnsupportedPlan."""
     plan = load_plan(path)
     if plan is not None:
         plan.check_runs()
@@ -122,7 +122,7 @@ def plan_or_request(
 ) -> tuple[Plan | None, PlanRequest]:
     """Returns the plan of --plan, if any, and the request that a run without one is planned by.
 
-    Raises BadPlan, WhatIfPlan, and BadOption for an option that the plan has already decided.
+    Raises BadPlan, UnsupportedPlan, and BadOption for an option that the plan has already decided.
     """
     from outsize.api.options import request_of
 

@@ -219,13 +219,6 @@ LoraTargets = Annotated[
         help="Layers that have an adapter: q_proj,v_proj (default: what peft knows for the architecture).",
     ),
 ]
-WhatIf = Annotated[
-    bool,
-    typer.Option(
-        "--what-if",
-        help="Add what this version only plans: nothing at present, since every searched layout runs.",
-    ),
-]
 ObjectiveOption = Annotated[
     Objective,
     typer.Option(

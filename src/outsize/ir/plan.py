@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self, final
 from pydantic import AfterValidator, field_validator
 from pydantic_core import PydanticCustomError
 
-from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
+from outsize.errors import BadPlan, ModelMismatch, UnsupportedPlan
 from outsize.files.strict_json import BadJson
 from outsize.ir.base import Bytes, Count, DeviceName, Finite, Rate, Record, Seconds, Whole, Word
 from outsize.ir.findings import REJECTIONS, Bottleneck, PeakMargin, Reason
@@ -107,7 +107,7 @@ def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
     return weights in HOSTED and devices == 1 and form == "tape"
 
 
-def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
+def unsupported(axes: Axes, weights: Weights, form: Form = "tape") -> str:
     """Returns what this version of outsize does not run of a plan with these; empty where it runs all."""
     shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
     run = RUN | {"dp_shard"} if shards else RUN
@@ -188,7 +188,7 @@ class Expected(Record):
 
 @final
 class Alternative(Record):
-    """Describes another candidate that was priced; `what_if` says that this version cannot run it.
+    """Describes another candidate that was priced.
 
     `peak_bytes` is that of its fullest device, and each device has `chunks` stages.
     """
@@ -203,7 +203,10 @@ class Alternative(Record):
     step_s: Seconds
     samples_per_s: Rate
     peak_bytes: Bytes
-    what_if: bool = False
+
+
+def _without_mark(document: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in document.items() if name != "what_if"}
 
 
 @final
@@ -228,7 +231,6 @@ class Plan(Record):
                 once per batch ("deferred"), or for a batch that is one microbatch ("sync")
     actions     of the schedules auto (built by the planner) and custom (by a person): what each rank
                 computes, in the grammar of ir/schedule.py; fewer microbatches leave out the last ones
-    what_if     this version of outsize does not run some of it: a plan to read, not to run
     why         what the planner says of the plan and of what it did not choose, as findings (ir/findings.py)
     """
 
@@ -251,14 +253,20 @@ class Plan(Record):
     module_pieces: Count = 1
     recompute: Recompute = "none"
     bn: BatchNormMode = "micro"
-    what_if: bool = False
     expected: Expected | None = None
     alternatives: tuple[Alternative, ...] = ()
     why: tuple[Reason, ...] = ()
 
     @classmethod
     def of_document(cls, document: dict[str, Any]) -> Self:
-        """Reads version 1, too, whose reasons were sentences: they are dropped, the decision is the same."""
+        """Reads version 1, too, whose reasons were sentences: they are dropped, the decision is the same.
+
+        Files of either version may have the mark `what_if`, which is dropped, too: axes and weights say
+        whether a plan runs.
+        """
+        document = _without_mark(document)
+        if isinstance(rows := document.get("alternatives"), list):
+            document["alternatives"] = [_without_mark(row) if isinstance(row, dict) else row for row in rows]
         if type(document.get("version")) is int and document["version"] == 1:
             document = {**document, "version": 2, "why": []}
             if isinstance(expected := document.get("expected"), dict):
@@ -350,13 +358,11 @@ class Plan(Record):
             )
 
     @property
-    def beyond(self) -> str:
+    def unsupported(self) -> str:
         """Returns what this version of outsize does not run of it, `dp_shard 4, tp 2`; empty for a plan that
         runs.
-
-        The axes are checked even where the mark `what_if` was removed by hand.
         """
-        return beyond(self.axes, self.weights, self.form) or ("marked what_if" if self.what_if else "")
+        return unsupported(self.axes, self.weights, self.form)
 
     @property
     def bit_identical(self) -> bool:
@@ -376,11 +382,11 @@ class Plan(Record):
         return _streams(self.axes, self.weights, self.form)
 
     def check_runs(self) -> None:
-        """Raises WhatIfPlan when this version of outsize only plans it."""
-        if self.beyond:
-            raise WhatIfPlan(
-                f"the plan of {self.model} is a what-if, which this version of outsize does not run",
-                numbers=f"pp {self.axes.pp}, {self.beyond}",
+        """Raises UnsupportedPlan when this version of outsize does not run it."""
+        if self.unsupported:
+            raise UnsupportedPlan(
+                f"the plan of {self.model} asks for what this version of outsize does not run",
+                numbers=f"pp {self.axes.pp}, {self.unsupported}",
                 next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json",
             )
 

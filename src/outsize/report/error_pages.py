@@ -252,12 +252,11 @@ What to do
   move patterns from the end of one stage to the start of the next.
 """
 _E206 = """
-WhatIfPlan [E206]: this version of outsize cannot run the plan.
+UnsupportedPlan [E206]: this version of outsize cannot run the plan.
 
 Every plan that the search makes runs. This one was written by hand, or by
-another version: it is marked what_if, or it has weights on the host with dp or
-tp in addition to pp, or dp_shard or cp of a model that runs by modules. The
-axes and the weights are checked, so removing the mark changes nothing.
+another version: it has weights on the host with dp or tp in addition to pp, or
+dp_shard, cp or ep of a model that runs by modules.
 
 What to do
   outsize explain-plan plan.json  shows it. To have one that runs, plan again:

@@ -50,11 +50,11 @@ CASES: dict[str, tuple[int, str]] = {
     "fit-precision": (2, "fit toy:build --precision fp4"),
     "fit-stages": (3, "fit toy:pair --stages 9 --cluster 9xcpu"),
     "plan-negative-memory": (2, "plan toy:build --cluster 2x-12GB"),
-    "plan-what-if": (3, "run toy:build --plan whatif.json"),
-    "plan-what-if-beside-check": (2, "plan toy:build --check plan.json --what-if"),
-    "plan-what-if-fits-nowhere": (3, "plan toy:build?width=512 --cluster 2x0.01GB --what-if"),
+    "plan-unsupported": (3, "run toy:build --plan unsupported.json"),
+    "plan-tp-beside-check": (2, "plan toy:build --check plan.json --tp 2"),
+    "plan-fits-nowhere-at-all": (3, "plan toy:build?width=512 --cluster 2x0.01GB"),
     "plan-axes-pp": (3, "plan toy:build?width=8192 --cluster 2x2GB --axes pp"),
-    "plan-what-if-batch": (2, "plan toy:build --cluster 4xh100-80gb --batch 3 --what-if --microbatches 4"),
+    "plan-batch": (2, "plan toy:build --cluster 4xh100-80gb --batch 3 --microbatches 4"),
     "explain-plan-no-json": (3, "explain-plan toy.py"),
     "explain-plan-of-another-model": (3, "explain-plan plan.json toy:pair"),
     "option": (2, "plan toy:build --stagse 2"),
@@ -77,8 +77,8 @@ def plans(outsize: Outsize, folder: Path, planned: dict[str, str]) -> None:
         planned["text"] = (folder / "plan.json").read_text()
     text = planned["text"]
     (folder / "plan.json").write_text(text)
-    beyond = text.replace('"tp": 1', '"tp": 2').replace('"cp": 1', '"cp": 4')
-    (folder / "whatif.json").write_text(beyond.replace('"form": "tape"', '"form": "modules"'))
+    other = text.replace('"tp": 1', '"tp": 2').replace('"cp": 1', '"cp": 4')
+    (folder / "unsupported.json").write_text(other.replace('"form": "tape"', '"form": "modules"'))
     (folder / "moved.json").write_text(text.replace('"device": "cpu:1"', '"device": "cpu:7"'))
     (folder / "field.json").write_text(re.sub('"schedule": "[^"]*"', '"schedule": "2f2b"', text, count=1))
     assert '"0-' in text

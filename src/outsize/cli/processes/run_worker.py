@@ -153,7 +153,7 @@ def is_measured(plan: Plan) -> bool:
 def _elastic_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Plan:
     """Returns the plan for the ranks that are there, of a run whose number of ranks may change."""
     newest = None if job.checkpoint is None else newest_folder(job.checkpoint)
-    saved = None if newest is None else Plan.model_validate(CheckpointReader(Path(newest)).values["plan"])
+    saved = None if newest is None else Plan.of_document(CheckpointReader(Path(newest)).values["plan"])
     if job.plan is not None and job.plan.axes.world_size == world.world_size:
         return job.plan
     request = job.request if job.plan is None else request_like(job.plan)

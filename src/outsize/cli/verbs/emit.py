@@ -200,7 +200,7 @@ def nodes_in(text: str) -> range:
 
 
 def _plans(paths: Sequence[Path] | None) -> list[Plan]:
-    """Returns the plans of --plan. Raises BadPlan and WhatIfPlan."""
+    """Returns the plans of --plan. Raises BadPlan and UnsupportedPlan."""
     return [plan for path in paths or () if (plan := load_plan_to_run(path)) is not None]
 
 

@@ -86,7 +86,6 @@ def plan(
     inference: options.Inference = False,
     lora_rank: options.LoraRank = None,
     lora_targets: options.LoraTargets = None,
-    what_if: options.WhatIf = False,
     objective: options.ObjectiveOption = "time",
     measure: options.Measure = False,
     profile: Profile = None,
@@ -117,7 +116,6 @@ def plan(
         "loss_pieces": loss_pieces,
         "module_pieces": module_pieces,
         "weights": weights,
-        "what_if": what_if or None,
         "objective": None if objective == "time" else objective,
     }
     options.check_not_planned(edited, "--check", asked)

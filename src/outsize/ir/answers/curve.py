@@ -11,7 +11,7 @@ from outsize.ir.base import Record
 class ThroughputCurve(Record):
     """Holds samples per second by value of the choice; None where nothing fits. `chosen` is the plan's value.
 
-    For what-if plans, `pp` counts the stages that follow each other, all devices used.
+    Where other axes are used, `pp` counts the stages that follow each other, all devices used.
     """
 
     choice: Literal["microbatches", "devices", "pp"]

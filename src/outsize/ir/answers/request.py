@@ -50,7 +50,6 @@ class LayoutOptions(TypedDict, total=False):
     sequence_parallel: bool | None
     loss_pieces: int | None
     module_pieces: int | None
-    what_if: bool | None
 
 
 class RequestOptions(LayoutOptions, total=False):
@@ -69,7 +68,7 @@ class PlanRequest(Record):
     `microbatches` are those of each replica; `stages` that are not given are one per device or group of
     devices. `actions` are the rows of a user's own schedule. `axes` "all" searches the axes that are not
     given, "pp" none of them. `exact` keeps to layouts whose results are bit-identical to one device's:
-    pipelines, and where none fits, weights on the host. `what_if` adds layouts that this version only plans.
+    pipelines, and where none fits, weights on the host.
     `sequence_parallel` None prices both values. `loss_pieces` None computes the loss in pieces of rows where
     that makes room (Plan), and `module_pieces` wide modules. `weights` None shards weights over dp_shard, and
     keeps them on the host where the devices are too small for them. `objective` "cost" chooses also which
@@ -97,7 +96,6 @@ class PlanRequest(Record):
     loss_pieces: Count | None = None
     module_pieces: Count | None = None
     weights: Weights | None = None
-    what_if: bool = False
     objective: Objective = "time"
     inference: bool = False
     every_device: bool = False
@@ -129,7 +127,7 @@ class PlanRequest(Record):
     @property
     def searches_axes(self) -> bool:
         """Returns whether axes are searched that are not given, where the devices leave any."""
-        return self.what_if or (self.axes == "all" and not (self.exact or self.actions))
+        return self.axes == "all" and not (self.exact or self.actions)
 
     @property
     def without_axis_search(self) -> PlanRequest:
@@ -141,8 +139,8 @@ class PlanRequest(Record):
 
         On unequal devices these are also orders of pipelines.
         """
-        if self.what_if or cluster.unequal:
-            return self.what_if or (self.axes == "all" and not self.actions)
+        if cluster.unequal:
+            return self.axes == "all" and not self.actions
         return self.searches_axes and self._leaves_devices(cluster)
 
     def may_use_hosts(self, cluster: Cluster) -> bool:
@@ -153,7 +151,7 @@ class PlanRequest(Record):
         if self.inference:
             return False
         open_request = self.axes == "all" and not (self.has_group_axes or self.actions)
-        return self.what_if or (open_request and self._leaves_devices(cluster))
+        return open_request and self._leaves_devices(cluster)
 
     def _leaves_devices(self, cluster: Cluster) -> bool:
         return len(cluster.devices) > (self.stages or 1) * self.mesh(1).group_size
@@ -165,10 +163,10 @@ class PlanRequest(Record):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if self.exact and (self.has_group_axes or self.what_if):
+        if self.exact and self.has_group_axes:
             raise BadOption(
                 "exact=True keeps the bits of one device, and replicas and tp add up in another order",
-                numbers=self.mesh(1).beyond_pp or "what_if=True",
+                numbers=self.mesh(1).beyond_pp,
                 next_step="leave out exact (--exact), or the axes",
             )
         if self.ep > 1 and self.tp > 1 and self.sequence_parallel:

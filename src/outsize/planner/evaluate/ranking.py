@@ -27,14 +27,11 @@ def choose(candidates: Sequence[Estimate]) -> Estimate:
 
 
 def thrift(candidate: Estimate) -> tuple[object, ...]:
-    """Orders equally fast candidates: those that run today, least memory, fewest microbatches, preferred
-    schedule.
-    """
+    """Orders equally fast candidates: least memory, fewest microbatches, preferred schedule."""
     layout = candidate.layout
     order = family_of(layout.schedule).preference
     axes = tuple(layout.axes.model_dump().values())
     return (
-        layout.what_if,
         candidate.peak_bytes,
         layout.microbatches,
         order,
@@ -50,10 +47,8 @@ def rivals(best: Layout, candidates: Iterable[Estimate]) -> list[Estimate]:
 
 
 def shown(rivals: Sequence[Estimate]) -> list[Estimate]:
-    """Returns the fastest ones; one of them runs today, if any does."""
-    first = list(rivals[:ALTERNATIVES])
-    today = next((r for r in rivals if not r.layout.what_if), None)
-    return first if today is None or today in first else [*first[: ALTERNATIVES - 1], today]
+    """Returns the fastest ones."""
+    return list(rivals[:ALTERNATIVES])
 
 
 def alternative(batch_size: int, rival: Estimate) -> Alternative:
@@ -71,7 +66,6 @@ def alternative(batch_size: int, rival: Estimate) -> Alternative:
         step_s=rival.step_s,
         samples_per_s=batch_size / rival.step_s if rival.step_s else 0.0,
         peak_bytes=rival.peak_bytes,
-        what_if=layout.what_if,
     )
 
 
@@ -194,5 +188,4 @@ def as_alternative(plan: Plan) -> Alternative:
         step_s=plan.expected.step_s,
         samples_per_s=plan.expected.samples_per_s,
         peak_bytes=max(used_bytes.values()),
-        what_if=bool(plan.beyond),
     )

@@ -122,7 +122,7 @@ def is_named_pipeline(request: PlanRequest) -> bool:
     """
     named = request.schedule is None or family_of(request.schedule).row is not None
     named &= request.recompute in (None, "none", "full") and request.weights is None
-    return named and not (request.what_if or request.has_group_axes)
+    return named and not request.has_group_axes
 
 
 def fit(request: PlanRequest, at: At, cluster: Cluster) -> Fit:

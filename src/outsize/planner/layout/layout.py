@@ -37,7 +37,7 @@ from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, Part
 from outsize.ir.hardware.devices import Device, host_link
 from outsize.ir.offload import HOSTED, Weights
-from outsize.ir.plan import Axes, Plan, ScheduleName, beyond, weight_shards
+from outsize.ir.plan import Axes, Plan, ScheduleName, weight_shards
 from outsize.ir.schedule import Kind, placed
 from outsize.schedules.families import family_of, preferred
 
@@ -125,11 +125,6 @@ class Layout:
     def splits_backward(self) -> bool:
         """Returns whether gradients of weights are computed in actions of their own."""
         return family_of(self.schedule).splits_backward or any(Kind.I in row for row in self.actions)
-
-    @property
-    def what_if(self) -> bool:
-        """Returns whether the layout can be planned, but not run."""
-        return bool(beyond(self.axes, self.weights))
 
     def on(self, ranks: int) -> Layout:
         """Returns the layout with another number of ranks, a stage each: groups may stay idle."""

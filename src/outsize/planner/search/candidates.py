@@ -13,7 +13,7 @@ from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.offload import Weights
-from outsize.ir.plan import Axes, ScheduleName, beyond
+from outsize.ir.plan import Axes, ScheduleName, unsupported
 from outsize.ir.profile import Profile
 from outsize.planner.costs.context_parallel import context_sizes
 from outsize.planner.fit.nearest import device_part
@@ -99,7 +99,7 @@ def no_layout(
 
 
 def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
-    """Returns whether a layout has what the request fixes, and runs, unless a what-if is asked for.
+    """Returns whether a layout has what the request fixes, and runs.
 
     Stages are ranks of the pipeline, and microbatches those of a replica.
     """
@@ -108,7 +108,7 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
     has_fixed &= request.stages in (None, axes["pp"]) and request.microbatches in (None, layout.microbatches)
     has_fixed &= request.weights in (None, layout.weights) and (request.bn != "sync" or layout.replicas == 1)
     has_fixed &= not request.exact or layout.group == 1
-    runs = request.what_if or not beyond(layout.axes, layout.weights, graph.form)
+    runs = not unsupported(layout.axes, layout.weights, graph.form)
     return has_fixed and runs and divides(graph, layout.axes.tp)
 
 

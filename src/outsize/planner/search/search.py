@@ -5,7 +5,7 @@ of pp, dp_replicate, dp_shard, cp and tp under 1f1b, the best of them interleave
 where nothing else fits) it computes the exact partition (partition/stage_prices.py), its memory account, and
 its simulated step. Layouts are tried by ascending lower bound (bounds/step_time.py), until the next bound
 exceeds the best step. The fastest that fits wins; among those within one percent of it, less than the error
-of a prediction, one that runs today before a what-if, then the one with least memory on its fullest device,
+of a prediction, the one with least memory on its fullest device,
 then fewer microbatches, then 1f1b before gpipe before naive. A stage that does not fit recomputes, or has its
 waiting activations on the host (strategies/activation_offload.py), if that is open.
 
@@ -442,7 +442,6 @@ def _written(request: PlanRequest, result: SearchResult, improved: _Improved, cl
         module_pieces=request.module_pieces or 1,
         recompute=overall,
         bn=request.bn,
-        what_if=layout.what_if,
         expected=counted(_expected(request, best, result, bounds, tables), recomputed),
         alternatives=tuple(alternative(request.batch_size, rival) for rival in shown(not_chosen)),
         why=(

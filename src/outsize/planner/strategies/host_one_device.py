@@ -30,7 +30,7 @@ from outsize.ir.formatting import bytes_text, microbatches_text
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
 from outsize.ir.offload import HOSTED, OF_SEVERAL, Bound, Degree, weights_text
-from outsize.ir.plan import Expected, Plan, Recompute, StageFigures, beyond, stages_from_bounds
+from outsize.ir.plan import Expected, Plan, Recompute, StageFigures, stages_from_bounds, unsupported
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
@@ -82,7 +82,7 @@ def check_hosted(request: PlanRequest, graphs: Sequence[ModelGraph], cluster: Cl
             next_step=f"leave out weights={request.weights!r}",
         )
     axes, weights = request.mesh(request.stages or 1), request.weights or "resident"
-    if beyond(axes, weights):
+    if unsupported(axes, weights):
         ranks = "a pipeline with one device a rank" if weights in OF_SEVERAL else "one device"
         raise BadOption(
             f"{weights_text(weights)}: that is for {ranks}",

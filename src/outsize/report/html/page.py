@@ -53,8 +53,8 @@ from outsize.report.tables.plan_tables import (
     loss_text,
     measured_causes,
     optimum_text,
+    unsupported_text,
     way_text,
-    what_if_text,
 )
 from outsize.report.tables.stage_units import short_units
 from outsize.report.wording import advised, sentence, sentences
@@ -135,7 +135,7 @@ def _shown_of_plan(plan: Plan, expected: Expected | None) -> dict[str, Any]:
         "plan_json": visible_lines(plan.to_json()),
         "expected": expected,
         "lead": f"{_count(len(plan.stages), 'stage')} on {plan.cluster}, {how_text(plan)}",
-        "what_if": what_if_text(plan) if plan.beyond else "",
+        "unsupported": unsupported_text(plan) if plan.unsupported else "",
         "optimum": _optimum(plan),
         "stages": _stages(plan),
         "varies": recompute_varies(plan),
@@ -442,8 +442,8 @@ def _commands(plan: Plan) -> list[str]:
     """
     make = f"outsize plan MODEL --cluster {plan.cluster} --batch {plan.batch_size}"
     for_what = f"--optimizer {plan.optimizer} --precision {plan.precision}"
-    if plan.beyond:
-        return [f"{make} {for_what} --what-if --out plan.json", "outsize explain-plan plan.json"]
+    if plan.unsupported:
+        return [f"{make} {for_what} --out plan.json", "outsize explain-plan plan.json"]
     sizes = {f"--{name.replace('_', '-')}": size for name, size in plan.axes.model_dump().items()}
     axes = "".join(f" {name} {size}" for name, size in sizes.items() if name != "--pp" and size > 1)
     named = "schedule.csv" if plan.schedule == CUSTOM_NAME else plan.schedule  # with the rows of `actions`

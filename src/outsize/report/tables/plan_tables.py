@@ -211,8 +211,8 @@ def _plan_heading(plan: Plan, graph: ModelGraph | None) -> Text:
     lines = Text.assemble((plan.model, "bold"), f"{size} on {plan.cluster}\n", how_text(plan))
     if plan.expected is not None and (optimum := optimum_text(plan.expected.gap)):
         lines.append(f"\n{optimum}", "bold")
-    if plan.beyond:
-        lines.append(f"\n{what_if_text(plan)}", "bold yellow")
+    if plan.unsupported:
+        lines.append(f"\n{unsupported_text(plan)}", "bold yellow")
     return lines
 
 
@@ -235,11 +235,11 @@ def how_text(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def what_if_text(plan: Plan) -> str:
+def unsupported_text(plan: Plan) -> str:
     """Returns the note that the plan cannot be run, with its axes."""
     size = plan.axes.world_size
     devices = f"{size} device{'' if size == 1 else 's'}"
-    return f"WHAT-IF, which this version cannot run: pp {plan.axes.pp}, {plan.beyond}; {devices}"
+    return f"THIS VERSION CANNOT RUN IT: pp {plan.axes.pp}, {plan.unsupported}; {devices}"
 
 
 def _size_text(graph: ModelGraph) -> str:
@@ -383,7 +383,6 @@ def way_text(other: Alternative) -> str:
     parts += [other.axes.beyond_pp, weights_text(other.weights)]
     parts += ["sequence parallel"] if other.sequence_parallel else []
     parts += [{"none": "", "offload": "activations on the host"}.get(other.recompute, "recompute")]
-    parts += ["WHAT-IF"] if other.what_if else []
     return ", ".join(filter(None, parts))
 
 

@@ -347,7 +347,7 @@ class Checkpoints:
 
     def _note(self, saved: CheckpointReader) -> None:
         """Says on rank 0 what is not as it was when the checkpoint was saved."""
-        before, now = Plan.model_validate(saved.values["plan"]), self._settings.plan
+        before, now = Plan.of_document(saved.values["plan"]), self._settings.plan
         changed = first_difference(saved.values["code"], code_of(self._held.model, self._settings.loss_fn))
         if self._held.crew.global_rank:
             return

@@ -462,7 +462,7 @@ class Engine:
         if saved is None:
             return None
         self.steps = self._checkpoints.restore(saved, self.optimizer)
-        before = Plan.model_validate(saved.values["plan"])
+        before = Plan.of_document(saved.values["plan"])
         if layout_of(before) != layout_of(self.plan):
             self._callbacks.after_replan(self.steps, before)
         return self.steps

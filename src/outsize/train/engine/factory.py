@@ -53,7 +53,7 @@ def make_engine(
 ) -> Engine:
     """Returns an engine of the plan; without a group all ranks are in this process.
 
-    Raises WhatIfPlan and BadOption before anything is done.
+    Raises UnsupportedPlan and BadOption before anything is done.
     """
     plan.check_runs()
     _insist_on_devices(plan, group, ranks)

@@ -27,7 +27,7 @@ def test_a_plan_with_tp_is_to_run_and_says_what_is_divided(outsize: Outsize, tmp
     assert said.code == 0
     assert "modules with weights are divided, and a rank has 50 % of the" in " ".join(said.out.split())
     plan = Plan.load(file)
-    assert (plan.axes.pp, plan.axes.tp, plan.what_if, plan.beyond) == (2, 2, False, "")
+    assert (plan.axes.pp, plan.axes.tp, plan.unsupported) == (2, 2, "")
     priced = outsize("plan", LLAMA, "--cluster", "4xcpu", "--check", str(file), *BATCH)
     assert priced.code == 0
     refused = outsize("check", LLAMA, "--plan", str(file), *BATCH)

@@ -110,7 +110,7 @@ def step_s(plan: Plan) -> float:
 
 def found_s(models: dict[int, Model], cluster: Cluster) -> float:
     try:
-        return step_s(search(PlanRequest(batch_size=BATCH, what_if=True), models, cluster))
+        return step_s(search(PlanRequest(batch_size=BATCH), models, cluster))
     except NoFeasiblePlan:
         return float("inf")
 
@@ -122,7 +122,7 @@ def test_no_order_of_groups_beats_the_plan(seconds: list[int], rooms: tuple[int,
     plans = everyone(models, cluster, 2)
     best = min((step_s(p) for p in plans if fits(p, cluster)), default=float("inf"))
     try:
-        found = search(PlanRequest(batch_size=BATCH, what_if=True), models, cluster)
+        found = search(PlanRequest(batch_size=BATCH), models, cluster)
     except NoFeasiblePlan:
         assert best == float("inf")
         return
@@ -190,14 +190,14 @@ def test_devices_of_a_kind_keep_their_nodes_and_links() -> None:
 def test_a_plan_may_leave_slow_devices_idle() -> None:
     """One unit cannot be divided: a second stage on a slow device is no help."""
     models = {4: model([9], 4)}
-    found = search(PlanRequest(batch_size=BATCH, what_if=True), models, small(TWO, (9000, 9000)))
+    found = search(PlanRequest(batch_size=BATCH), models, small(TWO, (9000, 9000)))
     assert {stage.device for stage in found.stages} == {"cuda:2"}
 
 
 def test_a_plan_says_what_each_kind_does_and_who_is_idle() -> None:
     models = {4: model([4, 4, 1, 1], 4)}
-    whole = search(PlanRequest(batch_size=BATCH, what_if=True), models, small(THREE, (9000,) * 3))
-    one = search(PlanRequest(batch_size=BATCH, what_if=True), {4: model([9], 4)}, small(TWO, (9000, 9000)))
+    whole = search(PlanRequest(batch_size=BATCH), models, small(THREE, (9000,) * 3))
+    one = search(PlanRequest(batch_size=BATCH), {4: model([9], 4)}, small(TWO, (9000, 9000)))
     busy, idle = (
         {"stages": (0,), "devices": 2, "busy_devices": 2, "flops_share": 1.0},
         {"stages": (), "devices": 2, "busy_devices": 0, "flops_share": 0.0},

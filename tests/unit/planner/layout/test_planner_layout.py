@@ -109,7 +109,7 @@ def test_weights_on_the_host_are_for_one_device_here() -> None:
     """Several take turns (looped.py)."""
     names: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
     found = list(host_layouts(parse_cluster("2xh100-80gb"), [1, 2, 4], names, 64))
-    assert {(layout.axes.world_size, layout.hosted, layout.what_if) for layout in found} == {(1, True, False)}
+    assert {(layout.axes.world_size, layout.hosted) for layout in found} == {(1, True)}
     assert len(found) == len(HOSTED) * 6
     alone = host_layouts(parse_cluster("1xh100-80gb"), [2], names, 64)
     assert [(x.schedule, x.weights) for x in alone] == list(product(names, HOSTED))
@@ -145,9 +145,6 @@ def test_chunks_need_ranks_that_are_busy_and_units() -> None:
     assert not list(pipelines(Axes(pp=1), counts, names, 64))
     layout = Layout(Axes(pp=2, tp=2, dp_shard=3), 4, "interleaved", 8, 24)
     assert (layout.ranks, layout.chunks, layout.group, layout.replicas) == ((0, 1, 0, 1), 2, 6, 3)
-    assert not layout.what_if
-    assert not Layout(Axes(pp=2, tp=2, cp=2), 4, "interleaved", 8, 8).what_if
-    assert not Layout(Axes(pp=2), 2, "1f1b", 8, 8).what_if
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_graphs import chain
 
-from outsize.errors import NoFeasiblePlan, WhatIfPlan
+from outsize.errors import NoFeasiblePlan, UnsupportedPlan
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.findings import HostBound, WeightsOnHost
@@ -239,7 +239,7 @@ def asked(cluster: Cluster, forward_s: float = 0.01, **wishes: object) -> Plan:
 
 def test_what_fits_nowhere_is_planned_with_weights_on_the_host() -> None:
     plan = asked(small(1400))
-    assert (plan.weights, plan.what_if) == ("host", False)
+    assert (plan.weights, plan.unsupported) == ("host", "")
     (host,) = findings(plan, WeightsOnHost)
     assert host.host_bytes // MIB == 3200
     assert "PCIe 5.0 x16" in host.link
@@ -247,14 +247,14 @@ def test_what_fits_nowhere_is_planned_with_weights_on_the_host() -> None:
     assert isinstance(plan.expected.limited_by, HostBound)
     assert sum(row.weights_bytes for row in plan.expected.stages) == 200 * MIB
     beside = plan.model_copy(update={"axes": Axes(dp_replicate=2)})
-    with pytest.raises(WhatIfPlan, match="weights on the host"):
+    with pytest.raises(UnsupportedPlan, match="weights on the host"):
         beside.check_runs()
     assert Plan.model_validate_json(plan.to_json()) == plan
 
 
 def test_its_seconds_are_the_passes_and_the_optimizer() -> None:
     """10 ms a unit in the forward and 20 in the backward, twice: 100 MiB come in 2 ms beside that."""
-    plan = asked(small(1400), what_if=True)
+    plan = asked(small(1400))
     move_s = LINKS["pcie5"].seconds(100 * MIB)
     optimizer_s = 8 * (100 + 2 * 100 + 2 * 200) * MIB / HOST_BYTES_PER_S
     assert plan.expected is not None
@@ -264,12 +264,12 @@ def test_its_seconds_are_the_passes_and_the_optimizer() -> None:
 def test_a_cpu_has_no_other_memory_and_two_blocks_may_not_fit() -> None:
     for cluster in (small(900, "cpu"), small(700), small(700, devices=2)):
         with pytest.raises(NoFeasiblePlan, match="stage 0 needs"):
-            asked(cluster, what_if=True)
+            asked(cluster)
 
 
 def test_it_is_the_last_resort() -> None:
-    assert asked(small(1400, devices=8), what_if=True).weights != "host"
-    assert asked(small(9000), what_if=True).weights == "resident"
+    assert asked(small(1400, devices=8)).weights != "host"
+    assert asked(small(9000)).weights == "resident"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

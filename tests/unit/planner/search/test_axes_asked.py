@@ -31,13 +31,13 @@ def asked(**wishes: object) -> Plan:
 
 def test_every_stage_gets_as_many_devices_as_the_axes_want() -> None:
     plan = asked(dp_replicate=2)
-    assert (plan.axes, plan.beyond, plan.what_if) == (Axes(pp=2, dp_replicate=2), "", False)
+    assert (plan.axes, plan.unsupported) == (Axes(pp=2, dp_replicate=2), "")
     assert [stage.device for stage in plan.stages] == ["cpu:0", "cpu:2"]
     assert all(other.axes == plan.axes for other in plan.alternatives)
     assert asked(dp_replicate=4).axes == Axes(dp_replicate=4)
     assert asked(dp_shard=2).weights == "sharded"
     resident = asked(dp_shard=2, weights="resident")
-    assert (resident.weights, resident.axes, resident.beyond) == ("resident", Axes(pp=2, dp_shard=2), "")
+    assert (resident.weights, resident.axes, resident.unsupported) == ("resident", Axes(pp=2, dp_shard=2), "")
     assert asked(dp_replicate=2, stages=1).axes == Axes(dp_replicate=2)
 
 
@@ -47,14 +47,14 @@ def test_microbatches_are_those_of_a_replica() -> None:
     assert [plan.microbatches_of(size) for size in (1, 3, 5, 100)] == [2, 2, 4, 4]
 
 
-def test_a_what_if_keeps_the_axes_that_were_asked_for() -> None:
-    plan = asked(dp_replicate=2, what_if=True)
+def test_all_axes_keep_those_that_were_asked_for() -> None:
+    plan = asked(dp_replicate=2, axes="all")
     assert (plan.axes.dp_replicate, plan.axes.world_size) == (2, 4)
 
 
-def test_a_what_if_keeps_the_weights_that_were_asked_for() -> None:
-    plan = asked(dp_shard=2, weights="resident", what_if=True)
-    assert (plan.axes.dp_shard, plan.weights, plan.what_if) == (2, "resident", False)
+def test_all_axes_keep_the_weights_that_were_asked_for() -> None:
+    plan = asked(dp_shard=2, weights="resident", axes="all")
+    assert (plan.axes.dp_shard, plan.weights) == (2, "resident")
     assert {other.weights for other in plan.alternatives} == {"resident"}
 
 
@@ -69,7 +69,6 @@ def test_weights_are_sharded_over_replicas_that_are_asked_for() -> None:
         request_of({"weights": "sharded", "axes": "pp"}, 8)
     assert request_of({"weights": "sharded"}, 8).weights == "sharded"
     assert request_of({"weights": "sharded", "dp_shard": 2}, 8).weights == "sharded"
-    assert request_of({"weights": "sharded", "what_if": True}, 8).weights == "sharded"
 
 
 def test_axes_that_the_devices_do_not_have() -> None:

@@ -82,7 +82,7 @@ def test_the_bits_are_not_given_up_for_less_than_predictions_err() -> None:
     assert near.step_s < near.chosen_step_s
 
 
-@pytest.mark.parametrize("options", [{"tp": 2}, {"dp_shard": 2}, {"what_if": True}])
+@pytest.mark.parametrize("options", [{"tp": 2}, {"dp_shard": 2}])
 def test_exact_contradicts_axes_that_add_in_another_order(options: dict[str, int]) -> None:
     with pytest.raises(BadOption, match="exact=True keeps the bits of one device"):
         PlanRequest(batch_size=BATCH, exact=True, **options)  # pyright: ignore[reportArgumentType]

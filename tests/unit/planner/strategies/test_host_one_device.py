@@ -52,7 +52,7 @@ def asked(memory_mib: int, **wishes: object) -> Plan:
 
 def test_one_device_that_is_too_small_gets_a_plan_that_runs() -> None:
     plan = asked(1400)
-    assert (plan.weights, plan.what_if, plan.beyond, plan.streams) == ("host", False, "", True)
+    assert (plan.weights, plan.unsupported, plan.streams) == ("host", "", True)
     assert (plan.schedule, len(plan.stages), plan.axes.world_size) == ("gpipe", 8, 1)
     plan.check_runs()
     assert [reason.host_bytes // MIB for reason in findings(plan, WeightsOnHost)] == [3200]
@@ -155,7 +155,7 @@ def test_what_has_no_memory_of_its_own_or_no_stages_is_told_so() -> None:
     ("wishes", "said"),
     [
         ({"weights": "host", "tp": 2}, "a pipeline with one device a rank; asked for: tp 2"),
-        ({"weights": "host-optimizer", "dp_shard": 2, "what_if": True}, "asked for: dp_shard 2"),
+        ({"weights": "host-optimizer", "dp_shard": 2}, "asked for: dp_shard 2"),
         ({"weights": "host-activations", "stages": 2}, "that is for one device; asked for: pp 2"),
         ({"weights": "host", "schedule": "1f1b", "stages": 2}, "pp 2, weights 'host': gpipe. Next"),
         ({"weights": "host", "schedule": "zero-bubble"}, "pp 1, weights 'host': gpipe, 1f1b, naive"),

@@ -32,7 +32,7 @@ TABLES = {
     "plan_interleaved": plan_table(samples.interleaved()),
     "plan_selective": plan_table(samples.selective()),
     "why_selective": why_table(samples.selective(), ()),
-    "plan_what_if": plan_table(samples.what_if(), samples.graph()),
+    "plan_unsupported": plan_table(samples.unsupported(), samples.graph()),
     "check_equal": check_table(samples.verdict()),
     "check_differs": check_table(samples.verdict(bit_equal=False)),
     "run": run_table(samples.plan(), samples.measured(), samples.history()),
@@ -104,7 +104,6 @@ def test_alternatives_say_how_much_slower_and_what_only_plans() -> None:
             step_s=0.3,
             samples_per_s=80.0,
             peak_bytes=2**29,
-            what_if=True,
         ),
     )
     text = text_of(plan_table(samples.plan().model_copy(update={"alternatives": others}))).splitlines()
@@ -112,7 +111,6 @@ def test_alternatives_say_how_much_slower_and_what_only_plans() -> None:
         re.match(r"gpipe, 6 microbatches, pp 3 +600 ms +40\.0 +-\d+ % +1\.0 GiB", line) for line in text
     )
     assert any("1f1b, 1 microbatch, pp 3, tp 2," in line and "+93 %" in line for line in text)
-    assert any("WHAT-IF" in line for line in text)
 
 
 def test_what_limits_and_how_far_from_the_optimum() -> None:

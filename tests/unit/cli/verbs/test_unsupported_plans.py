@@ -1,8 +1,10 @@
-"""A plan that this version only plans: refused wherever it would run, with or without its mark, and shown."""
+"""A plan that asks for what does not run: refused wherever it would run, and shown."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 
 import outsize as package
 from outsize.api.problem import all_counts, counts_of
-from outsize.errors import WhatIfPlan
+from outsize.errors import UnsupportedPlan
 from outsize.ir.findings import ContextParallel, DevicesInTurns, SingleUnit
 from outsize.ir.plan import Axes, Expected, Plan, Stage, StageFigures
 from outsize.train.engine.factory import make_engine
@@ -71,7 +73,6 @@ def edit(folder: Path) -> Edit:
 @pytest.mark.parametrize(
     ("fields", "numbers"),
     [
-        ({"what_if": True}, "pp 2, marked what_if"),
         ({"axes": AXES, "form": "modules"}, "pp 2, dp_shard 2, cp 2"),
         ({"weights": "host-activations"}, "pp 2, weights and activations on the host"),
     ],
@@ -82,18 +83,18 @@ def test_it_is_refused_before_the_model_is_built(
     edit(**fields)
     answer = outsize(verb, "nowhere:build", "--plan", "plan.json")
     assert (answer.code, answer.out) == (3, "")
-    assert answer.err.startswith("WhatIfPlan [E206]: ")
+    assert answer.err.startswith("UnsupportedPlan [E206]: ")
     assert numbers in answer.err
     assert "Next: outsize plan MODEL --cluster 2xcpu --out plan.json" in answer.err
 
 
 def test_as_functions(edit: Edit) -> None:
     plan, model = edit(axes=AXES, form="modules"), nn.Linear(3, 3)
-    with pytest.raises(WhatIfPlan, match="pp 2, dp_shard 2, cp 2"):
+    with pytest.raises(UnsupportedPlan, match="pp 2, dp_shard 2, cp 2"):
         make_engine(model, plan, None)
-    with pytest.raises(WhatIfPlan):
+    with pytest.raises(UnsupportedPlan):
         package.parallelize(model, (torch.zeros(2, 3),), plan=plan)
-    with pytest.raises(WhatIfPlan):
+    with pytest.raises(UnsupportedPlan):
         package.check(model, (torch.zeros(2, 3),), plan=plan)
 
 
@@ -104,12 +105,12 @@ def test_axes_beside_pp_that_run(edit: Edit, axis: str) -> None:
 
 def test_axes_beside_pp(edit: Edit) -> None:
     edit(axes={"pp": 2, "tp": 2, "cp": 2}).check_runs()
-    with pytest.raises(WhatIfPlan, match="pp 2, cp 2"):
+    with pytest.raises(UnsupportedPlan, match="pp 2, cp 2"):
         edit(axes={"pp": 2, "tp": 2, "cp": 2}, form="modules").check_runs()
 
 
 def test_sharded_weights(edit: Edit) -> None:
-    with pytest.raises(WhatIfPlan, match="weights sharded"):
+    with pytest.raises(UnsupportedPlan, match="weights sharded"):
         edit(weights="sharded").check_runs()
     edit(axes={"pp": 2, "cp": 2}, weights="sharded").check_runs()
 
@@ -120,13 +121,26 @@ def test_it_is_explained_from_its_file_alone(edit: Edit, outsize: Outsize) -> No
     answer = outsize("explain-plan", "plan.json")
     assert (answer.code, answer.err) == (0, "")
     for words in (
-        "WHAT-IF, which this version cannot run: pp 2, dp_shard 2, cp 2",
+        "THIS VERSION CANNOT RUN IT: pp 2, dp_shard 2, cp 2",
         "cuda:8-15",
         "within 1.3 % of",
     ):
         assert words in answer.out
     assert "limited by  cross_entropy, a single unit, alone on stage 1" in answer.out
     assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def test_the_mark_of_older_files_is_ignored(edit: Edit, folder: Path) -> None:
+    """Whether it said true or false, in the plan and in its alternatives."""
+    other = {"schedule": "gpipe", "microbatches": 4, "axes": {"pp": 2}, "step_s": 0.2, "samples_per_s": 40.0}
+    plan = edit(alternatives=[{**other, "peak_bytes": 1}])
+    for version, mark in product((1, 2), (False, True)):
+        document = json.loads(plan.to_json()) | {"version": version, "what_if": mark}
+        document["alternatives"][0]["what_if"] = mark
+        (folder / "older.json").write_text(json.dumps(document))
+        loaded = Plan.load(folder / "older.json")
+        assert loaded == plan
+        loaded.check_runs()
 
 
 def test_figures_of_other_stages_are_no_answer(edit: Edit, outsize: Outsize) -> None:
@@ -139,9 +153,9 @@ def test_figures_of_other_stages_are_no_answer(edit: Edit, outsize: Outsize) -> 
 
 def test_a_given_plan_has_decided(edit: Edit, outsize: Outsize) -> None:
     edit()
-    answer = outsize("plan", "toy:build", "--check", "plan.json", "--what-if")
+    answer = outsize("plan", "toy:build", "--check", "plan.json", "--tp", "2")
     assert (answer.code, answer.out) == (2, "")
-    assert "--what-if cannot be used together with --check: the plan has decided it" in answer.err
+    assert "--tp cannot be used together with --check: the plan has decided it" in answer.err
 
 
 def test_replicas_want_fewer_microbatches_than_devices() -> None:
@@ -152,20 +166,20 @@ def test_replicas_want_fewer_microbatches_than_devices() -> None:
 
 def test_a_small_model_is_planned_with_replicas(outsize: Outsize, folder: Path) -> None:
     model = "toy:build?width=4096"
-    call = ("plan", model, "--cluster", "4xh100-80gb", "--batch", "8192", "--what-if")
+    call = ("plan", model, "--cluster", "4xh100-80gb", "--batch", "8192")
     answer = outsize(*call, "--out", "plan.json", "--report", "plan.html")
     assert (answer.code, answer.err) == (0, "")
     plan = Plan.load(folder / "plan.json")
-    assert (plan.what_if, plan.axes.world_size, plan.axes.pp < 4) == (False, 4, True)
-    assert "WHAT-IF" not in answer.out.partition("instead")[0]
+    assert (plan.axes.world_size, plan.axes.pp < 4) == (4, True)
+    assert "CANNOT RUN" not in answer.out
     assert plan.expected is not None
     priced = Plan.model_validate_json(outsize("plan", model, "--check", "plan.json", "--json").out)
     assert priced.expected is not None
     assert priced.expected.step_s == pytest.approx(plan.expected.step_s)
-    assert priced.beyond == plan.beyond
+    assert priced.unsupported == plan.unsupported == ""
     call = ("plan", "toy:build", "--cluster", "4xcpu", "--batch", "8", "--dp-replicate", "2", "--axes", "pp")
     asked = Plan.model_validate_json(outsize(*call, "--out", "plan.json", "--json").out)
-    assert (asked.axes, asked.beyond) == (Axes(pp=2, dp_replicate=2), "")
+    assert (asked.axes, asked.unsupported) == (Axes(pp=2, dp_replicate=2), "")
     assert outsize("check", "toy:build", "--plan", "plan.json").code == 0
 
 
@@ -174,7 +188,7 @@ def test_a_sequence_is_shared_where_the_model_allows(outsize: Outsize) -> None:
     config += "&num_attention_heads=2&num_key_value_heads=1&vocab_size=64&max_position_embeddings=16384"
     call = ("plan", config, "--cluster", "2x1xh100-80gb", "--batch", "1", "--precision", "bf16")
     plan = Plan.model_validate_json(outsize(*call, "--input", "16384", "--json", "--out", "plan.json").out)
-    assert (plan.axes, plan.what_if) == (Axes(cp=2), False)
+    assert plan.axes == Axes(cp=2)
     assert ContextParallel(cp=2) in plan.why
     check = ("plan", config, "--batch", "1", "--input", "16384", "--check", "plan.json", "--json")
     priced = Plan.model_validate_json(outsize(*check).out)
@@ -190,7 +204,7 @@ def test_where_no_pipeline_fits_the_plan_has_other_axes_and_says_so(outsize: Out
     assert (answer.code, answer.err) == (0, "")
     assert "no pipeline fits: stage 0 needs" in " ".join(answer.out.split())
     plan = Plan.load(folder / "plan.json")
-    assert (plan.beyond, plan.axes.pp, plan.axes.world_size) == ("", 1, 2)
+    assert (plan.unsupported, plan.axes.pp, plan.axes.world_size) == ("", 1, 2)
     assert "no pipeline fits" in outsize("explain-plan", "plan.json", "toy:build?width=9000&layers=1").out
     assert outsize(*call, "--axes", "pp").code == 3
     both = Plan.model_validate_json(outsize(*call, "--axes", "all", "--json").out)
@@ -203,8 +217,7 @@ def test_the_last_way_has_its_weights_on_the_host(outsize: Outsize) -> None:
     assert (answer.code, answer.err) == (0, "")
     for words in ("no pipeline fits", "limited by  the host: devices compute for", "PCIe 4.0 x16"):
         assert words in answer.out
-    assert "WHAT-IF" not in answer.out
+    assert "CANNOT RUN" not in answer.out
     plan = Plan.model_validate_json(outsize(*call, "--json").out)
-    assert (plan.streams, plan.beyond) == (True, "")
+    assert (plan.streams, plan.unsupported) == (True, "")
     assert any(isinstance(reason, DevicesInTurns) for reason in plan.why), "both were priced"
-    assert Plan.model_validate_json(outsize(*call, "--what-if", "--json").out).axes == plan.axes
