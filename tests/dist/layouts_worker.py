@@ -1,5 +1,7 @@
 """Run by test_layouts.py, one process per rank: `layouts_worker.py FOLDER JSON-of-axes MODEL...`.
 
+A model is a case of the zoo, or a case with one of WAYS behind it (`llama eager`).
+
 Optimizer steps of two accumulated batches each, clipped, against the plain loop of one process, whose
 numbers are in FOLDER (rank 0 makes what is not there). Leaves FOLDER/rank<r>.json: for each model and
 precision the largest distance of the losses, of the first gradients and of the last parameters, each relative
@@ -22,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
 from parity_runs import SEED, batch_of, fresh
 from tensor_worker import all_in, worst
-from zoo import case
+from zoo import Case, case
 
 import outsize
 from outsize.capture.recording.fallbacks import record
@@ -45,6 +47,35 @@ KINKED: Final = ("resnet18", "deeplabv3_resnet")
 Numbers = dict[str, Tensor]
 
 
+def zoo_case(name: str) -> Case:
+    """The model's case of the zoo."""
+    return case(name.split()[0])
+
+
+def eager(model: Any, batch: Batch) -> Batch:
+    """Attention that writes its mask and its scores out."""
+    model.set_attn_implementation("eager")
+    return batch
+
+
+def packed(model: Any, batch: Batch) -> Batch:
+    """Two documents in each row: the second one begins at position 0 and does not see the first."""
+    ids = batch.kwargs["input_ids"]
+    size, first = ids.shape[1], ids.shape[1] // 3
+    places = torch.cat([torch.arange(first), torch.arange(size - first)]).repeat(len(ids), 1)
+    return Batch(batch.args, {**batch.kwargs, "position_ids": places}, batch.target)
+
+
+def padded(model: Any, batch: Batch) -> Batch:
+    """Every sample ends in padding."""
+    mask = torch.ones_like(batch.kwargs["input_ids"])
+    mask[:, -3:] = 0
+    return Batch(batch.args, {**batch.kwargs, "attention_mask": mask}, batch.target)
+
+
+WAYS: Final = {"eager": eager, "packed": packed, "padded": padded}
+
+
 def steps_of(name: str, dtype: torch.dtype) -> int:
     """Of the optimizer."""
     return 1 if name in KINKED and dtype == torch.float32 else STEPS
@@ -60,24 +91,28 @@ def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    model = fresh(name).to(dtype)
+    kind, *ways = name.split()
+    model = fresh(kind).to(dtype)
     implementation: Any = getattr(model, "set_experts_implementation", None)
     if dtype == torch.float64 and implementation is not None:
         implementation("eager")  # Grouped products have no float64.
-    return model, batch_of(case(name)).mapped(cast)
+    batch = batch_of(case(kind)).mapped(cast)
+    for way in ways:
+        batch = WAYS[way](model, batch)
+    return model, batch
 
 
 def plain(name: str, dtype: torch.dtype, steps: int, draw: int = 0) -> dict[str, Any]:
     """Losses of all steps, gradients of the first, parameters after the last; `draw`: rounded otherwise."""
     model, batch = made(name, dtype)
     parts, optimizer = batch.split(MICROBATCHES), optimizer_of(dtype, model.parameters())
-    tape = record(model, parts[0].args, parts[0].kwargs, case(name).loss, parts[0].target)
+    tape = record(model, parts[0].args, parts[0].kwargs, zoo_case(name).loss, parts[0].target)
     shares = [share / 2 for share in LossShares(tape, model).of(parts)]
     losses: list[Tensor] = []
     grads, norm_off = Numbers(), 0.0
     for step in range(2 * steps):
         seeds = [seeder(SEED, step, mb) for mb in range(MICROBATCHES)]
-        loss = reference_step(model, tape, parts, shares, seeds, case(name).loss).loss
+        loss = reference_step(model, tape, parts, shares, seeds, zoo_case(name).loss).loss
         assert loss is not None
         losses.append(2 * loss)
         if not step:
@@ -116,7 +151,7 @@ def expected_of(folder: Path, name: str, precision: str, rank: int) -> dict[str,
 
 def engine_of(name: str, dtype: torch.dtype, axes: dict[str, int], world: World) -> tuple[Engine, Batch]:
     model, batch = made(name, dtype)
-    loss, target = case(name).loss, batch.target or None
+    loss, target = zoo_case(name).loss, batch.target or None
     wishes: dict[str, Any] = {("stages" if axis == "pp" else axis): size for axis, size in axes.items()}
     replicas = prod(axes.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "ep"))
     plan = outsize.plan(

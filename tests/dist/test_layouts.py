@@ -25,10 +25,17 @@ LAYOUTS: Final = (
     {"pp": 2, "tp": 2, "dp_replicate": 2},
     {"ep": 2},
     {"pp": 2, "ep": 2},
+    {"cp": 2},
 )
 ALL_AXES: Final = {"pp": 2, "tp": 2, "dp_replicate": 2}
 MODELS: Final = ("llama", "gpt2", "t5", "vit", "resnet18", "unet", "deeplabv3_resnet")
 EXPERTS: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe")
+SEQUENCES: Final = (
+    *("llama", "llama eager", "llama padded", "llama packed", "qwen3", "qwen3 eager", "gpt2", "gpt2 eager"),
+    *("gemma2", "gemma3_text", "mistral", "mistral_padded", "t5", "bart", "bert", "vit", "mixtral"),
+    *("falcon", "cohere", "cohere2", "gptj", "gpt_neox", "opt", "phi", "llama4_text", "whisper"),
+    *("deepseek_v3", "gpt_oss", "bloom"),
+)
 MOST: Final = {"fp32": 2e-6, "fp64": 1e-10}
 Found = dict[str, dict[str, float] | str]
 HEAD: Final = """# Layouts: every combination of axes against one process
@@ -63,7 +70,7 @@ The plain loop against itself, three steps, the largest of three draws:
 
 def models_of(axes: dict[str, int]) -> tuple[str, ...]:
     """The models that a layout trains."""
-    return EXPERTS if "ep" in axes else MODELS
+    return EXPERTS if "ep" in axes else SEQUENCES if "cp" in axes else MODELS
 
 
 def launched(folder: Path, axes: dict[str, int], *cases: str) -> Found:

@@ -23,9 +23,12 @@ from outsize.program.tensor_parallel.share import RankPosition
 
 
 def longest_sequence(tape: Tape) -> int:
-    """Returns the most tokens that inputs (samples, tokens, ...) may have; 0 where there are none."""
+    """Returns the most tokens that inputs (samples, tokens, ...) or (tokens, samples, ...) may have.
+
+    0 where there are none.
+    """
     shapes = (tape.metas[slot].shape for slot in tape.inputs)
-    return max((shape[1] for shape in shapes if len(shape) > 1), default=0)
+    return max((max(shape[:2]) for shape in shapes if len(shape) > 1), default=0)
 
 
 def with_rows(captured: Captured, model: nn.Module, ranks: int) -> ModelGraph:

@@ -5,9 +5,11 @@
 
 A source is the first module that works on each token by itself: an embedding of an index (samples, tokens),
 or a product or norm of (samples, tokens, width), whose argument comes from the inputs. From the sources on,
-rows are followed by the rules (rules.py). Whole values (masks, positions, shifted labels) are cut where they
-meet rows. Keys and values are gathered where attention reads them. Whatever has no rule is refused with its
-line: a convolution or a recurrence over tokens is never computed in pieces.
+rows are followed by the rules (rules.py). Tokens are along dim 1 of a source, or along dim 0 where the
+model's attention layers say so (`nn.MultiheadAttention` with `batch_first=False`) and dim 1 leads nowhere.
+Whole values (masks, positions, shifted labels) are cut where they meet rows. Keys and values are gathered
+where attention reads them. Whatever has no rule is refused with its line: a convolution or a recurrence over
+tokens is never computed in pieces.
 
 Every rank ends with the whole loss, and its backward begins with 1 / ranks of the gradient. So the gradient
 of anything is the sum of what the ranks have for it: rows, a whole value and a weight alike. Gathers add up
@@ -51,15 +53,23 @@ def by_rows(tape: Tape, model: nn.Module, ranks: int) -> SequenceRows:
 
     Raises BadOption where something cannot be computed by rows, or where no sequence is found.
     """
-    walk = _RowWalk(tape, model, ranks)
-    for instruction in tape.instructions:
-        walk.visit(instruction)
-    return walk.result()
+    modules = dict(model.named_modules())
+    attention = (modules[i.target] for i in tape.instructions if isinstance(i.target, str))
+    is_tokens_first = any(type(m) is nn.MultiheadAttention and not m.batch_first for m in attention)
+    refusals: list[tuple[int, BadOption]] = []
+    for dim in (1, 0) if is_tokens_first else (1,):
+        walk = _RowWalk(tape, model, ranks, dim)
+        try:
+            return walk.run()
+        except BadOption as refusal:
+            refusals.append((walk.visited, refusal))
+    raise max(refusals, key=lambda each: each[0])[1]
 
 
 @final
 class _RowWalk:
-    def __init__(self, tape: Tape, model: nn.Module, ranks: int) -> None:
+    def __init__(self, tape: Tape, model: nn.Module, ranks: int, dim: int) -> None:
+        self._dim, self.visited = dim, 0
         self._tape, self._ranks, self._modules = tape, ranks, dict(model.named_modules())
         named = (
             *model.named_parameters(remove_duplicate=False),
@@ -75,10 +85,17 @@ class _RowWalk:
         self._shares: dict[int, Share] = {}
         self._steps: dict[int, RowStep] = {}
         self._sources: list[str] = []
-        self._tokens = 0
+        self._tokens, self._too_short = 0, 0
         self._is_causal = any(is_causal(i) for i in tape.instructions if self._alive[i.index])
 
-    def visit(self, instruction: Instruction) -> None:
+    def run(self) -> SequenceRows:
+        """Returns what was found. Raises BadOption."""
+        for instruction in self._tape.instructions:
+            self.visited = instruction.index
+            self._visit(instruction)
+        return self._result()
+
+    def _visit(self, instruction: Instruction) -> None:
         """Follows one instruction."""
         call = RuleInput(instruction, self._tape.metas, self._shares, self._weights)
         if not self._from_inputs.isdisjoint(instruction.reads()):
@@ -119,23 +136,27 @@ class _RowWalk:
             return None
         if isinstance(module, nn.Embedding):
             # An index of positions has one row for all samples; one of pairs of positions is no sequence.
-            fits = len(shape) == 2 and (computed or shape[0] == 1) and looks_up_by_row(module)
+            fits = len(shape) == 2 and (computed or shape[1 - self._dim] == 1) and looks_up_by_row(module)
         elif len(shape) != 3 or not computed or call.instruction.written_weights:
             return None
         else:
             product = product_of(call.instruction, module, self._ndims)
-            fits = product is not None or (module is not None and works_by_vector(module, shape, 1))
-        share = self._share_of(shape[1])
+            fits = product is not None or (module is not None and works_by_vector(module, shape, self._dim))
+        tokens = shape[self._dim]
+        share = self._share_of(tokens)
         places = (RankPosition(rank, self._ranks) for rank in range(self._ranks))
-        return share if fits and all(place.size(share) for place in places) else None
+        if fits and not all(place.size(share) for place in places):
+            self._too_short = max(self._too_short, tokens)
+            return None
+        return share if fits else None
 
     def _share_of(self, tokens: int) -> Share:
         """Returns how a sequence is divided: under a causal mask each rank has an early and a late block, so
         that all ranks compute as much.
         """
         if not self._is_causal or tokens < 2 * self._ranks:
-            return Share(1, (tokens,))
-        return Share(1, (tokens - tokens // 2, tokens // 2), mirrored=True)
+            return Share(self._dim, (tokens,))
+        return Share(self._dim, (tokens - tokens // 2, tokens // 2), mirrored=True)
 
     def _note_memory(self, instruction: Instruction, step: RowStep) -> None:
         """Notes which memory is copied, as rows or whole, and which is written in place."""
@@ -150,14 +171,22 @@ class _RowWalk:
             if self._copies.get(storage, instruction.index + 1) <= instruction.index:
                 raise _refused(instruction, "it writes in place what is read elsewhere")
 
-    def result(self) -> SequenceRows:
+    def _result(self) -> SequenceRows:
         """Returns what was found. Raises BadOption where nothing is divided."""
         self._insist_on_memory()
+        if not self._sources and self._too_short:
+            tokens = self._too_short
+            fitting = (n for n in range(self._ranks, 0, -1) if -(-tokens // n) * (n - 1) < tokens)
+            raise BadOption(
+                "the sequences are too short for context parallelism: a rank would have no token",
+                numbers=f"{tokens} tokens in blocks of {-(-tokens // self._ranks)}, cp={self._ranks}",
+                next_step=f"cp={next(fitting)}",
+            )
         if not self._sources:
             raise BadOption(
                 "context parallelism finds no sequence in this model: no embedding of (samples, tokens), "
                 "and no product or norm of (samples, tokens, width)",
-                numbers=f"cp={self._ranks}; a sequence needs at least a row for each rank",
+                numbers=f"cp={self._ranks}",
                 next_step="cp=1, or another axis (dp_replicate, tp, pp)",
             )
         return SequenceRows(self._shares, self._steps, tuple(self._sources), self._tokens)

@@ -27,6 +27,8 @@ from typing import Any, ClassVar, Final, Literal, final
 import torch
 from torch import nn
 
+from outsize.program.context_parallel.function_trials import follow_by_trial, has_no_inside
+from outsize.program.expert_parallel.experts import experts_of
 from outsize.program.tape import Instruction, Ref
 from outsize.program.tensor_parallel.opaque_modules import runs_own_code, works_by_rows
 from outsize.program.tensor_parallel.products import product_of
@@ -98,25 +100,57 @@ def follow_rows(call: RuleInput, module: nn.Module | None, ranks: int) -> RowSte
         raise NotPropagated(f"{type(module).__name__} has hooks or a forward of its own")
     if isinstance(call.instruction.target, AddsUpOverRows):
         return call.instruction.target.follow_rows(call, ranks)
-    if product_of(call.instruction, module, {n: len(s) for n, s in call.weights.items()}) is not None:
+    if module is None:
+        return _function(call, ranks)
+    if product_of(call.instruction, module, _ndims(call)) is not None:
         return RowStep(_by_vector(call))
     if isinstance(module, nn.Embedding):
         return _looked_up(call, module)
     if type(module) is nn.MultiheadAttention:
         return _module_attention(call, module)
-    if module is not None and call.instruction.parameters():
+    if call.instruction.parameters():
         return _opaque(call, module)
-    name = op_name(call.instruction)
-    if module is None and name == "getitem":
+    return _by_rule(call, lambda each: RowStep(follow(each, module)))
+
+
+def _function(call: RuleInput, ranks: int) -> RowStep:
+    if product_of(call.instruction, None, _ndims(call)) is not None:
+        return RowStep(_by_vector(call))
+    if op_name(call.instruction) == "getitem":
         return _item(call, ranks)
-    rule = _RULES.get(name) if module is None else None
+    if has_no_inside(call.instruction.target):
+        return RowStep(follow_by_trial(call))
+    rule = _RULES.get(op_name(call.instruction), lambda each: RowStep(follow(each, None)))
     try:
-        return RowStep(follow(call, module)) if rule is None else rule(call)
+        return _by_rule(call, rule)
+    except NotPropagated:
+        if not _are_indices(call):
+            raise
+        return _by_all(call, call.divided())
+
+
+def _by_rule(call: RuleInput, rule: Rule) -> RowStep:
+    try:
+        return rule(call)
     except NeedsParts as parted:
         raise NotPropagated("it takes some rows apart from others") from parted
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # Functions are called in many forms; one that its rule does not know is not followed.
-        raise NotPropagated(f"there is no rule for such a {name}") from error
+        raise NotPropagated(f"there is no rule for such a {op_name(call.instruction)}") from error
+
+
+def _ndims(call: RuleInput) -> dict[str, int]:
+    return {name: len(shape) for name, shape in call.weights.items()}
+
+
+def _are_indices(call: RuleInput) -> bool:
+    """Returns whether all that is divided of a call is integers, such as the experts that a router chose.
+
+    They have no gradient and are few beside the channels of their tokens, so all of them may be gathered.
+    """
+    metas = [call.metas[operand.slot] for operand in call.divided() if isinstance(operand, Ref)]
+    integers = not any(m.requires_grad or m.dtype.is_floating_point or m.dtype.is_complex for m in metas)
+    return integers and not call.instruction.writes and torch.bool not in {m.dtype for m in metas}
 
 
 def _by_vector(call: RuleInput) -> Step:
@@ -134,11 +168,21 @@ def _opaque(call: RuleInput, module: nn.Module) -> RowStep:
     except NotPropagated:
         shares = {call.share(operand) for operand in call.operands()}
         share = shares.pop()
-        args = [call.metas[a.slot] if isinstance(a, Ref) else a for a in call.args]
-        if shares or share is None or call.instruction.kwargs or not works_by_rows(module, args, share.dim):
+        if shares or share is None or not _treats_tokens_equally(call, module, share.dim):
             raise
     before = call.shape(next(call.operands()))
     return RowStep(Step(tuple(_kept_or_joined(share, before, shape) for shape in call.results())))
+
+
+def _treats_tokens_equally(call: RuleInput, module: nn.Module, dim: int) -> bool:
+    """Returns whether rows of all tensors give rows of the results, by trials on small copies.
+
+    Experts of which each token has some give each pair of a token and a choice the same in any company.
+    """
+    if experts_of(call.instruction, module, call.metas) is not None:
+        return dim == 0
+    args = [call.metas[a.slot] if isinstance(a, Ref) else a for a in call.args]
+    return not call.instruction.kwargs and works_by_rows(module, args, dim)
 
 
 def _kept_or_joined(share: Share, before: Shape, after: Shape) -> Share:

@@ -84,7 +84,7 @@ def find_experts(tape: Tape, model: nn.Module) -> dict[int, Experts]:
     modules, known, found = dict(model.named_modules()), dict[Hashable, tuple[str, ...] | None](), {}
     for instruction in tape.instructions:
         if isinstance(instruction.target, str):
-            experts = _experts_of(instruction, modules[instruction.target], tape.metas, known)
+            experts = experts_of(instruction, modules[instruction.target], tape.metas, known)
             if experts is not None:
                 found[instruction.index] = experts
     return found
@@ -114,12 +114,17 @@ def insist_on_experts(tape: Tape, model: nn.Module, ranks: int) -> dict[int, Exp
     return found
 
 
-def _experts_of(
+def experts_of(
     instruction: Instruction,
     module: nn.Module,
     metas: Sequence[Meta],
-    known: dict[Hashable, tuple[str, ...] | None],
+    known: dict[Hashable, tuple[str, ...] | None] | None = None,
 ) -> Experts | None:
+    """Returns what a call of a module is, if it is one of experts; None for any other.
+
+    `known`: what trials of the model's other modules have shown.
+    """
+    known = {} if known is None else known
     operands = [metas[a.slot] if isinstance(a, Ref) else a for a in instruction.args]
     plain = not (instruction.kwargs or instruction.random or instruction.written_weights)
     if not plain or not calls_experts(module, operands) or runs_own_code(module):

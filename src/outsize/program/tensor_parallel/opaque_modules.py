@@ -162,7 +162,7 @@ def _with_few_tokens(arg: Any, dim: int, generator: torch.Generator) -> Any:
 
 
 def _same_by_rows(module: nn.Module, inputs: Sequence[Any], dim: int) -> bool:
-    rows = [x.narrow(dim, 1, 3) if isinstance(x, Tensor) else x for x in inputs]
+    rows = [x.narrow(dim, 1, 3).contiguous() if isinstance(x, Tensor) else x for x in inputs]
     sizes = next(x.shape[: dim + 1] for x in inputs if isinstance(x, Tensor))
     try:
         whole, some = (list(leaves(module(*each))) for each in (inputs, rows))

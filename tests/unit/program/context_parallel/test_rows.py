@@ -111,6 +111,7 @@ def test_sums_over_the_rows_are_whole() -> None:
 def test_what_is_not_understood_is_refused(run: Callable[..., Tensor], reason: str) -> None:
     with pytest.raises(BadOption, match=reason) as error:
         walked(run, conv=nn.Conv1d(12, 12, 3, padding=1), gru=nn.GRU(12, 12, batch_first=True))
+    assert "test_rows.py:" in error.value.numbers
     assert "cp=1" in error.value.next_step
 
 
@@ -128,8 +129,64 @@ def test_a_write_in_place_that_others_would_miss_is_refused() -> None:
 def test_a_model_without_a_sequence_is_refused() -> None:
     with pytest.raises(BadOption, match="finds no sequence"):
         walked(lambda m, x: m.lin(x), torch.randn(4, 12))
-    with pytest.raises(BadOption, match="finds no sequence"):
-        walked(lambda m, x: m.lin(x), torch.randn(4, 1, 12))  # a rank would have no row
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "fitting"), [(1, 2, 1), (3, 4, 3), (5, 4, 3)])
+def test_a_sequence_shorter_than_ranks_is_refused_with_the_ranks_that_fit(
+    tokens: int, ranks: int, fitting: int
+) -> None:
+    model = Net(lambda m, x: m.lin(x), lin=nn.Linear(12, 12))
+    tape = record(model, (torch.randn(4, tokens, 12),), {})
+    with pytest.raises(BadOption, match="too short") as error:
+        by_rows(tape, model, ranks)
+    assert f"{tokens} tokens" in error.value.numbers
+    assert f"cp={ranks}" in error.value.numbers
+    assert error.value.next_step == f"cp={fitting}"
+    if fitting > 1:
+        assert by_rows(tape, model, fitting).tokens == tokens
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_tokens_first_attention_divides_the_first_dim(norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(12, 2, 24, 0.0, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
+    tape = record(model, (torch.randn(7, 4, 12),), {})
+    rows = by_rows(tape, model, 2)
+    assert rows.shares[tape.output_slots()[0]] == Share(0, (7,))
+    assert rows.tokens == 7
+
+
+def test_tokens_behind_samples_are_found_in_front_of_tokens_first_attention() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.lin(x).transpose(0, 1)
+        return m.attention(y, m.lin(y), m.lin(y), need_weights=False)[0]
+
+    tape, rows = walked(run, X, attention=nn.MultiheadAttention(12, 2))
+    assert rows.shares[tape.output_slots()[0]] == Share(0, (6,))
+    assert rows.tokens == 6
+
+
+def test_what_is_refused_of_tokens_first_is_the_line_of_its_own_walk() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.attention(m.lin(x), x, x, need_weights=False)[0].cumsum(0)
+
+    with pytest.raises(BadOption, match="cumsum goes over what is divided"):
+        walked(run, attention=nn.MultiheadAttention(12, 2))
+
+
+def test_experts_that_a_router_chose_may_be_counted_over_all_rows() -> None:
+    """As auxiliary losses do: integers without a rule are gathered, and what has a gradient is not."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        scores = m.lin(x).view(-1, 12).softmax(-1)
+        chosen = scores.topk(2, -1)[1]
+        counts = torch.histc(chosen.reshape(-1).float(), bins=12, min=0, max=12)
+        return (counts * scores.sum(0)).sum()
+
+    tape, rows = walked(run)
+    flat = next(i for i in tape.instructions if i.name == "reshape")
+    assert len(rows.steps[flat.index].gather) == 1
+    assert tape.output_slots()[0] not in rows.shares
 
 
 @pytest.mark.parametrize(("name", "gathers"), [("gpt2", 8), ("llama", 8), ("qwen3", 8), ("mixtral", 8)])
@@ -149,8 +206,10 @@ def test_keys_and_values_alone_are_gathered(name: str, gathers: int) -> None:
     ("name", "reason"), [("gpt2", "its dropout draws one mask"), ("mamba", "no rule for")]
 )
 def test_models_that_are_not_understood_are_refused(name: str, reason: str) -> None:
-    with pytest.raises(BadOption, match=reason):
+    with pytest.raises(BadOption, match=reason) as error:
         of_model(name)
+    assert ".py:" in error.value.numbers
+    assert "cp=1" in error.value.next_step
 
 
 def test_positions_that_are_counted_get_the_whole_index() -> None:
