@@ -57,6 +57,14 @@ def batch_first_encoder() -> Any:
     return model.train(), (torch.randn(2, 7, 16),), {}
 
 
+def tokens_first_encoder() -> Any:
+    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    padding = torch.zeros(4, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    return model.train(), (torch.randn(7, 4, 16),), {"src_key_padding_mask": padding}
+
+
 CASES.update(
     {
         "gpt2 eager": lambda: eager(gpt2(0.2)),
@@ -64,6 +72,7 @@ CASES.update(
         "vit": vit,
         "padded": padded,
         "encoder": batch_first_encoder,
+        "tokens first": tokens_first_encoder,
         "window": lambda: decoder("Mistral", sliding_window=4),
         "gemma": lambda: decoder("Gemma2", head_dim=8, sliding_window=4),
         "qwen3": MODELS["qwen3"],

@@ -23,6 +23,7 @@ ALONE = (
     "t5",
     "vit",
     "encoder",
+    "tokens first",
 )
 RARE = ("t5:pieces", "padded", "gemma", "qwen3", "encoder")  # with --all alone: other rows have their rules
 SINGLE = ("llama:single", "mixtral")

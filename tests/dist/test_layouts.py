@@ -29,13 +29,18 @@ LAYOUTS: Final = (
 )
 ALL_AXES: Final = {"pp": 2, "tp": 2, "dp_replicate": 2}
 MODELS: Final = ("llama", "gpt2", "t5", "vit", "resnet18", "unet", "deeplabv3_resnet")
-EXPERTS: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe")
+EXPERTS: Final = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "olmoe", "deepseek_v2", "deepseek_v3"),
+    *("minimax", "phimoe", "ernie4_5_moe"),
+)
 SEQUENCES: Final = (
     *("llama", "llama eager", "llama padded", "llama packed", "qwen3", "qwen3 eager", "gpt2", "gpt2 eager"),
-    *("gemma2", "gemma3_text", "mistral", "mistral_padded", "t5", "bart", "bert", "vit", "mixtral"),
-    *("falcon", "cohere", "cohere2", "gptj", "gpt_neox", "opt", "phi", "llama4_text", "whisper"),
-    *("deepseek_v3", "gpt_oss", "bloom"),
+    *("gemma2", "gemma3_text", "mistral", "mistral_padded", "t5", "bart", "bert", "vit", "whisper"),
+    *("falcon", "cohere", "cohere2", "gptj", "gpt_neox", "opt", "phi", "bloom", "llama4_text"),
+    *("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "minimax"),
 )
+# Their routers compute in float32 whatever the weights are.
+FLOAT32_INSIDE: Final = ("phimoe", "ernie4_5_moe")
 MOST: Final = {"fp32": 2e-6, "fp64": 1e-10}
 Found = dict[str, dict[str, float] | str]
 HEAD: Final = """# Layouts: every combination of axes against one process
@@ -49,13 +54,15 @@ first gradients and of the last parameters, relative to each tensor's largest el
 Inputs: 16 random tokens a sample (Llama; GPT-2, whose head is tied to its embedding; T5, with 12 to predict);
 images of 32 x 32 random pixels, of 64 x 64 for ResNet-18; a label a pixel for U-Net and DeepLabV3. Models are
 the parity tests' (`tests/parity/zoo.py`); DeepLabV3 is torchvision's own on a backbone of four bottlenecks.
-Layouts with ep train models with experts, by random tokens.
+Layouts with ep train models with experts, and those with cp models of sequences, by random tokens: `eager`
+writes the scores of attention out, `padded` samples end in padding, `packed` rows hold two documents each.
 
 Three optimizer steps, but one of ResNet-18 and DeepLabV3 in fp32. Replicas add up gradients in another order;
 with weights that are an ulp away an activation near zero changes its sign, and its ReLU the gradient with it.
 So does the plain loop: the last table is that loop against itself, each gradient of each step an ulp away.
 Parameters are within 2e-6 in fp32 and 1e-10 in fp64, and what torch's norm, by which the plain loop clips,
-is off from that in fp64: for the eleven million gradients of ResNet-18 in fp32 4e-6.
+is off from that in fp64: for the eleven million gradients of ResNet-18 in fp32 4e-6. Phi-MoE and Ernie 4.5
+cast to float32 in their routers, so in fp64 their gradients are within 1e-6 and parameters within 1e-5.
 
 | layout | processes | model | precision | losses | gradients | parameters |
 |---|---:|---|---|---:|---:|---:|
@@ -131,12 +138,14 @@ def launches(
 )
 def test_every_layout_trains_every_model(launches: Callable[[int], Found], layout: int, case: str) -> None:
     """A model without anything to divide is refused with tp; what clips too much trains by so much less."""
-    answer, most = launches(layout)[case], MOST[case.split(":")[1]]
+    answer, (model, precision) = launches(layout)[case], case.split(":")
+    rounds = precision == "fp64" and model in FLOAT32_INSIDE
+    most, trained = (1e-6, 1e-5) if rounds else (MOST[precision], MOST[precision])
     if isinstance(answer, str):
         assert "finds nothing to divide" in answer
     else:
         assert max(answer["loss"], answer["gradients"]) < most, answer
-        assert answer["trained"] < most + answer["norm"], answer
+        assert answer["trained"] < trained + answer["norm"], answer
 
 
 @pytest.mark.full

@@ -118,7 +118,17 @@ MIXTURES = (
         num_experts_per_tok=2,
         moe_intermediate_size=32,
     ),
-    decoder("deepseek_v3", "DeepseekV3", **LATENT, n_routed_experts=4, moe_intermediate_size=32, n_group=2),
+    decoder(
+        "deepseek_v3",
+        "DeepseekV3",
+        **LATENT,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
     grouped(
         "granitemoe", "GraniteMoe", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
     ),

@@ -136,7 +136,9 @@ class Unit(Record):
     below SMALL_BYTES, `saved_input_bytes` of it are inputs of the model. `workspace_bytes` is the most that
     its ops hold in addition to arguments, results and saved tensors. `backward_workspace_bytes` is the most
     that gradients inside a unit of several ops hold in addition to what it has saved; `waiting_bytes` are the
-    gradients that a backward in two halves stores for its weights. `cast_bytes` are the copies of its weights
+    gradients that a backward in two halves stores for its weights. `weight_sum_bytes` of the workspace of the
+    backward are float32 sums of gradients of weights, as long as the weights however few rows a device has.
+    `cast_bytes` are the copies of its weights
     in autocast's dtype, which a stage makes once per step; they are in no other figure. `lasting_bytes` stay
     for each microbatch until the batch is over: what inference returns or caches. The three tuples give
     work by family of ops and pass; they are empty where it was not counted. `divided` is set where the graph
@@ -158,6 +160,7 @@ class Unit(Record):
     saved_small_bytes: int = 0
     backward_workspace_bytes: int = 0
     waiting_bytes: int = 0
+    weight_sum_bytes: int = 0
     cast_bytes: int = 0
     lasting_bytes: int = 0
     row_gather_bytes: int = 0

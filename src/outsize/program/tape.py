@@ -87,6 +87,7 @@ class Cost:
     is how much more than at its end the instruction holds at its peak; `backward_workspace_bytes` is the same
     for its backward, without what the forward has saved (below zero where the gradients are less than what is
     freed before). `waiting_bytes` are the gradients that a split backward stores for its weights.
+    `weight_sum_bytes` of the workspace of the backward are sums of gradients of weights.
     `cast_bytes` are the copies of weights in autocast's dtype, which are made once per step and counted
     nowhere else. The three tuples are its work by family. `on_accelerator` has the costs on an accelerator
     where those are others.
@@ -99,6 +100,7 @@ class Cost:
     workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     waiting_bytes: int = 0
+    weight_sum_bytes: int = 0
     cast_bytes: int = 0
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()

@@ -110,6 +110,7 @@ def _merged(index: int, units: Sequence[Unit]) -> Unit:
         saved_small_bytes=sum(u.saved_small_bytes for u in units),
         backward_workspace_bytes=max(u.backward_workspace_bytes for u in units),
         waiting_bytes=sum(u.waiting_bytes for u in units),
+        weight_sum_bytes=max(u.weight_sum_bytes for u in units),
         cast_bytes=sum(u.cast_bytes for u in units),
         lasting_bytes=sum(u.lasting_bytes for u in units),
         forward=_works(u.forward for u in units),

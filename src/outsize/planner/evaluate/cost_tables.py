@@ -432,10 +432,13 @@ class CostTables:
 
     def _keys(self, layout: Layout, recompute: Recompute) -> KeyBytes:
         """Returns what context parallelism gathers in each piece of the model, where the layout has it."""
-        per_unit = np.zeros(len(self.graph(layout).units), np.int64)
+        units, starts = self.graph(layout).units, self.ends(layout)[:-1]
+        per_unit = np.zeros(len(units), np.int64)
+        sums = np.array([u.weight_sum_bytes for u in units], np.int64)
         for unit, size in self._sharing(layout).keys.items() if layout.axes.cp > 1 else ():
             per_unit[unit] = size // layout.axes.tp
-        return KeyBytes(np.add.reduceat(per_unit, self.ends(layout)[:-1]), kept=recompute == "none")
+        whole = np.add.reduceat(per_unit, starts), np.maximum.reduceat(sums, starts)
+        return KeyBytes(*whole, kept=recompute == "none")
 
     def _gathered(self, layout: Layout) -> UnshardedBytes | None:
         """Returns what is gathered for a moment, where weights are sharded."""

@@ -23,8 +23,8 @@ the first block that follows the last one of a stage between two forwards. Under
 biases count as divided, too, where no profile of one rank exists (layout/tensor_parallel.py). Under ZeRO-3
 the first backward of a step is bounded from above by a later one; under ZeRO-1 weights and gradients count as
 whole in the optimizer's step, where only their parts are left. Under context parallelism the weights'
-gradients of the largest unit count as being made at the worst moment. Complexity: O(n^2).
-Oracle: tests/unit/planner/memory/test_memory_sharded.py goes through every run.
+gradients of the largest unit, and their sums over pieces of rows, count as being made at the worst moment.
+Complexity: O(n^2). Oracle: tests/unit/planner/memory/test_memory_sharded.py goes through every run.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ def device_tables(
 ) -> RangeTables:
     """Returns the tables of one device of the layout.
 
-    `keys`: keys and values of all tokens, which context parallelism gathers. `gathered` is
-    set where weights are sharded. `ranked`: the tables are those of a tensor-parallel rank already
-    (layout/tensor_parallel.py).
+    `keys`: what context parallelism has whole. `gathered` is set where weights are sharded. `ranked`: the
+    tables are those of a tensor-parallel rank already (layout/tensor_parallel.py).
     """
     parts = context_parallel(ranges, layout.axes.cp, keys)
     parts = parts if ranked else tensor_parallel(parts, layout.axes.tp)
@@ -135,11 +134,13 @@ def tensor_parallel(ranges: RangeTables, shards: int) -> RangeTables:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyBytes:
-    """Holds the bytes of keys and values that the attention of each unit reads; `kept` until its backward, or
-    only while a unit is computed.
+    """Holds what ranks that share tokens have whole: the bytes of keys and values that the attention of each
+    unit reads, `kept` until its backward or only while a unit is computed; and the `sums` of gradients of
+    weights that its backward holds beside the gradients themselves.
     """
 
     per_unit: Bytes
+    sums: Bytes
     kept: bool = True
 
     def gathered(self, shards: int) -> tuple[Bytes, Bytes]:
@@ -164,7 +165,7 @@ def context_parallel(ranges: RangeTables, shards: int, keys: KeyBytes) -> RangeT
     for name, size in tied.items():
         whole = np.minimum(getattr(ranges, name), size)
         divided[name] = _share(getattr(ranges, name) - whole, shards) + whole
-    made = largest(single_units(ranges.gradients))
+    made = largest(single_units(ranges.gradients) + keys.sums)
     acting = _share(ranges.backward - ranges.gradients, shards) + made - made // shards
     backward = acting + ranges.gradients + every + most
     divided["saved"] += every

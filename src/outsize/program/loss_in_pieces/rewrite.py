@@ -151,6 +151,7 @@ def _cost(tape: Tape, region: RowRegion, pieces: int) -> Cost:
         saved_small_bytes=sum(size for size in given if size < SMALL_BYTES),
         workspace_bytes=-(-held[0] // pieces),
         backward_workspace_bytes=-(-max(held) // pieces) + kept + rows + weights + sums,
+        weight_sum_bytes=sums,
         cast_bytes=sum(c.cast_bytes for c in costs),
         forward=forward,
         backward_input=(*forward, *backward),

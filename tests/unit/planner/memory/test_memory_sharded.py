@@ -210,7 +210,8 @@ def with_more_tokens(graph: ModelGraph, profile: Profile, ways: int) -> tuple[Mo
 
 
 def no_keys(graph: ModelGraph) -> KeyBytes:
-    return KeyBytes(np.zeros(len(graph.units), np.int64))
+    nothing = np.zeros(len(graph.units), np.int64)
+    return KeyBytes(nothing, nothing)
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
@@ -237,15 +238,29 @@ def test_devices_that_share_tokens_hold_what_they_would_of_a_shorter_sequence(
 
 
 def test_keys_and_values_of_other_devices_are_kept_until_the_backward() -> None:
-    whole, keys = RangeTables.of(*chain([1.0, 1.0]), ADAMW), np.array([8, 4], np.int64)
+    whole, keys, sums = RangeTables.of(*chain([1.0, 1.0]), ADAMW), np.array([8, 4]), np.zeros(2, np.int64)
     none, kept, moment = (
         context_parallel(whole, 2, each).of_run(0, 2)
-        for each in (KeyBytes(0 * keys), KeyBytes(keys), KeyBytes(keys, kept=False))
+        for each in (KeyBytes(0 * keys, sums), KeyBytes(keys, sums), KeyBytes(keys, sums, kept=False))
     )
     assert kept.saved - none.saved == 4 + 2
     assert (kept.forward - none.forward, kept.backward - none.backward) == (4 + 2 + 4, 4 + 2 + 4)
     assert (moment.saved - none.saved, moment.forward - none.forward) == (0, 4)
-    assert context_parallel(whole, 1, KeyBytes(keys)) is whole
+    assert context_parallel(whole, 1, KeyBytes(keys, sums)) is whole
+
+
+def test_sums_of_gradients_of_weights_are_whole_however_few_rows_a_device_has() -> None:
+    """The float32 sums of a loss in pieces: the profile's workspace has them, and rows do not divide them."""
+    graph, profile = chain([1.0, 1.0])
+    units = list(graph.units)
+    units[1] = units[1].model_copy(update={"backward_workspace_bytes": 1040, "weight_sum_bytes": 1000})
+    whole = RangeTables.of(graph.model_copy(update={"units": tuple(units)}), profile, ADAMW)
+    nothing = np.zeros(2, np.int64)
+    divided, mended = (
+        context_parallel(whole, 4, KeyBytes(nothing, sums)).of_run(0, 2).backward
+        for sums in (nothing, np.array([0, 1000]))
+    )
+    assert mended - divided == 1000 - 1000 // 4
 
 
 def test_a_gather_of_pieces_makes_units_whole_not_pieces() -> None:
