@@ -29,9 +29,10 @@ LAYOUTS: Final = (
 )
 ALL_AXES: Final = {"pp": 2, "tp": 2, "dp_replicate": 2}
 MODELS: Final = ("llama", "gpt2", "t5", "vit", "resnet18", "unet", "deeplabv3_resnet")
+STAGED_EXPERTS: Final = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe")
 EXPERTS: Final = (
-    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "olmoe", "deepseek_v2", "deepseek_v3"),
-    *("minimax", "phimoe", "ernie4_5_moe"),
+    *STAGED_EXPERTS,
+    *("olmoe", "deepseek_v2", "deepseek_v3", "minimax", "phimoe", "ernie4_5_moe"),
 )
 SEQUENCES: Final = (
     *("llama", "llama eager", "llama padded", "llama packed", "qwen3", "qwen3 eager", "gpt2", "gpt2 eager"),
@@ -77,7 +78,9 @@ The plain loop against itself, three steps, the largest of three draws:
 
 def models_of(axes: dict[str, int]) -> tuple[str, ...]:
     """The models that a layout trains."""
-    return EXPERTS if "ep" in axes else SEQUENCES if "cp" in axes else MODELS
+    if "ep" in axes:
+        return STAGED_EXPERTS if "pp" in axes else EXPERTS
+    return SEQUENCES if "cp" in axes else MODELS
 
 
 def launched(folder: Path, axes: dict[str, int], *cases: str) -> Found:
