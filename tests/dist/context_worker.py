@@ -78,6 +78,7 @@ CASES.update(
         "qwen3": MODELS["qwen3"],
     }
 )
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 SINGLE = {"mixtral"}  # torch's grouped matmul has no float64
 
 
@@ -87,7 +88,7 @@ def axes_of(text: str) -> tuple[str, dict[str, int], dict[str, Any]]:
     axes = {mark.rstrip("0123456789"): int(mark[-1]) for mark in marks if mark[-1].isdigit()}
     options: dict[str, Any] = {"recompute": "none"}
     for mark in marks:
-        if mark in ("full", "selective"):
+        if mark in ("full", "selective", "offload"):
             options["recompute"] = mark
         elif mark == "sharded":
             options["weights"] = mark
@@ -134,6 +135,18 @@ def split(engine: Engine, batch: Batch) -> tuple[list[float], dict[str, Tensor],
     return losses, grads, engine.full_state_dict()
 
 
+def prompt(batch: Batch) -> dict[str, Tensor]:
+    """What to go on from."""
+    return {"input_ids": batch.kwargs["input_ids"][:, :4]}
+
+
+def alone_tokens(model: Any, trained: dict[str, Tensor], batch: Batch) -> Tensor:
+    """What the model itself generates with these weights."""
+    model.load_state_dict(trained)
+    with torch.no_grad():
+        return model.eval().generate(**prompt(batch), **GREEDY)
+
+
 def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return worst({n: found[n] for n in expected}, expected)
 
@@ -142,7 +155,8 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
     model, batch = made(axes_of(text)[0], dtype_of(text))
     alone = copy.deepcopy(model)
     plan = plan_of(model, batch, text, world.world_size)
-    options = EngineOptions(optimizer=adamw, clip_norm=CLIP, seed=SEED, **loss(batch))
+    compiled = "aot_eager" if "compiled" in text.split(":") else None
+    options = EngineOptions(optimizer=adamw, clip_norm=CLIP, seed=SEED, compiled=compiled, **loss(batch))
     engine = make_engine(model, plan, world.group, options)
     engine.prepare(batch)
     dims = BatchDims(rejection(alone, loss_of), loss(batch)["batch_dims"])
@@ -156,6 +170,8 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
     top = max(g.abs().max().item() for g in expected_grads.values())
     real = {n: g for n, g in expected_grads.items() if g.abs().max() > 1e-7 * top}
     evaluated = engine.evaluate(*batch.args, **batch.kwargs).outputs
+    generates = "generated" in text.split(":")
+    tokens = engine.generate(**prompt(batch), **GREEDY) if generates else None
     engine.save(folder / text.replace(":", "_"))
     again = make_engine(copy.deepcopy(alone), plan, world.group, options)
     again.prepare(batch)
@@ -167,6 +183,9 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
         "trained": far(trained, {n: expected[n] for n in real}) if trained else 0.0,
         "outputs": evaluated is not None,
         "loaded": all(torch.equal(loaded[n], t) for n, t in trained.items()),
+        "generated": not trained
+        or tokens is None
+        or torch.equal(tokens, alone_tokens(alone, trained, batch)),
         "sent": dict(engine._executor.variants._options.context.group.group.sent),  # pyright: ignore
     }
 

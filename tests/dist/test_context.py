@@ -14,6 +14,8 @@ pytestmark = pytest.mark.dist
 ALONE = (
     "llama",
     "llama:pieces",
+    "llama:offload:generated",
+    "llama:compiled",
     "t5:pieces",
     "padded",
     "gpt2 eager",
@@ -70,7 +72,9 @@ def marked(names: tuple[str, ...], rare: tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("name", marked(ALONE, RARE))
 def test_two_ranks_train_as_one_process(cp2: Found, name: str) -> None:
-    """Gradients, and parameters after three clipped steps of AdamW of two accumulated batches each."""
+    """Gradients, and parameters after three clipped steps of AdamW of two accumulated batches each; with
+    activations on the host and compiled stages, too, and it generates what one process does.
+    """
     within = 1e-6 if name in FLOAT32_INSIDE else 1e-12
     for rank in cp2:
         assert rank[name]["gradients"] < within
@@ -78,6 +82,7 @@ def test_two_ranks_train_as_one_process(cp2: Found, name: str) -> None:
         assert rank[name]["loss"] < 1e-6  # transformers computes losses of tokens in float32
         assert rank[name]["loaded"]
         assert rank[name]["outputs"]
+        assert rank[name]["generated"]
 
 
 @pytest.mark.parametrize("name", SINGLE)
