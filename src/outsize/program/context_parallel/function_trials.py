@@ -54,7 +54,7 @@ def _works_by_rows(call: RuleInput, share: Share, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     drawn = {o: _drawn(call, o, share.dim, dtype, generator) for o in dict.fromkeys(call.operands())}
     divided, rows = call.divided(), [*pairwise([0, *accumulate(_BLOCKS)])]
-    within = {"rtol": 1e-9, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    within = 1e-10 if dtype == torch.float64 else 1e-4
 
     def block(start: int, stop: int) -> dict[Operand, Tensor]:
         return {o: _rows(x, share.dim, start, stop) if o in divided else x for o, x in drawn.items()}
@@ -127,8 +127,10 @@ def _joined(parts: Sequence[Sequence[Tensor]], dim: int) -> list[Tensor] | None:
     return [torch.cat(each, dim) for each in zip(*parts, strict=True)]
 
 
-def _equal(some: Sequence[Tensor], others: Sequence[Tensor], within: dict[str, float]) -> bool:
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor], within: float) -> bool:
     return len(some) == len(others) and all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.double(), b.double(), **within)
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.allclose(a.double(), b.double(), rtol=within, atol=within)
         for a, b in zip(some, others, strict=True)
     )

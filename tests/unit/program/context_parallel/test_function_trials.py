@@ -23,8 +23,8 @@ class Squared(torch.autograd.Function):
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        (x,), (gradient,) = ctx.saved_tensors, grad_outputs
         return 2 * x * gradient
 
 
@@ -38,8 +38,8 @@ class Scaled(torch.autograd.Function):
         return x * weight * by
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (x, weight), (gradient,) = ctx.saved_tensors, grad_outputs
         return gradient * weight * ctx.by, (gradient * x * ctx.by).sum((0, 1)), None
 
 
@@ -47,8 +47,8 @@ class MeanScaled(Scaled):
     """Its weight's gradient is a mean over rows, which does not add up."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (x, weight), (gradient,) = ctx.saved_tensors, grad_outputs
         return gradient * weight * ctx.by, (gradient * x * ctx.by).mean((0, 1)), None
 
 
@@ -65,7 +65,8 @@ class Balanced(Squared):
     """Each number by itself, with a backward that counts rows."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        (gradient,) = grad_outputs
         return gradient / gradient.shape[1]
 
 
