@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from findings_of import findings
@@ -14,6 +17,7 @@ from outsize.errors import BadOption
 from outsize.ir.answers.ranking import price_per_million
 from outsize.ir.answers.request import Objective
 from outsize.ir.cluster import Cluster, parse_cluster
+from outsize.ir.cluster_file import load_cluster
 from outsize.ir.findings import CheapestDevices
 from outsize.ir.plan import Plan
 from outsize.report.wording import sentence
@@ -74,6 +78,25 @@ def test_parts_are_halves_of_equal_nodes_and_keep_their_links() -> None:
     assert [len(part.devices) for part in parts] == [10, 9, 8, 6, 5, 4, 4, 3, 2, 3, 2, 1, 2, 1]
     assert parts[0].devices == cluster.devices
     assert [part.devices_per_node for part in parts if not part.parts][:2] == [4, 4]
+
+
+def test_nodes_of_another_kind_may_be_rented_alone(tmp_path: Path) -> None:
+    """Also where a cluster file lists devices one after the other; one node is not taken apart by kinds."""
+    devices = [{"kind": "h100-80gb", "price_per_hour": 200.0}] * 2 + [
+        {"kind": "l4", "price_per_hour": 0.5}
+    ] * 2
+    found: dict[int, list[list[str]]] = {}
+    for per_node in (2, 4):
+        path = tmp_path / f"lab{per_node}.json"
+        path.write_text(json.dumps({"devices": devices, "devices_per_node": per_node}))
+        cluster = load_cluster(path)
+        parts = list(parts_of(cluster))
+        assert parts[0] == cluster
+        found[per_node] = [[device.kind[:2] for device in part.devices] for part in parts]
+    two, one = ["l4", "l4"], ["l4"]
+    assert [kinds for kinds in found[2] if "h1" not in kinds] == [two, one]
+    assert sorted(map(len, found[2])) == [1, 1, 2, 2, 2, 3, 3, 4]
+    assert found[4] == [["h1", "h1", "l4", "l4"], ["h1", "h1"], ["h1"]]
 
 
 def test_devices_without_a_price_are_named() -> None:

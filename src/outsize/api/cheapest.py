@@ -12,7 +12,7 @@ tests/unit/test_cheapest_plan.py plans every part by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import groupby, product
 from typing import TypeVar
 
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooFewSamples, TooManyStages
@@ -63,10 +63,27 @@ def cheapest(cluster: Cluster, plan_on: Callable[[Cluster], tuple[Problem, Plan]
 
 def parts_of(cluster: Cluster) -> Iterator[Cluster]:
     """Yields the parts of a cluster that may be rented alone, the whole one first; each keeps its name."""
-    runs = cluster.parts or (cluster.whole,)
-    for counts in product(*(_counts(run.devices) for run in runs)):
-        if any(counts):
+    yield cluster
+    runs = tuple(_runs(cluster))
+    whole = tuple(run.devices for run in runs)
+    for counts in product(*map(_counts, whole)):
+        if any(counts) and counts != whole:
             yield _part(cluster, runs, counts)
+
+
+def _runs(cluster: Cluster) -> Iterator[Part]:
+    """Yields the runs of nodes that have the same devices, in rank order."""
+    first = 0
+    for part in cluster.parts or (cluster.whole,):
+        devices, size = cluster.devices[first : first + part.devices], part.devices_per_node
+        nodes = [devices[at : at + size] for at in range(0, len(devices), size)]
+        for _, equal in groupby(nodes, lambda node: [_sort_of(device) for device in node]):
+            yield part.model_copy(update={"devices": sum(map(len, equal))})
+        first += part.devices
+
+
+def _sort_of(device: Device) -> tuple[object, ...]:
+    return device.kind, device.memory_bytes, device.price_per_hour
 
 
 def _counts(devices: int) -> list[int]:
