@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import outsize
-from outsize.run.stage.rng import Seed
+from outsize.run.stage.rng import MicrobatchSeed
 from outsize.run.stage.seeded_draws import SEED, SeededDraws, seed_at
 
 LOSS = nn.functional.mse_loss
@@ -103,18 +103,18 @@ def rewritten(x: Tensor, numbers: Tensor) -> fx.GraphModule:
 
 
 def test_draws_are_functions_of_their_seeds() -> None:
-    x, numbers = torch.randn(5), Seed(3, 1, 4).numbers([7, 9])
+    x, numbers = torch.randn(5), MicrobatchSeed(3, 1, 4).numbers([7, 9])
     expected = drawing(x, numbers)
     graph = rewritten(x, numbers)
     torch.manual_seed(99)
     assert torch.equal(graph(x, numbers), expected)
-    other = Seed(3, 2, 4).numbers([7, 9])
+    other = MicrobatchSeed(3, 2, 4).numbers([7, 9])
     assert torch.equal(graph(x, other), drawing(x, other))
     assert not torch.equal(graph(x, other), expected)
 
 
 def test_an_order_that_a_compiler_chooses_does_not_matter() -> None:
-    x, numbers = torch.randn(5), Seed(3, 1, 4).numbers([7, 9])
+    x, numbers = torch.randn(5), MicrobatchSeed(3, 1, 4).numbers([7, 9])
     expected = drawing(x, numbers)
     graph = rewritten(x, numbers)
     nodes = [*graph.graph.nodes]
@@ -129,7 +129,7 @@ def test_an_order_that_a_compiler_chooses_does_not_matter() -> None:
 
 
 def test_the_numbers_are_those_by_which_an_uncompiled_stage_seeds() -> None:
-    seed = Seed(5, 2, 1)
+    seed = MicrobatchSeed(5, 2, 1)
     seed(11)
     expected = torch.rand(3), random.random()
     seed_at(seed.numbers([4, 11]), 1)

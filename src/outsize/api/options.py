@@ -153,6 +153,7 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     offload_folder: str | Path | None
     resume: str | Path | None
     compiled: bool | str | None
+    device_graphs: bool | str
     backend: str | None
     hang_timeout: float
     on_hang: OnHang

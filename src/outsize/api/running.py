@@ -32,12 +32,14 @@ from outsize.capture.measure.local_cluster import cluster_of_run, find_cluster
 from outsize.capture.models.planned_precision import warn_of_precision
 from outsize.device.accelerators import CPU, device_type, is_accelerator
 from outsize.errors import BadCheckpoint, BadOption
+from outsize.ir.answers.compilation import GraphUse
 from outsize.ir.answers.request import LayoutOptions, PlanRequest
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.cluster import Cluster
 from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
 from outsize.planner.advice.compilation import BACKEND, compilation_of
+from outsize.planner.advice.device_graphs import graph_use_of
 from outsize.planner.advice.utilisation import utilisation
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
@@ -114,6 +116,10 @@ def parallelize(
     - `compiled`: a backend of torch.compile for the stages' functions: "inductor" (or True) fuses kernels,
       "aot_eager" keeps every bit. "auto" compiles where devices are expected to wait for their host
       (`engine.compilation` says why), and runs a stage as it is where that fails. False (default): never.
+    - `device_graphs`: True records each stage's forward and backward as graphs of its device (CUDA graphs)
+      after two steps, and replays them, which keeps every bit; a stage that cannot be recorded runs as it is,
+      with a warning. "auto" does so where devices are expected to wait for their host. `engine.device_graphs`
+      says what was recorded, and its bytes. False (default): never.
     - `backend`: torch's name of the communication backend ("mpi", "nccl"); by default gloo for CPUs and the
       device's own. A process group that exists already is used as it is.
     - `hang_timeout`: after so many seconds without progress ranks find out whom they wait for (10, and five
@@ -273,6 +279,7 @@ def _engine_options(options: ParallelizeOptions) -> EngineOptions:
     chosen: dict[str, Any] = {name: value for name, value in options.items() if name in read}
     if chosen.get("weights") is not None:
         chosen["weights"] = WeightFiles(chosen["weights"])
+    chosen.pop("device_graphs", None)
     compiled = chosen.get("compiled")
     chosen["compiled"] = _COMPILED.get(compiled, compiled)
     return EngineOptions(explain=utilisation, **chosen)
@@ -281,11 +288,25 @@ def _engine_options(options: ParallelizeOptions) -> EngineOptions:
 def _decided(
     engine_options: EngineOptions, options: ParallelizeOptions, case: TrainingCase, plan: Plan
 ) -> EngineOptions:
-    """Returns the options with the answer to compiled="auto"."""
-    if options.get("compiled") != AUTO:
+    """Returns the options with the answers to compiled="auto" and device_graphs."""
+    asked = options.get("compiled"), options.get("device_graphs", False)
+    if asked[1] not in (True, False, AUTO):
+        raise BadOption(
+            f"device_graphs={asked[1]!r} says nothing", next_step='device_graphs=True, False or "auto"'
+        )
+    if asked[1] is True:
+        runs_stages = plan.form == "tape"
+        use = GraphUse(on=runs_stages, cause="asked" if runs_stages else "modules")
+        engine_options = replace(engine_options, device_graphs=use)
+    if AUTO not in asked:
         return engine_options
     cluster = cluster_of(options.get("cluster") or plan.cluster)
-    compilation = compilation_of(case.captured(plan.microbatch_size).graph, plan, cluster.devices[0])
+    facts = case.captured(plan.microbatch_size).graph, plan, cluster.devices[0]
+    if asked[1] == AUTO:
+        engine_options = replace(engine_options, device_graphs=graph_use_of(*facts))
+    if asked[0] != AUTO:
+        return engine_options
+    compilation = compilation_of(*facts)
     return replace(engine_options, compiled=compilation.backend, compilation=compilation)
 
 

@@ -103,33 +103,71 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// The state of a generator; several generators may have one.
+struct GeneratorState {
+  c10::intrusive_ptr<at::CPUGeneratorImpl> seeds = c10::make_intrusive<at::CPUGeneratorImpl>();
+  std::shared_ptr<Draws> recorded;  // Of the graph that is captured.
+};
+
 // A generator gives each random kernel a seed when it is launched; the kernel draws from that seed when it runs.
 class Generator final : public c10::GeneratorImpl {
  public:
   explicit Generator(c10::DeviceIndex device)
       : c10::GeneratorImpl(
             c10::Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
-        seeds_(c10::make_intrusive<at::CPUGeneratorImpl>()) {}
+        state_(std::make_shared<GeneratorState>()) {}
 
-  void set_current_seed(uint64_t seed) override { seeds_->set_current_seed(seed); }
+  void set_current_seed(uint64_t seed) override {
+    insist_on_no_capture();
+    state_->seeds->set_current_seed(seed);
+  }
   void set_offset(uint64_t) override { TORCH_CHECK(false, "a generator of a simulated device has no offset"); }
   uint64_t get_offset() const override {
     TORCH_CHECK(false, "a generator of a simulated device has no offset");
   }
-  uint64_t current_seed() const override { return seeds_->current_seed(); }
-  uint64_t seed() override { return seeds_->seed(); }
-  void set_state(const c10::TensorImpl& state) override { seeds_->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return seeds_->get_state(); }
-  uint64_t draw() { return seeds_->random64(); }
+  uint64_t current_seed() const override { return state_->seeds->current_seed(); }
+  uint64_t seed() override {
+    insist_on_no_capture();
+    return state_->seeds->seed();
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    insist_on_no_capture();
+    state_->seeds->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return state_->seeds->get_state(); }
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override {
+    state_ = static_cast<Generator*>(other.get())->state_;
+  }
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
+    auto same = c10::make_intrusive<Generator>(device_.index());
+    same->state_ = state_;
+    return same;
+  }
+  KernelSeed draw() {
+    if (!Machine::get().recording(current_stream(device_.index()))) return {state_->seeds->random64()};
+    TORCH_CHECK(state_->recorded, "a draw of a captured graph is from a generator that is not registered with it");
+    state_->recorded->seeds.push_back(0);
+    return {0, state_->recorded, state_->recorded->seeds.size() - 1};
+  }
+  void record(std::shared_ptr<Draws> draws) { state_->recorded = std::move(draws); }
 
  private:
   GeneratorImpl* clone_impl() const override {
     auto* copy = new Generator(device_.index());
-    copy->seeds_->set_state(*seeds_->get_state());
+    copy->state_->seeds->set_state(*state_->seeds->get_state());
     return copy;
   }
-  c10::intrusive_ptr<at::CPUGeneratorImpl> seeds_;
+  void insist_on_no_capture() const {
+    if (Machine::get().recording(current_stream(device_.index()))) {
+      Machine::get().insist_on_no_recording("seeding a generator");
+    }
+  }
+  std::shared_ptr<GeneratorState> state_;
 };
+
+Generator* generator_of(const at::Generator& generator) {
+  return static_cast<Generator*>(generator.unsafeGetGeneratorImpl());
+}
 
 }  // namespace
 
@@ -142,13 +180,23 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
   return all->at(size_t(device < 0 ? current_device() : device));
 }
 
-uint64_t draw_seed(const std::optional<at::Generator>& generator, c10::DeviceIndex device) {
+at::Generator state_of(const at::Generator& generator) { return generator.graphsafe_get_state(); }
+
+std::shared_ptr<Draws> begin_draws(const at::Generator& generator) {
+  auto draws = std::make_shared<Draws>();
+  generator_of(generator)->record(draws);
+  return draws;
+}
+
+void end_draws(const at::Generator& generator) { generator_of(generator)->record(nullptr); }
+
+KernelSeed draw_seed(const std::optional<at::Generator>& generator, c10::DeviceIndex device) {
   at::Generator from = generator && generator->defined() ? *generator : default_generator(device);
   TORCH_CHECK(
       from.device().type() == c10::kPrivateUse1, "Expected a 'sim' device type for generator but found '",
       from.device().type(), "'");
   std::lock_guard<std::mutex> lock(from.mutex());
-  return static_cast<Generator*>(from.unsafeGetGeneratorImpl())->draw();
+  return generator_of(from)->draw();
 }
 
 namespace {

@@ -266,10 +266,10 @@ class Call {
       if (!seed) {
         op.callBoxed(&stack);
       } else if (generator) {
-        stack[*generator] = at::detail::createCPUGenerator(*seed);
+        stack[*generator] = at::detail::createCPUGenerator(seed->now());
         op.callBoxed(&stack);
       } else {
-        call_seeded(op, *seed, stack);
+        call_seeded(op, seed->now(), stack);
       }
     };
   }
@@ -362,7 +362,7 @@ class Call {
   Stack arguments_;
   Images cpu_, meta_;
   std::optional<c10::Device> device_;
-  std::optional<uint64_t> seed_;
+  std::optional<KernelSeed> seed_;
   Stack inferred_;
   std::unordered_set<c10::TensorImpl*> fresh_;
   bool launches_ = false;

@@ -14,6 +14,8 @@
 #include <set>
 #include <vector>
 
+#include "graphs.h"
+
 namespace simdev {
 
 namespace {
@@ -50,6 +52,7 @@ struct Block {
   c10::Stream home;  // The stream on which it was allocated.
   char* address;
   size_t size;
+  int64_t pool;  // Its list of free blocks: a stream's by its id, a graph's pool by its negative number.
   size_t counted = 0;  // Bytes that the statistics count while the block is in use.
   std::set<int64_t> users;  // Other streams of `record_stream`, by id.
   std::vector<Point> busy;  // Points that these streams have to pass before the block is free.
@@ -70,25 +73,27 @@ constexpr size_t kAll = static_cast<size_t>(StatType::AGGREGATE);
 // The blocks of one device. All methods are called under the allocator's lock.
 struct Pool {
   std::map<char*, size_t> unused;  // Ranges of addresses without a block.
-  std::map<int64_t, std::multimap<size_t, Block*>> free;  // By stream, then by size.
+  std::map<int64_t, std::multimap<size_t, Block*>> free;  // By `Block::pool`, then by size.
+  std::map<int64_t, int> held;     // Graphs of each pool.
   std::list<Block*> busy;          // Freed, but other streams may still use them.
   size_t reserved = 0, cap = 0;
   c10::CachingDeviceAllocator::DeviceStats stats;
 
   // Of blocks of one size the one that was freed last is given out first: somebody may still read it. It is filled
   // when it is given out and not when it is freed, because its stream may have waited for its last readers between.
-  Block* reuse(c10::Stream stream, size_t size) {
-    auto& blocks = free[stream.id()];
+  Block* reuse(c10::Stream stream, int64_t from, size_t size) {
+    auto& blocks = free[from];
     auto found = blocks.lower_bound(size);
     if (found == blocks.end() || found->first > size + size / 4) return nullptr;
     found = std::prev(blocks.upper_bound(found->first));
     Block* block = found->second;
     blocks.erase(found);
+    block->home = stream;
     fill_with_nan(*block);
     return block;
   }
 
-  Block* make(c10::Stream stream, size_t size) {
+  Block* make(c10::Stream stream, int64_t from, size_t size) {
     if (reserved + size > cap) return nullptr;
     for (auto range = unused.begin(); range != unused.end(); ++range) {
       if (range->second < size) continue;
@@ -99,13 +104,14 @@ struct Pool {
       stats.reserved_bytes[kAll].increase(size);
       // No job uses these bytes, so they are filled at once: a reader that is too early finds NaN.
       std::memset(kernel_address(address), 0xFF, size);
-      return new Block{stream, address, size};
+      return new Block{stream, address, size, from};
     }
     return nullptr;
   }
 
   void release_free() {
     for (auto& [id, blocks] : free) {
+      if (held.count(id)) continue;
       for (auto& [size, block] : blocks) {
         reserved -= size;
         stats.reserved_bytes[kAll].decrease(size);
@@ -115,8 +121,8 @@ struct Pool {
         add_range(block->address, size);
         delete block;
       }
+      blocks.clear();
     }
-    free.clear();
   }
 
   void add_range(char* address, size_t size) {
@@ -136,7 +142,7 @@ struct Pool {
   }
 
   void give_back(Block* block) {
-    free[block->home.id()].insert({block->size, block});
+    free[block->pool].insert({block->size, block});
   }
 
   // Blocks whose other users have passed become free.
@@ -172,8 +178,12 @@ class Allocator final : public c10::DeviceAllocator {
     if (bytes == 0) return {nullptr, nullptr, &Allocator::free, device};
     const size_t size = rounded(bytes);
     const auto stream = current_stream(index);
-    Block* block = find(stream, size);
-    if (!block) {
+    const auto recording = Machine::get().recording(stream);
+    const int64_t from = recording ? -recording->pool : stream.id();
+    Block* block = find(stream, from, size);
+    if (!block && recording) {
+      recording->broken = "no memory";
+    } else if (!block) {
       // As CUDA's: the device is idled, and what is cached is given back, before the memory counts as full.
       Machine::get().finish_device(index, "allocator retry");
       {
@@ -186,7 +196,7 @@ class Allocator final : public c10::DeviceAllocator {
         pool(index).release_free();
         ++pool(index).stats.num_alloc_retries;
       }
-      block = find(stream, size);
+      block = find(stream, from, size);
     }
     if (!block) raise_full(index, bytes);
     std::lock_guard<std::mutex> lock(mutex_);
@@ -247,6 +257,16 @@ class Allocator final : public c10::DeviceAllocator {
     return {p.cap - std::min(p.cap, p.reserved), p.cap};
   }
 
+  void hold(int64_t pool) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& p : pools_) ++p.held[-pool];
+  }
+  void release(int64_t pool) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& p : pools_) {
+      if (--p.held[-pool] == 0) p.held.erase(-pool);
+    }
+  }
   void set_cap(c10::DeviceIndex device, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     pool(device).cap = bytes;
@@ -265,12 +285,12 @@ class Allocator final : public c10::DeviceAllocator {
             &s.requested_bytes[kAll], &s.allocation[kAll]};
   }
 
-  Block* find(c10::Stream stream, size_t size) {
+  Block* find(c10::Stream stream, int64_t from, size_t size) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto& p = pool(stream.device_index());
     p.look_at_busy();
-    Block* block = p.reuse(stream, size);
-    return block ? block : p.make(stream, size);
+    Block* block = p.reuse(stream, from, size);
+    return block ? block : p.make(stream, from, size);
   }
 
   void raise_full(c10::DeviceIndex device, size_t bytes) {
@@ -441,6 +461,9 @@ c10::DeviceIndex device_of_address(const void* address) {
   TORCH_CHECK(is_device_address(address), "an address of no simulated device");
   return c10::DeviceIndex((static_cast<const char*>(address) - AddressSpace::get().seen) / ptrdiff_t(kRange));
 }
+
+void hold_pool(int64_t pool) { allocator().hold(pool); }
+void release_pool(int64_t pool) { allocator().release(pool); }
 
 void set_capacity(c10::DeviceIndex device, int64_t bytes) { allocator().set_cap(device, size_t(bytes)); }
 int64_t capacity(c10::DeviceIndex device) { return int64_t(allocator().cap(device)); }

@@ -12,6 +12,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "queues.h"
 
@@ -23,6 +24,10 @@ c10::DeviceAllocator& device_allocator();
 void* kernel_address(const void* address);
 bool is_device_address(const void* address);
 c10::DeviceIndex device_of_address(const void* address);
+
+// Memory of a graph comes from the pool of this number, and stays there as long as a graph holds the pool.
+void hold_pool(int64_t pool);
+void release_pool(int64_t pool);
 
 void set_capacity(c10::DeviceIndex device, int64_t bytes);
 int64_t capacity(c10::DeviceIndex device);

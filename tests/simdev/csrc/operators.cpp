@@ -123,6 +123,7 @@ void to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) 
     pinned_in_use(source, done);
   } else if (non_blocking) {
     // Pageable memory is staged before the call returns.
+    Machine::get().insist_on_no_recording("copy of pageable memory");
     launch_copy(stream, raw_image(to), from.clone());
   } else {
     const Point done = launch_copy(stream, raw_image(to), raw_image(from));

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <thread>
 
+#include "graphs.h"
+
 // Python's own symbols; the interpreter that loads this library has them.
 extern "C" {
 int PyGILState_Check();
@@ -113,6 +115,10 @@ double Machine::eagerness_of(const Queue& queue) const {
 
 Point Machine::add(c10::Stream stream, Job job, Point after) {
   Queue& queue = queue_of(stream);
+  if (queue.recording) {
+    queue.recording->jobs.push_back(std::move(job));
+    return {&queue, queue.launched};
+  }
   queue.entries.push_back({std::move(job), after});
   if (queue.by_itself) queue.added.notify_one();
   return {&queue, ++queue.launched};
@@ -133,7 +139,9 @@ Point Machine::launch(c10::Stream stream, Job job) {
 
 void Machine::wait(c10::Stream stream, Point point) {
   Lock lock(mutex_);
-  if (!point.queue || point.queue == &queue_of(stream) || point.queue->done >= point.count) return;
+  if (!point.queue || point.queue == &queue_of(stream)) return;
+  if (queue_of(stream).recording || point.queue->recording) refuse("a wait between streams");
+  if (point.queue->done >= point.count) return;
   add(stream, {}, point);
 }
 
@@ -157,7 +165,7 @@ std::vector<Queue*> Machine::waiting() {
 }
 
 void Machine::run_ahead(Lock& lock, Queue& launched) {
-  if (kind_ == "lazy" || launched.by_itself) return;
+  if (kind_ == "lazy" || launched.by_itself || launched.recording) return;
   if (launched.eagerness == 1) run_to(lock, {&launched, launched.launched}, false);
   if (kind_ != "random") return;
   const auto waiting = this->waiting();
@@ -174,6 +182,7 @@ bool Machine::poll(Point point) {
   Lock lock(mutex_);
   if (!point.queue) return true;
   Queue& queue = *point.queue;
+  if (queue.recording) refuse("a query of an event");
   const bool was = queue.done >= point.count;
   if (kind_ == "random" && chance_() % 2) {
     // The answer may be from before or from after the progress, as on a device that works meanwhile.
@@ -193,6 +202,7 @@ bool Machine::poll(Point point) {
 
 void Machine::finish(Point point, const std::string& what) {
   Lock lock(mutex_);
+  refuse(what);
   count_wait(what);
   if (point.queue) run_to(lock, point);
   raise_failure(lock);
@@ -200,6 +210,7 @@ void Machine::finish(Point point, const std::string& what) {
 
 void Machine::finish_device(c10::DeviceIndex device, const std::string& what) {
   Lock lock(mutex_);
+  refuse(what);
   count_wait(what);
   std::vector<Point> ends;
   for (auto& [key, queue] : queues_) {
@@ -213,6 +224,7 @@ void Machine::finish_device(c10::DeviceIndex device, const std::string& what) {
 void Machine::run_now(c10::Stream stream, Job job, const std::string& what) {
   std::exception_ptr raised;
   Lock lock(mutex_);
+  refuse(what);
   ++launches_;
   count_wait(what);
   Point point = add(
@@ -337,6 +349,34 @@ void Machine::raise_failure(Lock& lock) {
   failure_.clear();
   lock.unlock();
   TORCH_CHECK(false, "a kernel on a simulated device failed, some time before this wait: ", failure);
+}
+
+void Machine::refuse(const std::string& what) {
+  for (auto& [key, queue] : queues_) {
+    if (!queue->recording) continue;
+    if (queue->recording->broken.empty()) queue->recording->broken = what;
+    TORCH_CHECK(false, "operation not permitted while a stream records a graph: ", what);
+  }
+}
+
+void Machine::insist_on_no_recording(const std::string& what) {
+  Lock lock(mutex_);
+  refuse(what);
+}
+
+void Machine::begin_recording(c10::Stream stream, std::shared_ptr<Recording> recording) {
+  Lock lock(mutex_);
+  queue_of(stream).recording = std::move(recording);
+}
+
+void Machine::end_recording(c10::Stream stream) {
+  Lock lock(mutex_);
+  queue_of(stream).recording = nullptr;
+}
+
+std::shared_ptr<Recording> Machine::recording(c10::Stream stream) {
+  Lock lock(mutex_);
+  return queue_of(stream).recording;
 }
 
 void Machine::set_mode(const std::string& kind, uint64_t seed) {

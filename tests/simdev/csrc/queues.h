@@ -30,6 +30,7 @@ namespace simdev {
 using Job = std::function<void()>;
 
 struct Queue;
+struct Recording;
 
 // A point in a queue: it is passed when the first `count` entries have run.
 struct Point {
@@ -49,6 +50,7 @@ struct Queue {
   uint64_t done = 0;
   double eagerness = 0;  // The chance that the queue runs ahead at a launch; a seed chooses it.
   bool by_itself = false;  // The queue of a communicator, which has a thread.
+  std::shared_ptr<Recording> recording;  // Jobs are recorded here and do not run.
   std::condition_variable added;
   explicit Queue(c10::Stream s) : stream(s) {}
 };
@@ -72,6 +74,13 @@ class Machine {
   void wait(c10::Stream stream, Point point);
   // Gives a stream a thread of its own, which runs its jobs by itself.
   void run_by_itself(c10::Stream stream);
+  // Jobs of the stream are recorded from now on, and no host may wait until that ends.
+  void begin_recording(c10::Stream stream, std::shared_ptr<Recording> recording);
+  void end_recording(c10::Stream stream);
+  // Returns what the stream records; none where it runs its jobs.
+  std::shared_ptr<Recording> recording(c10::Stream stream);
+  // Raises, and invalidates what is recorded, where some stream records.
+  void insist_on_no_recording(const std::string& what);
   // Returns the present end of a stream.
   Point end(c10::Stream stream);
   // Returns whether a point is passed; running ahead is not tried.
@@ -112,6 +121,7 @@ class Machine {
   void start_thread();
   void count_wait(const std::string& what);
   void raise_failure(Lock& lock);
+  void refuse(const std::string& what);  // Raises where some stream records.
 
   std::mutex mutex_;
   std::condition_variable asked_, advanced_;

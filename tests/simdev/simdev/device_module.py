@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -168,6 +169,36 @@ def set_rng_state_all(states: Iterable[Tensor]) -> None:
         set_rng_state(state, i)
 
 
+class SIMGraph:
+    """A graph of what is launched on a stream, with the methods of `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self._number, self._pool = torch.ops.simdev.graph_new(), (0, 0)
+
+    def __del__(self) -> None:
+        torch.ops.simdev.graph_drop(self._number)
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        torch.ops.simdev.graph_register(self._number, generator)
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        self._pool = pool or graph_pool_handle()
+        torch.ops.simdev.graph_begin(self._number, self._pool[1])
+
+    def capture_end(self) -> None:
+        torch.ops.simdev.graph_end(self._number)
+
+    def replay(self) -> None:
+        torch.ops.simdev.graph_replay(self._number)
+
+    def pool(self) -> tuple[int, int]:
+        return self._pool
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    return 0, next(_pools)
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 
@@ -176,6 +207,7 @@ def is_bf16_supported() -> bool:
     return True
 
 
+_pools = count(1)
 _watch: dict[str, Any] = {"mode": "default", "before": {}}
 
 
@@ -206,4 +238,5 @@ def make() -> ModuleType:
     module = ModuleType("torch.sim")
     public = {name: value for name, value in globals().items() if name not in {"make", "annotations"}}
     vars(module).update({name: value for name, value in public.items() if not name.startswith("__")})
+    vars(module)["default_generators"] = tuple(_default_generators())
     return module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, final
 
-from outsize.ir.answers.compilation import Compilation
+from outsize.ir.answers.compilation import Compilation, GraphUse
 from outsize.ir.base import Record
 from outsize.ir.formatting import percent_text, seconds_text
 from outsize.ir.offload import Bound
@@ -46,6 +46,7 @@ class Utilisation(Record):
     roofline    what the plan expects of compute, copies and the host's optimizer each, where the host keeps
                 something
     compiled    what compiled="auto" has decided
+    device_graphs  whether stages run as graphs of their devices, and the memory of these
     taken_back  of all steps with clipping="speculative" how many were, and how many there were
     """
 
@@ -58,6 +59,7 @@ class Utilisation(Record):
     roofline: Bound | None = None
     taken_back: tuple[int, int] | None = None
     compiled: Compilation | None = None
+    device_graphs: GraphUse | None = None
     note: str = ""
 
     @property
@@ -79,6 +81,7 @@ class Utilisation(Record):
         rows += [("roofline", self._against(self.roofline))] if self.roofline is not None else []
         rows += [("clipping", _speculated(*self.taken_back))] if self.taken_back is not None else []
         rows += [("compiled", str(self.compiled))] if self.compiled is not None else []
+        rows += [("graphs", str(self.device_graphs))] if self.device_graphs is not None else []
         return [*rows, ("note", self.note)] if self.note else rows
 
     def _against(self, roofline: Bound) -> str:

@@ -33,7 +33,7 @@ def compilation_of(graph: ModelGraph, plan: Plan, device: Device) -> Compilation
         return Compilation(backend=None, cause="modules")
     if not device.is_accelerator:
         return Compilation(backend=None, cause="host")
-    waiting, functions = _waiting(graph, device), _functions(graph, plan)
+    waiting, functions = waiting_share(graph, device), _functions(graph, plan)
     if functions > MOST_FUNCTIONS:
         return Compilation(backend=None, cause="functions", waiting=waiting, functions=functions)
     if waiting < LEAST_WAITING:
@@ -41,7 +41,8 @@ def compilation_of(graph: ModelGraph, plan: Plan, device: Device) -> Compilation
     return Compilation(backend=BACKEND, cause="launches", waiting=waiting, functions=functions)
 
 
-def _waiting(graph: ModelGraph, device: Device) -> float:
+def waiting_share(graph: ModelGraph, device: Device) -> float:
+    """Returns the share of its time that the device is expected to wait for launches, 0 to 1."""
     works = [work for unit in graph.units for each in passes_of(unit) for work in each]
     host_s = default_of(device).host_s * sum(work.launches for work in works)
     return max(0.0, 1 - seconds(works, device) / host_s) if host_s else 0.0

@@ -9,6 +9,7 @@ after a step.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
@@ -56,12 +57,32 @@ def seed_all(number: int, device: torch.device | None = None) -> None:
     np.random.seed(number & 0xFFFFFFFF)
 
 
+class Seed(ABC):
+    """Lets the random instructions of one microbatch draw as law 6 says.
+
+    A stage function calls it with the instruction's number.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, instruction: int, device: torch.device | None = None) -> None:
+        """Seeds the generators, of one device where that is known."""
+
+    @abstractmethod
+    def on(self, device: torch.device) -> Seed:
+        """Returns the seed of a stage on one of several devices."""
+
+    @abstractmethod
+    def numbers(self, instructions: Sequence[int]) -> Tensor:
+        """Returns the numbers by which these instructions seed, which a compiled function takes (int64)."""
+
+
 @final
-class Seed:
+class MicrobatchSeed(Seed):
     """Seeds the generators before a random instruction of one microbatch.
 
-    A stage function calls it with the instruction's number. `device` is the one of several whose generator is
-    seeded; None: all are.
+    `device` is the one of several whose generator is seeded; None: all are.
     """
 
     __slots__ = ("_device", "_of")
@@ -70,21 +91,22 @@ class Seed:
         self._of, self._device = (seed, step, microbatch), device
 
     def __call__(self, instruction: int, device: torch.device | None = None) -> None:
-        """Seeds the generators, of one device where that is known."""
-        seed_all(mix(*self._of, instruction), device or self._device)
+        seed_all(self.number(instruction), device or self._device)
 
-    def on(self, device: torch.device) -> Seed:
-        """Returns the seed of a stage on one of several devices."""
-        return Seed(*self._of, device)
+    def on(self, device: torch.device) -> MicrobatchSeed:
+        return MicrobatchSeed(*self._of, device)
+
+    def number(self, instruction: int) -> int:
+        """Returns the number by which an instruction seeds."""
+        return mix(*self._of, instruction)
 
     def numbers(self, instructions: Sequence[int]) -> Tensor:
-        """Returns the numbers by which these instructions seed, which a compiled function takes (int64)."""
-        return torch.tensor([mix(*self._of, each) for each in instructions], dtype=torch.int64)
+        return torch.tensor([self.number(each) for each in instructions], dtype=torch.int64)
 
 
-def seeder(seed: int, step: int, microbatch: int) -> Seed:
+def seeder(seed: int, step: int, microbatch: int) -> MicrobatchSeed:
     """Returns the `seed(instruction)` that a stage function calls before each of its random instructions."""
-    return Seed(seed, step, microbatch)
+    return MicrobatchSeed(seed, step, microbatch)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from outsize.device.storage import shares_storage
 from outsize.errors import BoundaryMismatch
 from outsize.program.replaying.modes import casting_devices, outside_autocast
+from outsize.run.stage.base import Gradients, Result, Stage
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.no_share import zero_gradients, zeroed
@@ -36,7 +37,6 @@ from outsize.run.stage.rng import Seed
 from outsize.run.stage.split_backward import Later, input_backward
 from outsize.run.transport.slots import identity
 
-Gradients = dict[int, Tensor | None]  # The key is a boundary.
 Root = Tensor | GradientEdge
 Roots = dict[int, Any]  # The key is a boundary, the value is where a backward begins.
 _GONE: Final = (None,)
@@ -82,7 +82,7 @@ def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
 
 
 @final
-class _Ends:
+class BackwardEnds:
     """Records where the backward of one microbatch begins and ends."""
 
     __slots__ = ("aliases", "loss", "sent", "sink")
@@ -92,15 +92,6 @@ class _Ends:
         self.sent: Roots = {}
         self.loss: Tensor | None = None
         self.sink: Gradients = {}
-
-
-@final
-class Result(NamedTuple):
-    """Holds a forward's exits: values to send by boundary key, the loss, the outputs."""
-
-    sent: dict[int, Tensor]
-    loss: Tensor | None
-    outputs: tuple[Any, ...]
 
 
 @final
@@ -148,7 +139,7 @@ Saving = Callable[[int, Sequence[Tensor]], SavedTensorHooks]
 
 
 @final
-class StageExecutor:
+class StageExecutor(Stage):
     """Runs one StageProgram on the user's modules.
 
     `again` is the function of a stage that is partly recomputed. `saving` replaces what autograd saves of a
@@ -184,14 +175,42 @@ class StageExecutor:
         self._written = _written_by_users(program, model)
         self._weights = _table_entries(program.weights, model)
         self._without_gradient: list[TableEntry] = []
-        self._saved: dict[int, _Ends] = {}
+        self._saved: dict[int, BackwardEnds] = {}
         self._later: dict[int, list[Later]] = {}
         self._checked = False
         self._grad = self._casts = False
         self.begin()
 
+    @property
+    def model(self) -> nn.Module:
+        """Returns the model that the stage belongs to."""
+        return self._model
+
+    @property
+    def weights(self) -> Sequence[TableEntry]:
+        """Returns the weights that the stage's own modules hold and use."""
+        return self._weights
+
+    @property
+    def trains(self) -> bool:
+        """Returns whether forwards of this step are followed by backwards."""
+        return self._grad
+
+    @property
+    def casts(self) -> bool:
+        """Returns whether autocast is on in this step."""
+        return self._casts
+
+    @property
+    def recomputes(self) -> bool:
+        """Returns whether a backward computes forwards once more."""
+        return self._again is not None
+
+    def ends_of(self, microbatch: int) -> BackwardEnds:
+        """Returns where the backward of a microbatch begins and ends, which another one runs then."""
+        return self._saved.pop(microbatch)
+
     def begin(self, grad_scale: Tensor | None = None) -> None:
-        """Reads the caller's modes, which hold for a whole step, as `grad_scale` does."""
         self._grad_scale = grad_scale
         self._grad, self._casts = torch.is_grad_enabled(), bool(casting_devices())
         trained = (entry for entry in self._weights if entry.tensor.requires_grad and entry.tensor.is_leaf)
@@ -200,15 +219,12 @@ class StageExecutor:
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], received: Sequence[Tensor], seed: Seed
     ) -> Result:
-        """Runs the forward of a microbatch; `inputs` are all its input tensors, `received` follow
-        `program.received`.
-        """
         if self._kept is not None:
             self._kept.begin_forward()
         elif self._casts:
             # torch does the same at the begin of `with torch.autocast` around each forward.
             torch.clear_autocast_cache()
-        saved, grad = _Ends(), self._grad
+        saved, grad = BackwardEnds(), self._grad
         entries = self._enter(saved, received) if grad else received
         function = self._again if grad and self._again is not None else self._function
         seed = seed if self._device is None else seed.on(self._device)
@@ -231,9 +247,6 @@ class StageExecutor:
         return Result(sent, loss, exits[at + self.program.has_loss :])
 
     def backward(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
-        """Runs the backward; turns incoming gradients by boundary key into gradients of the
-        received values.
-        """
         saved = self._saved.pop(microbatch)
         roots, grads = self._roots(saved, weight, gradients)
         if roots:
@@ -243,7 +256,6 @@ class StageExecutor:
         return saved.sink if weight else zeroed(saved.sink)
 
     def backward_input(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
-        """Runs the backward without the weight gradients that can wait for `backward_weight`."""
         saved = self._saved.pop(microbatch)
         roots, grads = self._roots(saved, weight, gradients)
         if roots:
@@ -256,7 +268,6 @@ class StageExecutor:
         return saved.sink if weight else zeroed(saved.sink)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Computes the weight gradients that `backward_input` of this microbatch has left."""
         with self._uncast():
             for later in self._later.pop(microbatch, ()):
                 later.run()
@@ -278,36 +289,40 @@ class StageExecutor:
                 parameter.grad = parameter.grad.clone()
         self._without_gradient = waiting
 
-    def _roots(self, saved: _Ends, weight: float, gradients: Gradients) -> tuple[list[Root], list[Tensor]]:
+    def _roots(
+        self, saved: BackwardEnds, weight: float, gradients: Gradients
+    ) -> tuple[list[Root], list[Tensor]]:
         """Returns where the backward begins, and with which gradients."""
         roots: list[Root] = []
         grads: list[Tensor] = []
         for key, gradient in gradients.items():
             if gradient is not None:
-                roots.append(self._root(saved, key))
+                roots.append(self.root(saved, key))
                 grads.append(gradient)
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
-            grads.append(torch.full_like(saved.loss, weight))
-            if self._grad_scale is not None:
-                grads[-1] = (grads[-1] * self._grad_scale.to(saved.loss.device)).to(saved.loss.dtype)
+            grads.append(self.loss_gradient(saved.loss, weight))
         return roots, grads
 
+    def loss_gradient(self, loss: Tensor, weight: float) -> Tensor:
+        """Returns the gradient with which a microbatch of this share begins its backward."""
+        gradient = torch.full_like(loss, weight)
+        if self._grad_scale is None:
+            return gradient
+        return (gradient * self._grad_scale.to(loss.device)).to(loss.dtype)
+
     def tied_parameter(self, key: int) -> Tensor:
-        """Returns the tied parameter that this stage owns."""
         return self._model.get_parameter(self._own[key])
 
     def forget_casts(self) -> None:
-        """Drops the copies of the stage's weights in lower precision, before the weights leave."""
         if self._cast_weights is not None:
             self._cast_weights.clear()
 
     def forget(self) -> None:
-        """Drops what an unfinished step left."""
         self._saved.clear()
         self._later.clear()
 
-    def _enter(self, saved: _Ends, received: Sequence[Tensor]) -> list[Tensor]:
+    def _enter(self, saved: BackwardEnds, received: Sequence[Tensor]) -> list[Tensor]:
         entries = []
         for boundary, value in zip(self.program.received, received, strict=True):
             if boundary.requires_grad:
@@ -349,7 +364,8 @@ class StageExecutor:
 
         return saved_tensors_hooks(pack, identity if away is None else away.unpack)
 
-    def _root(self, saved: _Ends, key: int) -> Root:
+    def root(self, saved: BackwardEnds, key: int) -> Root:
+        """Returns where the gradient of a boundary enters the backward of a microbatch."""
         if key in saved.aliases:
             return saved.aliases[key]
         return saved.sent[key] if key in saved.sent else self.tied_parameter(key)

@@ -44,9 +44,9 @@ from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.base import Moves, Resident
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.moves.fsdp import Fill, ShardedWeights
+from outsize.run.stage.base import Stage
 from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.stage.cut import Cut
-from outsize.run.stage.stage import StageExecutor
 from outsize.run.transport.base import CHANNELS, Transport
 from outsize.run.transport.control_messages import all_gather_json, all_gather_values
 from outsize.run.transport.process_group import SENDS_AHEAD, TransportGroups
@@ -129,7 +129,7 @@ class Crew(ABC):
         self.progress = Progress(place.ranks, expected_s, place.stages, _planned_s(plan, place.stages))
         self._built = LruCache[_Combination, list[Interpreter]](_BUILT)
         self._schedules = LruCache[Any, Schedule](_SCHEDULES)
-        self._executors: dict[tuple[int, int, int], StageExecutor] = {}  # by variant, stage, replica
+        self._executors: dict[tuple[int, int, int], Stage] = {}  # by variant, stage, replica
 
     @property
     def moves(self) -> Moves:
@@ -208,7 +208,7 @@ class Crew(ABC):
         """Returns the moves of weights, values and activations, for microbatches with these programs."""
         return self.activations.combined_with(self.values.combined_with(self.moves.of(cuts), cuts))
 
-    def _stage(self, variant: Variant, number: int, replica: int, make: MakeStage) -> StageExecutor:
+    def _stage(self, variant: Variant, number: int, replica: int, make: MakeStage) -> Stage:
         key = (variant.number, number, replica)
         if key not in self._executors:
             program, device = variant.cut.programs[number], self.device_of(number, replica)

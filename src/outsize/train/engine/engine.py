@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from outsize.capture.graph.by_modules import untouched
 from outsize.device.accelerators import is_accelerator
 from outsize.errors import BadOption
-from outsize.ir.answers.compilation import Compilation
+from outsize.ir.answers.compilation import Compilation, GraphUse
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.formatting import axes_text, microbatches_text
 from outsize.ir.plan import Plan
@@ -301,6 +301,14 @@ class Engine:
         return self._options.compilation
 
     @property
+    def device_graphs(self) -> GraphUse | None:
+        """Returns whether stages run as graphs of their devices, why, and what is recorded on this rank, with
+        its bytes; None where graphs were not asked for.
+        """
+        use = self._options.device_graphs
+        return None if use is None else use.model_copy(update={"stages": self._executor.recorded})
+
+    @property
     def rank(self) -> int:
         """Returns this process's rank in the run; 0 when all stages are in one process."""
         return self.crew.global_rank
@@ -499,7 +507,11 @@ class Engine:
         utilisation = self._options.explain(measured, self.plan, self._device_names(measured.ranks))
         speculation = self._speculation
         undone_and_steps = None if speculation is None else (speculation.taken_back, speculation.steps)
-        known = {"taken_back": undone_and_steps, "compiled": self._options.compilation}
+        known = {
+            "taken_back": undone_and_steps,
+            "compiled": self._options.compilation,
+            "device_graphs": self.device_graphs,
+        }
         return utilisation.model_copy(update=known)
 
     def update(self) -> Tensor | None:

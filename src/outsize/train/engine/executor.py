@@ -12,12 +12,18 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from outsize.ir.answers.compilation import StageGraphs
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.results import BatchLoss, EvalResult
 
 
 class Executor(ABC):
     """Runs a plan. The engine keeps the random generators; what a step draws follows from `step`."""
+
+    @property
+    def recorded(self) -> tuple[StageGraphs, ...]:
+        """Returns what was recorded as graphs of devices, by stage."""
+        return ()
 
     @abstractmethod
     def prepare(self, parts: Sequence[Batch]) -> None:

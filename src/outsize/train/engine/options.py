@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
-from outsize.ir.answers.compilation import Compilation
+from outsize.ir.answers.compilation import Compilation, GraphUse
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
@@ -37,7 +37,8 @@ class EngineOptions:
     whether losses of microbatches are added as they are ("sum").
     `explain` makes the report of a measured step. `captures` recorded programs stay in memory. `compiled` is
     a backend of torch.compile; None runs the stages as they are. `compilation` is how compiled="auto" was
-    decided: then a stage that cannot be compiled runs as it is. `on_out_of_memory` is called where a device
+    decided: then a stage that cannot be compiled runs as it is. `device_graphs` says whether stages are
+    recorded as graphs of their devices, and why. `on_out_of_memory` is called where a device
     has no memory for a step, and returns what follows, which the error says. `callbacks` are told of steps.
     """
 
@@ -54,6 +55,7 @@ class EngineOptions:
     captures: int = KEPT
     compiled: str | None = None
     compilation: Compilation | None = None
+    device_graphs: GraphUse | None = None
     on_out_of_memory: Callable[[], str] | None = None
     callbacks: Sequence[Callback] = ()
 

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from outsize.ir.answers.compilation import StageGraphs
 from outsize.ir.plan import Plan
 from outsize.program.generate import naming_instructions
+from outsize.run.device_graphs.graphed_stage import DeviceGraphs
+from outsize.run.stage.base import Stage
 from outsize.run.stage.batchnorm import Calls, DeferredStatistics
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import seeder
-from outsize.run.stage.stage import StageExecutor
 from outsize.run.weights.placement import Placement, placement_of_cut
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.checks import insist_on_loss, insist_on_model, insist_on_values
@@ -85,10 +87,12 @@ class Pipelined(Executor):
         self._expert_calls = None if recording.tensor is None else recording.tensor.expert_calls
         self.variants = Variants(model, plan, options.loss_fn, recording)
         copies = crew.local_replicas > 1
+        graphs = options.device_graphs
+        records = graphs is not None and graphs.on
         self.variants.changes.is_silent = crew.global_rank > 0
         self.variants.changes.may_run_live = not copies
-        # Dynamo would make constants of them.
-        self.variants.changes.may_follow = not copies and options.compiled is None
+        # Dynamo and graphs would make constants of them.
+        self.variants.changes.may_follow = not copies and options.compiled is None and not records
         # Copies of the model in this process hold the values of when they were made, so all of them count.
         self._settings = StructureVersions(model, plain=True) if copies else StructureVersions(model)
         self._looks_checked = 0
@@ -97,10 +101,16 @@ class Pipelined(Executor):
         self._statistics = DeferredStatistics(model) if plan.bn == "deferred" else None
         forgiving = options.compilation is not None
         parts = plan, crew.values, crew.activations, self._statistics, options.compiled
-        self._factory = StageFactory(*parts, forgiving=forgiving)
+        speaks = graphs is not None and graphs.cause == "asked" and crew.global_rank == 0
+        self._graphs = DeviceGraphs(speaks=speaks) if records else None
+        self._factory = StageFactory(*parts, forgiving=forgiving, graphs=self._graphs)
         self._programs = AgreedPrograms(crew, plan)
         self._warned = self._warned_of_trial = False  # of shares that cannot be derived
         self._counting: list[bool] = []  # for each piece of the last step: does it count?
+
+    @property
+    def recorded(self) -> tuple[StageGraphs, ...]:
+        return () if self._graphs is None else self._graphs.stages
 
     def prepare(self, parts: Sequence[Batch]) -> None:
         with self._programs.running():
@@ -293,7 +303,7 @@ class Pipelined(Executor):
 
     def _stage(
         self, variant: Variant, program: StageProgram, replica: int, device: torch.device | None
-    ) -> StageExecutor:
+    ) -> Stage:
         model = self._replica_copies.of(replica, self._state)
         return self._factory.make(variant, program, model, device, is_copy=replica > 0)
 

@@ -19,8 +19,10 @@ from outsize.ir.schedule import Kind, parse_row
 from outsize.ir.units.recompute_segments import blocks, segments
 from outsize.program.generate import Compiler, compile_slice
 from outsize.program.tensor_parallel.overlap import overlapped
+from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, reason_against
 from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.boundary_values import BoundaryValues
+from outsize.run.stage.base import Stage
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
@@ -39,7 +41,7 @@ class StageFactory:
 
     `values` and `activations` are the crew's: what stages of one device pass to each other, and what goes to
     the host between forward and backward. `backend` is torch.compile's; `forgiving`: a stage that it cannot
-    compile runs as it is.
+    compile runs as it is. `graphs` records stages, where that is asked for.
     """
 
     plan: Plan
@@ -48,6 +50,7 @@ class StageFactory:
     statistics: DeferredStatistics | None
     backend: str | None
     forgiving: bool = False
+    graphs: DeviceGraphs | None = None
     _casts: dict[tuple[int, torch.device | None, bool], CastWeights] = field(default_factory=dict)
 
     @contextmanager
@@ -71,7 +74,7 @@ class StageFactory:
         device: torch.device | None,
         *,
         is_copy: bool = False,
-    ) -> StageExecutor:
+    ) -> Stage:
         """Returns the stage of `program` on `device`, with the weights of `model`.
 
         `is_copy`: the model is another than the one for which the program was made.
@@ -99,9 +102,28 @@ class StageFactory:
             save_context = partial(self.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
-        return StageExecutor(
+        executor = StageExecutor(
             program, model, recompute, save_context, bare=self.values.offloads, device=seeded
         )
+        if self.graphs is not None:
+            reason = self._reason(policy) or reason_against(program, model, at)
+            if reason is None:
+                return GraphedStage(executor, at, self.graphs)
+            self.graphs.refuse(program.stage, reason)
+        return executor
+
+    def _reason(self, policy: str) -> str | None:
+        """Returns what in the plan no graph can repeat; None where there is nothing."""
+        axes = self.plan.axes
+        reasons = {
+            "the host keeps weights, values or activations": self.plan.streams
+            or self.values.offloads
+            or policy == "offload",
+            "its ranks exchange values within it": max(axes.tp, axes.cp, axes.ep) > 1,
+            "weights are sharded over replicas": self.plan.shards,
+            f'bn="{self.plan.bn}" collects statistics in Python': self.statistics is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _casts_of(
         self, variant: Variant, program: StageProgram, model: nn.Module, device: torch.device | None

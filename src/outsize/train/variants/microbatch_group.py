@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from outsize.run.stage.base import Stage
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import Seed
-from outsize.run.stage.stage import StageExecutor
 from outsize.train.ranks.replicas import Piece
 from outsize.train.variants.variant import Variant
 
@@ -49,4 +49,4 @@ class PipelineInputs(NamedTuple):
 
 
 # Takes the variant, the stage's program, the number of the local replica, and its device (None: the model's).
-MakeStage = Callable[[Variant, StageProgram, int, torch.device | None], StageExecutor]
+MakeStage = Callable[[Variant, StageProgram, int, torch.device | None], Stage]
