@@ -89,7 +89,8 @@ class GraphUse(Record):
             return f"no, {reasons[self.cause]}"
         count, size_bytes = sum(s.graphs for s in self.stages), sum(s.size_bytes for s in self.stages)
         recorded = sum(not s.reason and s.graphs > 0 for s in self.stages)
-        head = f"{count} graphs of {recorded} of {len(self.stages)} stages, {bytes_text(size_bytes)}: {reasons[self.cause]}"
+        of = f"{recorded} of {len(self.stages)} stages"
+        head = f"{count} graphs of {of}, {bytes_text(size_bytes)}: {reasons[self.cause]}"
         return "; ".join(
             [head, *(f"stage {s.stage} runs without: {s.reason}" for s in self.stages if s.reason)]
         )
