@@ -92,7 +92,7 @@ def built(case: Case, device: str) -> nn.Module:
     return case.model().to(device)
 
 
-def on(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+def on(batch: dict[str, Tensor], device: str) -> dict[str, Any]:
     return {name: value.to(device) for name, value in batch.items()}
 
 

@@ -48,7 +48,7 @@ from outsize.run.device_graphs.static_values import (
     is_plain,
     layout_of,
 )
-from outsize.run.stage.base import Gradients, Result, Stage
+from outsize.run.stage.base import Gradients, Result, RunnableStage
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import MicrobatchSeed, Seed
 from outsize.run.stage.stage import BackwardEnds, StageExecutor
@@ -194,7 +194,7 @@ class _Flight:
 
 
 @final
-class GraphedStage(Stage):
+class GraphedStage(RunnableStage):
     """Runs one StageProgram by graphs of its device, where they can be recorded."""
 
     def __init__(self, stage: StageExecutor, device: torch.device, graphs: DeviceGraphs) -> None:

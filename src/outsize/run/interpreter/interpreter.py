@@ -34,7 +34,7 @@ from outsize.run.interpreter.ranges import range_name, wait_name
 from outsize.run.interpreter.trace import Marks
 from outsize.run.moves.base import Moves, Resident
 from outsize.run.moves.boundary_values import BoundaryValues
-from outsize.run.stage.base import Gradients, Stage
+from outsize.run.stage.base import Gradients, RunnableStage
 from outsize.run.stage.boundary import Boundary
 from outsize.run.stage.rng import Seed
 from outsize.run.transport.base import Pending, Transport
@@ -53,7 +53,7 @@ class Programs:
     """
 
     stages: int
-    stage: Callable[[int, int], Stage]
+    stage: Callable[[int, int], RunnableStage]
     channels: Sequence[int]  # The index is the microbatch.
     moves: Moves = field(default_factory=Resident)
     values: BoundaryValues = field(default_factory=BoundaryValues)
@@ -225,7 +225,7 @@ class _Handlers:
         self._row = schedule.actions[rank]
         self._programs, self._transport = programs, transport
         self._offloads = programs.values.offloads
-        self._stages: dict[int, Stage] = {}
+        self._stages: dict[int, RunnableStage] = {}
         # Whoever takes a message, a compute action or a send, empties its slot. A tied weight comes with
         # microbatch 0 and stays for the step.
         self._values: dict[Message, MessageSlot] = {}
@@ -295,7 +295,7 @@ class _Handlers:
             Kind.RECV_B: self._receive_gradients,
         }
 
-    def _stage(self, action: Action) -> Stage:
+    def _stage(self, action: Action) -> RunnableStage:
         stage = self._programs.stage(action.stage, action.microbatch)
         self._stages[id(stage)] = stage
         return stage

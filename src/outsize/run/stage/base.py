@@ -23,7 +23,7 @@ class Result(NamedTuple):
     outputs: tuple[Any, ...]
 
 
-class Stage(ABC):
+class RunnableStage(ABC):
     """Runs one StageProgram on the user's modules."""
 
     program: StageProgram

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from outsize.device.storage import shares_storage
 from outsize.errors import BoundaryMismatch
 from outsize.program.replaying.modes import casting_devices, outside_autocast
-from outsize.run.stage.base import Gradients, Result, Stage
+from outsize.run.stage.base import Gradients, Result, RunnableStage
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.no_share import zero_gradients, zeroed
@@ -139,7 +139,7 @@ Saving = Callable[[int, Sequence[Tensor]], SavedTensorHooks]
 
 
 @final
-class StageExecutor(Stage):
+class StageExecutor(RunnableStage):
     """Runs one StageProgram on the user's modules.
 
     `again` is the function of a stage that is partly recomputed. `saving` replaces what autograd saves of a

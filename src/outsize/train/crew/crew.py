@@ -44,7 +44,7 @@ from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.base import Moves, Resident
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.moves.fsdp import Fill, ShardedWeights
-from outsize.run.stage.base import Stage
+from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.stage.cut import Cut
 from outsize.run.transport.base import CHANNELS, Transport
@@ -129,7 +129,7 @@ class Crew(ABC):
         self.progress = Progress(place.ranks, expected_s, place.stages, _planned_s(plan, place.stages))
         self._built = LruCache[_Combination, list[Interpreter]](_BUILT)
         self._schedules = LruCache[Any, Schedule](_SCHEDULES)
-        self._executors: dict[tuple[int, int, int], Stage] = {}  # by variant, stage, replica
+        self._executors: dict[tuple[int, int, int], RunnableStage] = {}  # by variant, stage, replica
 
     @property
     def moves(self) -> Moves:
@@ -208,7 +208,7 @@ class Crew(ABC):
         """Returns the moves of weights, values and activations, for microbatches with these programs."""
         return self.activations.combined_with(self.values.combined_with(self.moves.of(cuts), cuts))
 
-    def _stage(self, variant: Variant, number: int, replica: int, make: MakeStage) -> Stage:
+    def _stage(self, variant: Variant, number: int, replica: int, make: MakeStage) -> RunnableStage:
         key = (variant.number, number, replica)
         if key not in self._executors:
             program, device = variant.cut.programs[number], self.device_of(number, replica)

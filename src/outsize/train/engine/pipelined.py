@@ -26,7 +26,7 @@ from outsize.ir.answers.compilation import StageGraphs
 from outsize.ir.plan import Plan
 from outsize.program.generate import naming_instructions
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs
-from outsize.run.stage.base import Stage
+from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import Calls, DeferredStatistics
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import seeder
@@ -303,7 +303,7 @@ class Pipelined(Executor):
 
     def _stage(
         self, variant: Variant, program: StageProgram, replica: int, device: torch.device | None
-    ) -> Stage:
+    ) -> RunnableStage:
         model = self._replica_copies.of(replica, self._state)
         return self._factory.make(variant, program, model, device, is_copy=replica > 0)
 

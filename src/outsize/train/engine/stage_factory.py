@@ -22,7 +22,7 @@ from outsize.program.tensor_parallel.overlap import overlapped
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, reason_against
 from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.boundary_values import BoundaryValues
-from outsize.run.stage.base import Stage
+from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
@@ -74,7 +74,7 @@ class StageFactory:
         device: torch.device | None,
         *,
         is_copy: bool = False,
-    ) -> Stage:
+    ) -> RunnableStage:
         """Returns the stage of `program` on `device`, with the weights of `model`.
 
         `is_copy`: the model is another than the one for which the program was made.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from outsize.run.stage.base import Stage
+from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import Seed
 from outsize.train.ranks.replicas import Piece
@@ -49,4 +49,4 @@ class PipelineInputs(NamedTuple):
 
 
 # Takes the variant, the stage's program, the number of the local replica, and its device (None: the model's).
-MakeStage = Callable[[Variant, StageProgram, int, torch.device | None], Stage]
+MakeStage = Callable[[Variant, StageProgram, int, torch.device | None], RunnableStage]
