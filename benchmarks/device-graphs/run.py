@@ -102,7 +102,7 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 def deterministic(yes: bool) -> None:
     torch.use_deterministic_algorithms(yes, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - torch types it as a module's
     torch.backends.cudnn.deterministic = yes
 
 
