@@ -27,25 +27,26 @@ users of all values). Oracle: tests/unit/planner/costs/test_parallel_times.py, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Self, final
+from typing import Final, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device
-from outsize.ir.graph import ModelGraph, ShardedFraction, Work
+from outsize.ir.graph import MATMULS, ModelGraph, ShardedFraction, Work
 from outsize.ir.plan import Axes
 from outsize.planner.costs.collectives import Collective, collective_s
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds, passes_of, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
-from outsize.planner.layout.expert_parallel import sent_bytes
+from outsize.planner.layout.expert_parallel import absent_bytes, sent_bytes
 from outsize.planner.layout.layout import Layout
 
-_Ranks = Callable[[Layout], Sequence[int]]
+# The axes of one rank of the pipeline, the last one innermost (train/ranks/mesh.py).
+MESH: Final = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 
 @final
@@ -104,7 +105,8 @@ def split_times(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: C
 
 def routed_times(graph: ModelGraph, times: UnitSeconds, axes: Axes, cluster: Cluster) -> UnitSeconds:
     """Returns the seconds of each unit on one of the ranks of ep and tp that divide experts, with what is
-    sent there and back; a mean rank computes as many rows as it sends. `times`: those without.
+    sent there and back; a mean rank computes as many rows as it sends, and reads the weights of its own
+    experts. `times`: those without; `graph` has all experts.
 
     Each rank of tp and of cp sends its part of the tokens.
     """
@@ -117,8 +119,16 @@ def routed_times(graph: ModelGraph, times: UnitSeconds, axes: Axes, cluster: Clu
             collective_s(kind, size_bytes, ranks, cluster) for kind in ("all_gather", "reduce_scatter")
         )
 
+    @cache
+    def shares(passes: WorkPasses, absent: int) -> tuple[float, ...]:
+        return tuple(_without_weights(works, absent, cluster.devices[0]) for works in passes)
+
+    read = [
+        shares(passes_of(unit), absent_bytes(graph, unit, axes.ep)) if unit.routed_bytes else (1.0, 1.0, 1.0)
+        for unit in graph.units
+    ]
     waits = np.array([waits_s(sent_bytes(unit, len(ranks)) // alike) for unit in graph.units])
-    return times.plus(waits, waits)
+    return times.times(*np.array(read).T).plus(waits, waits)
 
 
 @final
@@ -126,41 +136,70 @@ def routed_times(graph: ModelGraph, times: UnitSeconds, axes: Axes, cluster: Clu
 class WeightCollectives:
     """Prices the collectives among the replicas of a layout, by its axes; `cluster` are all devices of the
     kind that a stage has.
+
+    `experts`: the share of a rank's weights that are its experts, where ranks divide them (ep). Each stage is
+    taken to have that share. Ranks of ep hold the same other weights, so they take part in those alone.
     """
 
     layout: Layout
     cluster: Cluster
-    _known: dict[tuple[Collective, int, _Ranks | None], float] = field(default_factory=dict)
+    experts: float = 0.0
+    _known: dict[tuple[Collective, int, tuple[str, ...]], float] = field(default_factory=dict)
 
     def gather_s(self, weights_bytes: int) -> float:
         """Returns the seconds in which the weights of some units become whole (UNSHARD)."""
-        return self._seconds("all_gather", weights_bytes)
+        return sum(
+            self._seconds("all_gather", size, self._sharing(others))
+            for size, others in self._parts(weights_bytes)
+        )
 
     def reduce_s(self, gradients_bytes: int, *, last: bool) -> float:
         """Returns the seconds of one REDUCE_GRAD: the gradients are scattered over the shards, and with the
         last one of a step summed over all that have the same part.
         """
-        scatter_s = self._scatter_s(gradients_bytes)
-        part_bytes = -(-gradients_bytes // self.layout.shards)
-        return scatter_s + (self._seconds("all_reduce", part_bytes, _same_weights) if last else 0.0)
+        return sum(self._reduce_s(*part, last=last) for part in self._parts(gradients_bytes))
 
-    def _scatter_s(self, gradients_bytes: int) -> float:
+    def _parts(self, size_bytes: int) -> Sequence[tuple[int, tuple[str, ...]]]:
+        """Returns the bytes of experts, and of all else with the axis of ranks that hold these, too."""
+        experts_bytes = int(self.experts * size_bytes)
+        parts = ((size_bytes - experts_bytes, ("ep",)), (experts_bytes, ()))
+        return [part for part in parts if part[0]]
+
+    def _sharing(self, others: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the axes over which weights are sharded that ranks of `others` hold, too."""
+        return ("dp_shard", *others, "cp") if self.layout.shards > 1 else ()
+
+    def _reduce_s(self, size_bytes: int, others: tuple[str, ...], *, last: bool) -> float:
+        sharing = self._sharing(others)
+        scatter_s = self._scatter_s(size_bytes, sharing)
+        part_bytes = -(-size_bytes // len(self._ranks(sharing)))
+        same = ("dp_replicate",) if sharing else ("dp_replicate", *others, "cp")
+        return scatter_s + (self._seconds("all_reduce", part_bytes, same) if last else 0.0)
+
+    def _scatter_s(self, gradients_bytes: int, sharing: tuple[str, ...]) -> float:
         """Returns the seconds in which each shard of the gradients is summed on its rank."""
-        device, shards = self.cluster.devices[0], self.layout.shards
+        device, shards = self.cluster.devices[0], len(self._ranks(sharing))
         if shards == 1 or not default_of(device).sums_whole:
-            return self._seconds("reduce_scatter", gradients_bytes)
+            return self._seconds("reduce_scatter", gradients_bytes, sharing)
         copied_bytes = gradients_bytes + gradients_bytes / shards
-        return self._seconds("all_reduce", gradients_bytes) + default_of(device).copied_s(
-            copied_bytes, device
-        )
+        copied_s = default_of(device).copied_s(copied_bytes, device)
+        return self._seconds("all_reduce", gradients_bytes, sharing) + copied_s
 
-    def _seconds(self, kind: Collective, size_bytes: int, among: _Ranks | None = None) -> float:
-        """Returns the seconds of a collective among the shards, or among other ranks of a layout."""
-        key = kind, size_bytes, among
+    def _seconds(self, kind: Collective, size_bytes: int, along: tuple[str, ...]) -> float:
+        """Returns the seconds of a collective among the ranks along some axes."""
+        key = kind, size_bytes, along
         if key not in self._known:
-            ranks = (among or _shards)(self.layout)
-            self._known[key] = collective_s(kind, size_bytes, ranks, self.cluster)
+            self._known[key] = collective_s(kind, size_bytes, self._ranks(along), self.cluster)
         return self._known[key]
+
+    def _ranks(self, along: tuple[str, ...]) -> list[int]:
+        """Returns the ranks of the first group along some axes of the mesh, whose last one is innermost."""
+        ranks, stride, sizes = [0], 1, self.layout.axes.model_dump()
+        for name in reversed(MESH):
+            if name in along:
+                ranks = [place * stride + rank for place in range(sizes[name]) for rank in ranks]
+            stride *= sizes[name]
+        return ranks
 
 
 def _hiding(graph: ModelGraph) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -249,15 +288,17 @@ def _slower(works: Sequence[Work], shards: int, device: Device) -> float:
     return seconds([_part(work, shards) for work in works], device) / whole
 
 
+def _without_weights(works: Sequence[Work], absent: int, device: Device) -> float:
+    """Returns the time of works whose products read so many bytes less of weights over that of all."""
+    whole = seconds(works, device)
+    fewer = [
+        work.model_copy(update={"moved_bytes": max(0, work.moved_bytes - absent)})
+        if work.family in MATMULS
+        else work
+        for work in works
+    ]
+    return seconds(fewer, device) / whole if whole else 1.0
+
+
 def _part(work: Work, shards: int) -> Work:
     return work.model_copy(update={"flops": work.flops // shards, "moved_bytes": work.moved_bytes // shards})
-
-
-def _shards(layout: Layout) -> range:
-    """Returns the ranks of the first group over which the weights of a stage are sharded."""
-    return range(0, layout.axes.tp * layout.shards, layout.axes.tp)
-
-
-def _same_weights(layout: Layout) -> range:
-    """Returns the ranks of the first group that hold the same part of the weights."""
-    return range(0, layout.group, layout.axes.tp * layout.shards)

@@ -38,7 +38,7 @@ from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, rou
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.heterogeneous.assignment import excess_bytes, first_of, numbers, orders, taken
 from outsize.planner.heterogeneous.bounds import Crossing, Fleet, Groups
-from outsize.planner.layout.expert_parallel import of_expert_rank
+from outsize.planner.layout.expert_parallel import experts_share, of_expert_rank
 from outsize.planner.layout.layout import Layout, grouped, of_kind
 from outsize.planner.layout.tensor_parallel import of_rank, styled
 from outsize.planner.memory.headroom import with_usable_memory
@@ -47,6 +47,7 @@ from outsize.planner.memory.range_tables import owned_gradients
 from outsize.planner.memory.recomputed_blocks import block_ranges
 from outsize.planner.memory.sharded import KeyBytes, UnshardedBytes, device_tables
 from outsize.planner.offload.host_traffic import StreamedBlocks, fetching, hosted
+from outsize.planner.partition.feasibility import none_fits
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.partition.stage_weights import Demand, demands
 
@@ -133,7 +134,8 @@ class CostTables:
         """Returns the prices of collectives among the replicas of a stage on such a device."""
         key = layout.axes, layout.shards, device.kind, device.memory_bytes
         if key not in self._collectives:
-            self._collectives[key] = WeightCollectives(layout, self._like(device))
+            experts = experts_share(self.graph(layout)) if layout.axes.ep > 1 else 0.0
+            self._collectives[key] = WeightCollectives(layout, self._like(device), experts)
         return self._collectives[key]
 
     def _like(self, device: Device) -> Cluster:
@@ -276,6 +278,22 @@ class CostTables:
     def may_fit(self, layout: Layout, recompute: Sequence[Recompute]) -> bool:
         """Returns whether all devices together have room, judged by sums: no table is needed."""
         return self._least.may_fit(layout, recompute, self._room_bytes(layout.group))
+
+    def refuted(self, layout: Layout, recompute: Sequence[Recompute]) -> bool:
+        """Returns whether no cut of a layout fits in these options, where that is seen at once: each of equal
+        devices has one stage.
+        """
+        if layout.hosted or layout.chunks > 1 or layout.actions or self.unequal or "offload" in recompute:
+            return False
+        options = tuple(recompute)
+        return self.kept(("refuted", layout, options), lambda: self._none_fits(layout, options))
+
+    def _none_fits(self, layout: Layout, recompute: Sequence[Recompute]) -> bool:
+        room = self._grouped(layout.group)
+        cases = [self.case(layout, self._cluster.devices[0], again) for again in recompute]
+        return room is not None and none_fits(
+            cases, layout.schedule, [room.devices[0].memory_bytes] * layout.stages
+        )
 
     def least_s(self, layout: Layout) -> float:
         """Returns a lower bound of every step: all work, with the recompute that memory forces, on all
@@ -509,7 +527,8 @@ class CostTables:
             return times
         key = "experts", layout.captured, axes.ep, axes.tp, axes.cp, layout.splits_backward, device.kind
         if key not in self._costs:
-            self._costs[key] = routed_times(self.graph(layout), times, axes, self._like(device))
+            whole, _ = self._candidates[layout.captured]
+            self._costs[key] = routed_times(whole, times, axes, self._like(device))
         return self._costs[key]
 
     def _shared(self, layout: Layout, device: Device) -> UnitSeconds:

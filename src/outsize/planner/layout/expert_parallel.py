@@ -3,7 +3,11 @@
     weights of experts   ceil(E / ep) of E, and so their gradients and optimizer states
     saved, workspace     of a unit with experts: EXPERT_MARGIN times those of its own tokens, since a router
                          may send one rank more rows than the mean; and what is sent and received beside it
-    work                 that of its own tokens: a mean rank computes as many rows as it sends
+    gradients            are made whole before they are added up: in a backward's workspace the largest one is
+                         that of the rank's own experts. What is left of the workspace is of tokens, and no
+                         less than in a forward
+    work                 that of its own tokens, since a mean rank computes as many rows as it sends; and
+                         weights of its own experts are read (costs/parallel_times.py)
 
 The graph says which weights are of experts (capture/graph/experts.py). All else is a replica's. Source:
 GShard, arXiv 2006.16668, sec. 3.2. Deviation: the margin is stated and not derived; a run counts its rows.
@@ -31,7 +35,7 @@ def of_expert_rank(model: tuple[ModelGraph, Profile], ep: int) -> tuple[ModelGra
         return model
     fields = {name: getattr(graph, name) for name in type(graph).model_fields}
     fields["parameters"] = tuple(_weight(p, ep) if p.experts else p for p in graph.parameters)
-    fields["units"] = tuple(_unit(unit, ep) if unit.routed_bytes else unit for unit in graph.units)
+    fields["units"] = tuple(_unit(graph, unit, ep) if unit.routed_bytes else unit for unit in graph.units)
     costs = tuple(
         _cost(cost, unit, ep) if unit.routed_bytes else cost
         for cost, unit in zip(profile.units, graph.units, strict=True)
@@ -46,16 +50,38 @@ def sent_bytes(unit: Unit, ep: int) -> int:
     return unit.routed_bytes * min(unit.choices, ep)
 
 
+def experts_share(graph: ModelGraph) -> float:
+    """Returns the share of the weights' bytes that are experts."""
+    whole = graph.parameter_bytes
+    return sum(p.size_bytes for p in graph.parameters if p.experts) / whole if whole else 0.0
+
+
+def absent_bytes(graph: ModelGraph, unit: Unit, ep: int) -> int:
+    """Returns the bytes of the experts of a unit that the first rank does not have."""
+    return sum(p.size_bytes - _own_bytes(p, ep) for p in _experts_of(graph, unit))
+
+
+def _experts_of(graph: ModelGraph, unit: Unit) -> list[Parameter]:
+    return [p for p in map(graph.parameter_of.__getitem__, unit.parameters) if p.experts]
+
+
+def _own_bytes(weight: Parameter, ep: int) -> int:
+    return weight.size_bytes // weight.experts * -(-weight.experts // ep)
+
+
 def _weight(weight: Parameter, ep: int) -> Parameter:
-    own = -(-weight.experts // ep)
-    size = weight.size_bytes // weight.experts * own
-    return weight.model_copy(update={"shape": (own, *weight.shape[1:]), "size_bytes": size})
+    shape = (-(-weight.experts // ep), *weight.shape[1:])
+    return weight.model_copy(update={"shape": shape, "size_bytes": _own_bytes(weight, ep)})
 
 
-def _unit(unit: Unit, ep: int) -> Unit:
+def _unit(graph: ModelGraph, unit: Unit, ep: int) -> Unit:
     beside = 2 * sent_bytes(unit, ep)
     sizes = {name: int(EXPERT_MARGIN * getattr(unit, name)) for name in ("saved_bytes", "workspace_bytes")}
-    sizes["backward_workspace_bytes"] = int(EXPERT_MARGIN * max(0, unit.backward_workspace_bytes)) + beside
+    backward = max(0, unit.backward_workspace_bytes)
+    trained = [p for p in _experts_of(graph, unit) if p.trainable]
+    whole, own = (max((_own_bytes(p, ranks) for p in trained), default=0) for ranks in (1, ep))
+    tokens = max(backward - whole, min(backward, unit.workspace_bytes))
+    sizes["backward_workspace_bytes"] = int(EXPERT_MARGIN * tokens) + min(backward, own) + beside
     sizes["workspace_bytes"] += beside
     return unit.model_copy(update=sizes)
 

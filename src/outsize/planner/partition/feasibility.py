@@ -87,7 +87,7 @@ class ChainFeasibility:
         that fails.
         """
         limits = [share * d.memory_bytes for d in self.cluster.devices[: self.stages]]
-        return _taking_most(rows, self.case.units, self.states, limits)
+        return _taking_most([rows], self.case.units, self.states, limits)
 
     def _earliest(self) -> list[int]:
         """Returns for each stage a lower bound of its first unit, computed from the end."""
@@ -121,11 +121,21 @@ def refuted(
     `rows` are those of `rows_without_crossing`.
     """
     states = states_by_stage(schedule, len(devices), microbatches, len(devices))
-    return _taking_most(rows, len(rows(0).saved) - 1, states, [d.memory_bytes for d in devices]) is None
+    return _taking_most([rows], len(rows(0).saved) - 1, states, [d.memory_bytes for d in devices]) is None
+
+
+def none_fits(cases: Sequence[PricedModel], schedule: ScheduleName, room: Sequence[int]) -> bool:
+    """Returns whether no cut fits, whichever of the cases each stage is in, by the same refutation.
+
+    `room`: the bytes that each stage may take. All cases are of the same units and microbatches.
+    """
+    rows = [lambda first, case=case: _part(case.ranges, first).without_crossing() for case in cases]
+    states = states_by_stage(schedule, len(room), cases[0].microbatches, len(room))
+    return _taking_most(rows, cases[0].units, states, room) is None
 
 
 def _taking_most(
-    rows: Callable[[int], RangeTables],
+    options: Sequence[Callable[[int], RangeTables]],
     units: int,
     states: Sequence[tuple[InFlightState, ...]],
     limits: Sequence[float],
@@ -133,7 +143,7 @@ def _taking_most(
     bounds = [0]
     for stage, limit in enumerate(limits):
         last = units - (len(limits) - 1 - stage)  # Each later stage needs at least one unit.
-        peaks = peak_table(rows(bounds[-1]), states[stage])
+        peaks = np.min([peak_table(rows(bounds[-1]), states[stage]) for rows in options], axis=0)
         ends = np.flatnonzero(peaks[: last + 1] <= limit)
         if not len(ends) or ends[-1] <= bounds[-1]:
             return None

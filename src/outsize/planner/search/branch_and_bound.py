@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import inf
 from operator import itemgetter
 from typing import Final, final
@@ -200,6 +201,20 @@ class BranchAndBound:
     def _few(self) -> bool:
         return self._compares and self._asked <= FEW
 
+    def refuted(self, layout: Layout) -> bool:
+        """Returns whether it is seen at once that nothing fits, block by block recompute included."""
+        tables = self._cost_tables
+        return tables.refuted(layout, self._unselective) and (
+            not self._by_blocks(layout) or tables.refuted(layout, self._recompute)
+        )
+
+    def _by_blocks(self, layout: Layout) -> bool:
+        return "selective" in self._recompute and self._cost_tables.by_blocks(layout)
+
+    @property
+    def _unselective(self) -> tuple[Recompute, ...]:
+        return tuple(option for option in self._recompute if option != "selective")
+
     def least_s(self, layout: Layout) -> float:
         """Returns a lower bound that needs only sums; infinite where nothing can fit."""
         if not self._cost_tables.may_fit(layout, self._recompute):
@@ -235,6 +250,14 @@ class BranchAndBound:
             self._floors.append(floor_s)
             if self._beaten(floor_s):
                 return False
+        return self._reject(layout) if self.refuted(layout) else self._cut(layout, floor_s, most_s)
+
+    def _reject(self, layout: Layout) -> bool:
+        self._rejected.extend(islice(self._cost_tables.pipelines(layout, self._recompute), 1))
+        return True
+
+    def _cut(self, layout: Layout, floor_s: float, most_s: float) -> bool:
+        """Prices the best cut of a layout; returns as `_try`."""
         best, least_s, pipeline = None, inf, None
         for demand in self._cost_tables.demands(layout):
             if demand is None and (best is not None or least_s < inf):
@@ -285,11 +308,11 @@ class BranchAndBound:
         self, layout: Layout, floor_s: float, most_s: float, demand: Demand | None
     ) -> list[StagePrices]:
         """Returns the tables; block by block recompute is tried where only it may help."""
-        unselective: list[Recompute] = [option for option in self._recompute if option != "selective"]
-        tables = self._asking(layout, unselective, floor_s, demand)
-        by_blocks = len(unselective) < len(self._recompute) and self._cost_tables.by_blocks(layout)
-        if not by_blocks or not all(each.may_gain(most_s) for each in tables):
-            return tables
+        by_blocks = self._by_blocks(layout)
+        if not by_blocks or not self._cost_tables.refuted(layout, self._unselective):
+            tables = self._asking(layout, self._unselective, floor_s, demand)
+            if not by_blocks or not all(each.may_gain(most_s) for each in tables):
+                return tables
         return self._asking(layout, self._recompute, floor_s, demand)
 
     def _asking(

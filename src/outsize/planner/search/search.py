@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from heapq import nsmallest
 from itertools import chain, compress, islice
 from math import inf
 from operator import not_
@@ -352,7 +351,7 @@ def _interleaved(
     search_loop: BranchAndBound, tables: CostTables, layouts: Sequence[Layout]
 ) -> Iterator[Layout]:
     """Yields the meshes again with several stages on a device whose balanced cut is shortest that way: such
-    cuts take long to price.
+    cuts take long to price. Meshes that do not fit with one stage on a device are left out.
     """
     found: list[tuple[float, int, tuple[Layout, ...]]] = []
     for place, layout in enumerate(layouts):
@@ -363,8 +362,9 @@ def _interleaved(
         )
         if chunked:
             found.append((min(map(search_loop.likely_s, chunked)), place, chunked))
-    for likely_s, _, chunked in nsmallest(MESHES, found):
-        yield from chunked if likely_s < inf else ()
+    in_order = sorted(each for each in found if each[0] < inf)
+    fitting = (chunked for _, place, chunked in in_order if not search_loop.refuted(layouts[place]))
+    yield from chain.from_iterable(islice(fitting, MESHES))
 
 
 def _nothing_fits(

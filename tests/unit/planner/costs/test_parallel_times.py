@@ -12,6 +12,7 @@ from outsize.capture.graph.tensor_parallel import with_styles
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.graph import ModelGraph, OpFamily, Parameter, ShardedFraction, Unit, Value, Work
+from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
@@ -61,6 +62,31 @@ def test_rows_are_sent_to_the_ranks_of_their_experts_and_back(
     wait_s = 2 * ((n - 1) * 0.25 + sent * (n - 1) / n / 100)
     assert (found.forward - alone.forward).tolist() == pytest.approx([0, wait_s, 0])
     assert (found.backward_input - alone.backward_input).tolist() == pytest.approx([0, wait_s, 0])
+
+
+def test_a_rank_reads_the_weights_of_its_own_experts() -> None:
+    """Products that wait for 90 of 100 GB of weights take less than half of the time where a rank has a third
+    of nine experts; products that wait for their flops, and other units, take as long as before.
+    """
+    graph, _ = chain([1.0, 1.0, 1.0])
+    moved = Work(family="matmul", dtype="bfloat16", flops=0, moved_bytes=100 * 10**9)
+    busy = moved.model_copy(update={"flops": 10**18})
+    experts = graph.units[1].model_copy(
+        update={"routed_bytes": 1, "choices": 1, "forward": (moved,), "backward_input": (busy,)}
+    )
+    weight = graph.parameters[1].model_copy(update={"experts": 9, "size_bytes": 90 * 10**9})
+    changed = {
+        "units": (graph.units[0], experts, graph.units[2]),
+        "parameters": (graph.parameters[0], weight, graph.parameters[2]),
+    }
+    alone, fast = UnitSeconds.from_rows([[1.0, 1.0, 1.0]] * 3), cluster(latency_s=0.0, bytes_per_s=1e12)
+    found = routed_times(ModelGraph(**{**dict(graph), **changed}), alone, Axes(ep=3), fast)
+    less = moved.model_copy(update={"moved_bytes": 40 * 10**9})
+    share = seconds([less], fast.devices[0]) / seconds([moved], fast.devices[0])
+    assert share < 0.5
+    assert found.forward.tolist() == pytest.approx([1.0, share, 1.0], abs=1e-9)
+    assert found.backward_input.tolist() == pytest.approx([1.0, 1.0, 1.0], abs=1e-9)
+    assert found.backward_weight.tolist() == [1.0, 1.0, 1.0]
 
 
 SUMS: dict[str | None, int] = {"o": 400, "down": 1000}
@@ -269,6 +295,41 @@ def test_the_last_gradients_of_a_step_are_scattered_and_summed(axes: Axes, secon
     scatter_s = {1: 0.0, 2: 5.25, 4: 8.25}[axes.dp_shard * axes.cp if axes.dp_shard > 1 else 1]
     assert prices.reduce_s(1000, last=False) == prices.gather_s(1000) == pytest.approx(scatter_s)
     assert prices.reduce_s(0, last=True) == prices.gather_s(0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("axes", "weights", "gathered", "summed"),
+    [
+        # 500 bytes of experts and 500 others, each scattered over two or over four, and nothing summed.
+        (Axes(dp_shard=2, ep=2), "sharded", (2, 4), ()),
+        # No two ranks have the same experts; all have the others.
+        (Axes(ep=4), "resident", (), (4,)),
+        (Axes(dp_replicate=2, ep=2), "resident", (), (2, 4)),
+    ],
+)
+def test_experts_are_summed_among_the_ranks_that_have_them(
+    axes: Axes, weights: Weights, gathered: tuple[int, ...], summed: tuple[int, ...]
+) -> None:
+    """A ring of n at 100 B/s: (n - 1) x 0.25 s and (n - 1) / n x 5 s, twice for a sum."""
+
+    def ring_s(n: int) -> float:
+        return (n - 1) * 0.25 + (n - 1) / n * 5.0
+
+    layout = Layout(axes, 1, "1f1b", 1, axes.replicas, weights)
+    prices = WeightCollectives(layout, cluster(), experts=0.5)
+    gather_s = sum(map(ring_s, gathered))
+    assert prices.gather_s(1000) == pytest.approx(gather_s)
+    assert prices.reduce_s(1000, last=True) == pytest.approx(gather_s + 2 * sum(map(ring_s, summed)))
+
+
+def test_ranks_that_share_experts_are_apart_where_ep_is_within_a_node() -> None:
+    """As the mesh of a run: of two nodes of two, ep 2 is within a node and dp_shard 2 between them."""
+    nodes = cluster("2x2xh100-80gb")
+    nodes = nodes.model_copy(update={"outer": nodes.inner.model_copy(update={"bytes_per_s": 1.0})})
+    layout = Layout(Axes(dp_shard=2, ep=2), 1, "1f1b", 1, 4, "sharded")
+    assert WeightCollectives(layout, nodes, experts=1.0).gather_s(1000) >= 500.0
+    within = Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2, "sharded")
+    assert WeightCollectives(within, nodes).gather_s(1000) < 10.0
 
 
 def test_gloo_sums_whole_gradients_to_scatter_them() -> None:

@@ -12,7 +12,7 @@ from outsize.capture.graph.build import build_graph
 from outsize.capture.graph.experts import with_experts
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.cluster import parse_cluster
-from outsize.ir.graph import ModelGraph
+from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.plan import EXPERT_MARGIN
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.layout.expert_parallel import expert_sizes, of_expert_rank, sent_bytes
@@ -52,6 +52,31 @@ def test_the_first_rank_has_the_largest_block(graph: ModelGraph, ep: int) -> Non
         factor = EXPERT_MARGIN if whole.routed_bytes else 1
         assert part.saved_bytes == int(factor * whole.saved_bytes)
         assert cost.saved_bytes == part.saved_bytes
+
+
+def experts_unit(experts: int) -> tuple[ModelGraph, Unit]:
+    """Of a layer that gives a token two of so many experts, in the implementation for many of them."""
+    fields = {**SMALL, "num_hidden_layers": 1, "num_local_experts": experts, "intermediate_size": 256}
+    config = transformers.MixtralConfig(**fields, experts_implementation="grouped_mm")
+    model = transformers.MixtralForCausalLM(config).train()
+    tokens = torch.zeros(2, 9, dtype=torch.long)
+    given = {"input_ids": tokens, "labels": tokens}
+    captured = build_graph(record(model, (), given), model)
+    graph = with_experts(captured, model, captured.graph)
+    return graph, next(unit for unit in graph.units if unit.routed_bytes)
+
+
+@pytest.mark.parametrize("ep", [4, 16])
+def test_temporaries_are_those_of_a_model_with_the_experts_of_a_rank(ep: int) -> None:
+    """Gradients of weights are made whole before they are added: of 32 experts they are nearly all of it. The
+    same tokens in a model that has only as many experts as a rank need no more than is counted.
+    """
+    graph, whole = experts_unit(32)
+    own = next(u for u in of_expert_rank((graph, roofline(graph, DEVICE)), ep)[0].units if u.routed_bytes)
+    _, recorded = experts_unit(32 // ep)
+    sent = 2 * sent_bytes(whole, ep)
+    assert recorded.backward_workspace_bytes <= own.backward_workspace_bytes - sent
+    assert own.backward_workspace_bytes - sent < whole.backward_workspace_bytes / (ep / 2)
 
 
 def test_the_form_that_sends_less_is_priced(graph: ModelGraph) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,10 +10,13 @@ from planner_graphs import chain, graphs
 
 from outsize.ir.cluster import Cluster, make_cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import ScheduleName
+from outsize.ir.offload import Weights
+from outsize.ir.plan import Axes, Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.estimate import lower_along
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import estimate_cut, lower_along
+from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import account_stages
 from outsize.planner.partition.feasibility import ChainFeasibility
 from outsize.planner.partition.stage_prices import PricedModel
@@ -51,6 +54,36 @@ def test_the_verdict_is_that_of_every_cut(
         bounds = feasibility.least_full_cut()
         assert len(bounds) == stages + 1
         assert (peak(case, schedule, bounds) <= memory_bytes) is fits
+
+
+WAYS: tuple[Recompute, ...] = ("none", "full", "selective")
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(
+    graphs(max_units=6),
+    st.sampled_from(
+        [(Axes(pp=2), "resident"), (Axes(pp=2, dp_shard=2), "sharded"), (Axes(pp=3), "resident")]
+    ),
+    st.integers(1, 3),
+    st.integers(100, 2000),
+)
+def test_no_cut_of_a_refuted_layout_fits(
+    model: tuple[ModelGraph, Profile], how: tuple[Axes, Weights], microbatches: int, memory_bytes: int
+) -> None:
+    """Each stage in the option that it likes; without memory everything is refuted."""
+    axes, weights = how
+    pp, n, captured = axes.pp, len(model[0].units), microbatches * axes.replicas
+    layout = Layout(axes, pp, "1f1b", microbatches, captured, weights)
+    tables = CostTables({captured: model}, devices(axes.world_size, memory_bytes), "adamw")
+    assert CostTables({captured: model}, devices(axes.world_size, 1), "adamw").refuted(layout, WAYS)
+    pipeline = tables.pipeline(layout, WAYS)
+    assert pipeline is not None
+    refuted = {ways: tables.refuted(layout, ways) for ways in (WAYS[:2], WAYS)}
+    for inner, choices in product(combinations(range(1, n), pp - 1), product(range(3), repeat=pp)):
+        if estimate_cut(pipeline, (0, *inner, n), choices).fits:
+            assert not refuted[WAYS]
+            assert not refuted[WAYS[:2]] or 2 in choices
 
 
 def test_equal_units_are_shared_out_evenly() -> None:
