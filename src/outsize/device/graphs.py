@@ -106,6 +106,7 @@ class GraphRecorder:
         before, held = generator.graphsafe_get_state(), self._reserved_bytes()
         # What a collection ends may be another graph.
         gc.disable()
+        # Not simulated: as torch.cuda.graph, a recording begins on an idle device.
         synchronize(self.device)
         try:
             # The device's own state is not usable again where a recording fails.
@@ -145,5 +146,6 @@ class GraphRecorder:
             weight = torch.ones(16, 16, device=self.device, requires_grad=True)
             bias = torch.ones(16, device=self.device)
             torch.autograd.grad(torch.nn.functional.linear(weight, weight, bias).sum(), weight)
+        # Not simulated: libraries load kernels, which a recording forbids.
         synchronize(self.device)
         return stream
