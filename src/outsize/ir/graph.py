@@ -41,6 +41,8 @@ class Work(Record):
     """Describes the work of one op family in one pass of a unit, for the graph's batch as one microbatch.
 
     `moved_bytes` are read and written; `launches` ops (kernels) do it; `dtype` is the one they compute in.
+    `block_elements` are read and written by each block of threads of a kernel that has one for each channel;
+    0 for kernels that fill a device.
     """
 
     family: OpFamily
@@ -48,6 +50,7 @@ class Work(Record):
     flops: int
     moved_bytes: int
     launches: int = 1
+    block_elements: int = 0
 
 
 @final

@@ -28,7 +28,14 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from outsize.capture.costs.backward_rules import KEEP_RESULT, WAITING, OpCall, Rule, rule_of
 from outsize.capture.costs.fused_attention import KERNEL_FLOPS, attention_flops, causal_flops, fused_cost
 from outsize.capture.costs.live_memory import Storages, storage_bytes, storage_key
-from outsize.capture.costs.op_families import ALLOCATIONS, family_of, is_reordered, of_operands, op_name
+from outsize.capture.costs.op_families import (
+    ALLOCATIONS,
+    bytes_by_block,
+    family_of,
+    is_reordered,
+    of_operands,
+    op_name,
+)
 from outsize.ir.graph import CONVOLUTIONS, SMALL_BYTES, OpFamily, Work
 from outsize.program.tape import Cost
 
@@ -58,12 +65,21 @@ class WorkSums:
     def __init__(self) -> None:
         self._sums: dict[tuple[OpFamily, str], list[int]] = {}
 
-    def add(self, family: OpFamily, dtype: str, flops: int, moved_bytes: int, launches: int = 1) -> None:
+    def add(
+        self,
+        family: OpFamily,
+        dtype: str,
+        flops: int,
+        moved_bytes: int,
+        launches: int = 1,
+        block_elements: int = 0,
+    ) -> None:
         """Adds the work of one more op."""
-        sums = self._sums.setdefault((family, dtype), [0, 0, 0])
+        sums = self._sums.setdefault((family, dtype), [0, 0, 0, 0])
         sums[0] += flops
         sums[1] += moved_bytes
         sums[2] += launches
+        sums[3] += block_elements
 
     def merge(self, others: WorkSums) -> None:
         """Adds all sums of others."""
@@ -74,21 +90,28 @@ class WorkSums:
         """Returns these sums less others that are part of them."""
         left = WorkSums()
         for key, sums in self._sums.items():
-            left.add(*key, *(a - b for a, b in zip(sums, taken._sums.get(key, (0, 0, 0)), strict=True)))
+            left.add(*key, *(a - b for a, b in zip(sums, taken._sums.get(key, (0, 0, 0, 0)), strict=True)))
         return left
 
     @property
     def moved_bytes(self) -> int:
         """Returns the bytes of all families."""
-        return sum(moved for _, moved, _ in self._sums.values())
+        return sum(moved for _, moved, *_ in self._sums.values())
 
     def works(self) -> tuple[Work, ...]:
         """Returns the sums in the order in which the families came; families whose work was taken out are
         left out.
         """
         return tuple(
-            Work(family=family, dtype=dtype, flops=flops, moved_bytes=moved, launches=launches)
-            for (family, dtype), (flops, moved, launches) in self._sums.items()
+            Work(
+                family=family,
+                dtype=dtype,
+                flops=flops,
+                moved_bytes=moved,
+                launches=launches,
+                block_elements=block_elements,
+            )
+            for (family, dtype), (flops, moved, launches, block_elements) in self._sums.items()
             if launches or moved
         )
 
@@ -109,6 +132,7 @@ def _together(one: Work, other: Work) -> Work:
         flops=one.flops + other.flops,
         moved_bytes=one.moved_bytes + other.moved_bytes,
         launches=one.launches + other.launches,
+        block_elements=one.block_elements + other.block_elements,
     )
 
 
@@ -345,7 +369,8 @@ class CostMeter:
             moved = sum(sizes) + out_bytes
             self._flops += flops
             self._moved_bytes += moved
-            self._forward.add(family, dtype, flops, moved)
+            narrow = bytes_by_block(op.name, inputs, results)
+            self._forward.add(family, dtype, flops, moved, 1, moved // narrow if narrow else 0)
             if is_reordered(op.family, inputs):
                 self._forward.add("layout_copy", dtype, 0, COPIED * moved, launches=0)
             if self._reads_noise:
@@ -354,7 +379,8 @@ class CostMeter:
             self._correct_statistics(inputs, results)
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad] if torch.is_grad_enabled() else []
         if wanted and any(t.is_floating_point() for t in results):
-            call = OpCall(family, flops, sizes, out_bytes, wanted)
+            narrow = bytes_by_block(op.name, inputs, results)
+            call = OpCall(family, flops, sizes, out_bytes, wanted, narrow)
             self._count_backward(op, call, inputs, results, dtype)
 
     def _count_run(self, sums: WorkSums, op: _OpFacts, args: Any, kwargs: Any, out: Any) -> None:
@@ -377,7 +403,8 @@ class CostMeter:
             tensor, cost = inputs[index], op.rule(call, index)
             tally = self._weight if self._is_weight(tensor) else self._input
             if cost is not None:
-                tally.add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches)
+                block_elements = cost.moved_bytes // call.narrow if call.narrow else 0
+                tally.add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches, block_elements)
                 if cost.family in CONVOLUTIONS and is_reordered(op.family, inputs):
                     tally.add("layout_copy", dtype, 0, COPIED * cost.moved_bytes, launches=0)
                 if self._reads_noise and tally is self._input:

@@ -13,7 +13,11 @@ channel are `direct_convolution`: they need no copy of their input, and cuDNN no
 Tensor cores read images with their channels last. Around each convolution in dtypes of two bytes cuDNN copies
 images that have them first: operands before, the result behind (NVIDIA, Convolutional Layers User's Guide,
 "Tensor layouts"). The copies are `layout_copy`, which only devices with tensor cores make. In TF32 there are
-kernels for both orders, and no copies are counted. Oracle:
+kernels for both orders, and no copies are counted.
+
+A batch normalisation of images that have their channels first runs a block of threads for each channel, and
+no more: `blocks(input.size(1))` in torch's Normalization.cuh, which has all of bfloat16, and the kernels that
+cuDNN calls `1C11`. Oracle:
 tests/unit/capture/costs/test_costs_truth.py, where the FLOPs of a family are torch's.
 """
 
@@ -100,6 +104,18 @@ def is_reordered(family: OpFamily, tensors: Sequence[Tensor]) -> bool:
     image, weight = tensors[:2]
     is_convolution = image.ndim == weight.ndim > 2 and weight.shape[1] > 1
     return is_convolution and not any(map(_has_channels_last, (image, weight)))
+
+
+def bytes_by_block(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    """Returns the bytes that a batch normalisation (image, ...; result, mean, ...) moves for each element
+    that one of its blocks of threads moves; 0 for other ops, and where running statistics are applied alone.
+
+    Its kernels have a block for each channel of images whose channels are first.
+    """
+    if "batch_norm" not in name or len(results) < 2 or _has_channels_last(inputs[0]):
+        return 0
+    channels = inputs[0].shape[1] if inputs[0].ndim > 1 else 0
+    return channels * inputs[0].dtype.itemsize if results[1].numel() == channels else 0
 
 
 def _has_channels_last(tensor: Tensor) -> bool:

@@ -10,6 +10,8 @@ GPU: large matmuls of cuBLAS reach 0.8 to 0.9 of the A100's bfloat16 peak, 1024^
 FlashAttention-2 0.55 to 0.73, its backward 0.5 to 0.6 (arXiv 2307.08691, sec. 4); copies 0.8 to 0.9. Other
 kinds of devices reach more or less of their peaks (ir/hardware/devices.py): products as much of the best that
 they reach as an A100 of its own best, attention as much as FlashAttention-2 reaches there.
+A block of 512 threads has two loads of each in flight (torch's Normalization.cuh), which come after 479
+cycles of 1.755 GHz on an H100 (arXiv 2402.13499): a normalisation of few channels can take no less.
 While a collective runs, computing is slower by 0.189: both use the same processors and the same memory (mean
 over GPT and Llama trainings on A100, H100, MI210 and MI250, arXiv 2507.03114).
 Convolutions in NCHW, norms and the backwards of embeddings reach less. Orders of magnitude, not fits.
@@ -75,8 +77,9 @@ class Efficiency(Record):
     """Holds curves by family for FLOPs and for bytes; `launch_s` is added per op, `host_s` is its launch on
     the host. `late` is the share of the shorter of a host's and its device's seconds that is lost where both
     need equally long. `update` is the share of bandwidth that an optimizer's step reaches; None leaves its
-    seconds out. `crowded` is by how much longer an op takes while a collective runs. With `sums_whole` a
-    reduce-scatter is an all-reduce, from which each rank copies its part.
+    seconds out. `element_s` is what one element takes in a block of threads that waits for memory. `crowded`
+    is by how much longer an op takes while a collective runs. With `sums_whole` a reduce-scatter is an
+    all-reduce, from which each rank copies its part.
 
     A device that runs ahead of its host waits for it: a pass takes the longer of both. On a CPU the host is
     the device, so `host_s` is 0 and `launch_s` is all.
@@ -88,6 +91,7 @@ class Efficiency(Record):
     host_s: float = Field(default=0.0, ge=0)
     late: float = Field(default=0.0, ge=0)
     crowded: float = Field(default=0.0, ge=0)
+    element_s: float = Field(default=0.0, ge=0)
     sums_whole: bool = False
     update: float | None = Field(default=None, gt=0)
 
@@ -148,6 +152,7 @@ GPU: Final = Efficiency(
     host_s=USUAL_HOST_S,
     late=0.15,
     crowded=0.189,
+    element_s=0.27e-6 / (512 * 2),
     update=0.85,
 )
 

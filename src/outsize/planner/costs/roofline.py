@@ -1,7 +1,7 @@
 """Predicts seconds of units that nobody measured: roofline by op family, with efficiency that depends on
 size.
 
-    op      max(FLOPs / (peak FLOP/s x share), bytes / (bytes/s x share)) + launch
+    op      max(FLOPs / (peak FLOP/s x share), bytes / (bytes/s x share), elements of a block) + launch
     pass    the sum over its ops, which are given as Work: FLOPs, bytes and launches of a family
     step    at least as long as its host needs to launch it; the excess is spread over the units that wait,
             and neither of both hides the other wholly (unit_times.py)
@@ -97,7 +97,8 @@ def _work_s(work: Work, device: Device, curves: Efficiency) -> float:
     bytes_s = work.moved_bytes / device.bytes_per_s
     compute_s = curves.compute[work.family].seconds(flops_s, work.launches)
     memory_s = curves.memory[work.family].seconds(bytes_s, work.launches)
-    return max(compute_s, memory_s) + work.launches * curves.launch_s
+    block_s = curves.element_s * work.block_elements
+    return max(compute_s, memory_s, block_s) + work.launches * curves.launch_s
 
 
 def _peak(work: Work, device: Device) -> float:

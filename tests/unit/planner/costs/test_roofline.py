@@ -258,3 +258,13 @@ def test_a_host_is_that_of_its_devices_time_or_measured() -> None:
     assert default_of(a100).host_s == 57e-6
     assert default_of(h100).host_s == 37e-6
     assert default_of(h100.model_copy(update={"host_s": 20e-6})).host_s == 20e-6
+
+
+def test_a_block_for_each_channel_waits_for_its_loads() -> None:
+    """512 threads with two loads each in flight, 0.27 us until they come; a CPU has no such blocks."""
+    of_16 = work("normalisation", moved=16 * 2 * 10**6).model_copy(update={"block_elements": 10**6})
+    assert 10**6 / 1024 * 0.27e-6 <= seconds([of_16], DEVICE) <= 1.1 * 10**6 / 1024 * 0.27e-6
+    of_many = of_16.model_copy(update={"block_elements": 16 * 10**6 // 4096})
+    assert seconds([of_many], DEVICE) == seconds([of_many.model_copy(update={"block_elements": 0})], DEVICE)
+    (cpu,) = parse_cluster("1xcpu").devices
+    assert seconds([of_16], cpu) == seconds([of_many], cpu)
