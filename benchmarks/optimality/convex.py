@@ -49,7 +49,7 @@ class Convex:
             raise BadOption(
                 "this graph has too many convex stages for tables",
                 numbers=f"{len(dag.weights)} units, more than {most} downsets",
-                next_step="planner.downsets.split_dag, which answers with a gap",
+                next_step="planner.dag.partition.split_dag, which answers with a gap",
             )
         member = np.zeros((len(lattice.downsets), len(dag.weights)))
         for i, downset in enumerate(lattice.downsets):

@@ -35,7 +35,6 @@ from outsize.ir.stage_graph import in_stages
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.stage_edges import Edge, Edges, edges_among, edges_of, flows
 from outsize.planner.costs.unit_times import fastest
-from outsize.planner.dag.balance_gain import branches
 from outsize.planner.dag.stage_levels import Placed, by_branches, stages_of
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
@@ -230,10 +229,6 @@ class _Composer:
         if self._count == plan.microbatches:
             yield tuple(plan.ranks[stage] for stage in plan.owners(self._graph))
         yield self._runs(range(p))
-        balanced = branches(self._graph, self._seconds, p)
-        if balanced is not None:
-            stage_of = {unit: stage for stage, units in enumerate(balanced.stages) for unit in units}
-            yield tuple(stage_of[unit] for unit in range(len(stage_of)))
         yield from by_branches(self._graph, self._seconds.total, p)
 
     def _runs(self, ranks: Sequence[int]) -> tuple[int, ...]:
