@@ -21,6 +21,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from outsize.capture.fakes.accelerator_autocast import accelerator_lists
+from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
 from outsize.program.tree import map_leaves
 
@@ -80,13 +82,23 @@ def inputs_in_precision(tree: Any, precision: str) -> Any:
     return map_leaves(_half, tree) if precision in IN_BF16 else tree
 
 
+def is_mixed(precision: str) -> bool:
+    """Returns whether autocast casts under this precision."""
+    return precision in _MIXED
+
+
 @contextlib.contextmanager
-def casting(precision: str) -> Iterator[None]:
-    """Turns autocast on for the mixed precisions."""
+def casting(precision: str, *, device_type: str = CPU, accelerated: bool = False) -> Iterator[None]:
+    """Turns autocast on for the mixed precisions, for tensors of `device_type`.
+
+    `accelerated` lets that of a CPU, where a forward is recorded, follow the accelerators' lists of ops.
+    """
     dtype = _MIXED.get(precision)
     with contextlib.ExitStack() as stack:
         if dtype is not None:
-            stack.enter_context(torch.autocast("cpu", dtype=dtype))
+            stack.enter_context(torch.autocast(device_type, dtype=dtype))
+            if accelerated:
+                stack.enter_context(accelerator_lists())
         yield
 
 

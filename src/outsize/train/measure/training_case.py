@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.fakes.precision import casting, in_precision, inputs_in_precision
+from outsize.capture.fakes.precision import casting, in_precision, inputs_in_precision, is_mixed
 from outsize.capture.graph.build import Captured, on_accelerators, with_pieces
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.graph.shortened import SizedGraphs, Stacks
@@ -152,15 +152,26 @@ class TrainingCase:
     def _made(self, samples: int) -> Captured:
         if max(self.loss_pieces, self.module_pieces) > 1:
             whole = self.in_pieces(1).captured(samples)
-            return with_pieces(whole, self.module, self.loss_pieces, self.module_pieces)
+            with self._casting():
+                return with_pieces(whole, self.module, self.loss_pieces, self.module_pieces)
         return self._accelerated(samples) if self.accelerated else self._recorded(samples)
 
     def _accelerated(self, samples: int) -> Captured:
+        if self._has_own_recording:
+            return on_accelerators(self._recorded(samples), self.module)
         return on_accelerators(dataclasses.replace(self, accelerated=False).captured(samples), self.module)
+
+    @property
+    def _has_own_recording(self) -> bool:
+        """Tells whether accelerators cast by other lists than a CPU, so that its recording is not theirs."""
+        return self.accelerated and is_mixed(self.precision)
+
+    def _casting(self) -> AbstractContextManager[None]:
+        return casting(self.precision, accelerated=self.accelerated)
 
     def _recorded(self, samples: int) -> Captured:
         batch = self.batch.resized(samples)
-        with casting(self.precision):
+        with self._casting():
             return capture_model(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, samples)
 
     def sized_graphs(self, graph_of: Callable[[Captured], ModelGraph]) -> SizedGraphs:
@@ -176,7 +187,8 @@ class TrainingCase:
                 return graph_of(short_case.captured(samples))
 
         # A case with other costs, or in pieces, is made of the tape that was recorded.
-        recorded = [samples for *how, samples in self.known if how == [self.precision, False, 1, 1]]
+        as_recorded = [self.precision, self._has_own_recording, 1, 1]
+        recorded = [samples for *how, samples in self.known if how == as_recorded]
         return SizedGraphs(stacks, lambda samples: graph_of(self.captured(samples)), short, recorded)
 
     @property
@@ -191,7 +203,7 @@ class TrainingCase:
         if self.precision not in self.known_caches:
             batch, caches = self.batch.resized(1), dict[str, int]()
             if self.generates:
-                with casting(self.precision):
+                with self._casting():
                     caches = cache_bytes(self.module, batch.args, batch.kwargs)
             self.known_caches[self.precision] = caches
         return graph.with_lasting(self.known_caches[self.precision], self._tokens())

@@ -27,6 +27,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.hardware.devices import STAND_IN, TABLE
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.run.stage.rng import seeder
+from outsize.run.stage.to_device import device_of_model
 from outsize.train.measure.training_case import TrainingCase
 
 
@@ -107,7 +108,7 @@ def measure_captured(
         )
     batch = case.batch.resized(captured.graph.batch_size)
     how = dataclasses.replace(how or UnitTimingOptions(), seed=seeder(0, 0, 0))
-    with casting(case.precision):
+    with casting(case.precision, device_type=device_of_model(case.module).type):
         profile = measure_units(captured, case.module, batch.tensors(), how, progress)
     return profile.model_copy(update={"precision": case.precision})
 
