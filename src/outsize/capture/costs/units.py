@@ -48,7 +48,7 @@ class UnitCosts:
             "workspace_bytes": self._forward(group),
             "backward_workspace_bytes": self._backward(group),
             "waiting_bytes": sum(i.cost.waiting_bytes for i in group if self._waits(i)),
-            "weight_sum_bytes": max(c.weight_sum_bytes for c in costs),
+            "weight_sum_bytes": max((c.weight_sum_bytes for c in costs), default=0),
             "cast_bytes": sum(c.cast_bytes for c in costs),
             "forward": summed(w for c in costs for w in c.forward),
             "backward_input": summed(w for c in trained for w in c.backward_input),
