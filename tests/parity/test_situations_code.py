@@ -295,6 +295,16 @@ def in_place(n: int, x: Tensor) -> Tensor:
     return F.relu_(x) if n % 2 else torch.tanh_(x)
 
 
+def filled_in_slices(n: int, x: Tensor) -> Tensor:
+    """A memory that autograd knows only once its slices are written, and that crosses a cut after it."""
+    out, flat = torch.zeros_like(x), torch.zeros(x.numel())
+    out[:, :4] = x[:, :4] * 1.5
+    out[:, 4:].add_(x[:, 4:])
+    out[:, n] += 1
+    flat.view(x.shape)[:, :2].copy_(x[:, 2:4])
+    return torch.tanh(out) + flat.view_as(x) if n % 2 else out
+
+
 def viewed(n: int, x: Tensor) -> Tensor:
     half = x.view(-1, 2, 4).transpose(1, 2)
     return half.reshape(-1, 8) + x.expand(3, *x.shape)[1] * 0.5
@@ -347,6 +357,7 @@ def detached(n: int, x: Tensor) -> Tensor:
 
 BETWEEN = (
     in_place,
+    filled_in_slices,
     viewed,
     written_through_a_view,
     strided,

@@ -378,6 +378,8 @@ class Recorder(Watcher):
                 # They are ordered like writes: after what made the tensor, in the same stage.
                 written = touched[:1]
             written = [(w or self._weight_at(t), t) for w, t in written]
+            for _, tensor in written:
+                self.slots.note_write(self.slots.storage(tensor))
             self._insist_on_own_memory(written, where)
             self._insist_on_open_arguments(target, args, kwargs, where)
             if isinstance(target, str) or written or _has_tensor(out):

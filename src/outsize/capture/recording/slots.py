@@ -40,7 +40,8 @@ class Slots:
         self.metas: list[Meta] = []
         self.constants: dict[int, Tensor] = {}
         self.storages = 0  # Counts the storages that have a number.
-        self._kept: list[Tensor] = []  # References to these tensors keep ids unique.
+        # The tensors of each storage, with their slots; references to them keep ids unique.
+        self._kept: dict[int, list[tuple[int, Tensor]]] = {}
         self._slot_of: dict[int, int] = {}
         self._by_layout: dict[Any, int] = {}
         self._storages: dict[int, int] = {}
@@ -55,10 +56,18 @@ class Slots:
 
     def stand_for(self, slot: int, tensor: Tensor) -> None:
         """Assigns the tensor to a slot from now on."""
-        self._kept.append(tensor)
+        storage = self.metas[slot].storage
+        self._kept.setdefault(storage, []).append((slot, tensor))
         self._slot_of[id(tensor)] = slot
         self._by_layout[_layout(tensor)] = slot
-        self.know(tensor, self.metas[slot].storage)
+        self.know(tensor, storage)
+
+    def note_write(self, storage: int) -> None:
+        """Corrects the metas of tensors that require a gradient since their storage was written."""
+        for slot, tensor in self._kept.get(storage, ()):
+            if tensor.requires_grad and not self.metas[slot].requires_grad:
+                self.metas[slot] = replace(self.metas[slot], requires_grad=True)
+                self._by_layout[_layout(tensor)] = slot
 
     def extend(self, metas: Iterable[Meta], storages: int) -> None:
         """Adds slots of tensors that were never made, and `storages` numbers of their memory."""
