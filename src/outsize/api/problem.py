@@ -168,10 +168,12 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
     Raises BadOption where so many ranks cannot divide the model, its sequences (cp), or its experts (ep).
     """
     tp = axes.tp
-    if axes.ep > 1 and captured.graph.form == "tape":
+    if captured.graph.form == "modules":
+        _insist_on_whole_modules(captured.graph, axes)
+        return captured.graph
+    if axes.ep > 1:
         insist_on_experts(captured.tape, case.module, axes.ep * tp)
-    is_long = captured.graph.form == "tape" and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS
-    if axes.cp > 1 or (always and is_long):
+    if axes.cp > 1 or (always and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS):
         graph = with_rows(captured, case.module, max(2, axes.cp))
         captured = replace(captured, graph=graph)
         if axes.cp > 1 and graph.rows is not None and graph.rows.refused:
@@ -181,13 +183,20 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
     graph = with_experts(captured, case.module, with_styles(captured, case.module))
     if graph.tensor is not None:
         graph.tensor.insist_on_degree(tp)
-    elif tp > 1:
+    return graph
+
+
+def _insist_on_whole_modules(graph: ModelGraph, axes: Axes) -> None:
+    """Raises BadOption for axes that give a device a part of a module, where the model runs by modules."""
+    asked = {"dp_shard": axes.dp_shard, "tp": axes.tp, "cp": axes.cp, "ep": axes.ep}
+    divided = {axis: degree for axis, degree in asked.items() if degree > 1}
+    if divided:
         raise BadOption(
             f"{graph.model} runs by modules, in its own Python, which has the sizes of one device in it",
-            numbers=f"tp={tp}",
-            next_step="tp=1; `why` of such a plan says which line is not captured",
+            numbers=", ".join(f"{axis}={degree}" for axis, degree in divided.items()),
+            next_step="stages or replicas (`--stages`, `--dp-replicate`); `why` of such a plan says which line "
+            "is not captured",
         )
-    return graph
 
 
 def cluster_of(cluster: str | Cluster) -> Cluster:
