@@ -49,13 +49,17 @@ class Stacks:
 
     @classmethod
     def in_model(cls, model: nn.Module) -> Stacks:
-        """Returns the lists of modules that end with LEAST layers of one form or more, outermost alone."""
+        """Returns the lists of modules that end with LEAST layers of one form or more, outermost alone.
+
+        A list may have None in the place of a layer; such places are no layers of any form.
+        """
         stacks: dict[str, tuple[int, int]] = {}
         for fqn, module in model.named_modules():
             inside = any(fqn.startswith(f"{outer}." if outer else "") for outer in stacks)
             if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
-                kinds = [_form(child) for child in module]
-                count = next((n for n, kind in enumerate(reversed(kinds)) if kind != kinds[-1]), len(kinds))
+                kinds = [None if layer is None else _form(layer) for layer in module._modules.values()]
+                ends = (n for n, kind in enumerate(reversed(kinds)) if kind is None or kind != kinds[-1])
+                count = next(ends, len(kinds))
                 if count >= LEAST and [*module._modules] == [str(n) for n in range(len(kinds))]:
                     stacks[fqn] = (len(kinds) - count, len(kinds))
         return cls(stacks)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import outsize
 from outsize.api.problem import CostSource, styled
-from outsize.capture.graph.shortened import LAYERS, Stacks
+from outsize.capture.graph.shortened import LAYERS, LEAST, Stacks
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
 from outsize.train.measure.training_case import TrainingCase, as_batch
@@ -147,3 +148,34 @@ def test_names_are_those_of_the_layers_that_stand_for_them() -> None:
     with stacks.shortened(model):
         assert len(model.layers) == LAYERS
     assert len(model.layers) == COUNT
+
+
+def test_places_of_a_list_without_a_layer_are_no_layers() -> None:
+    """`nn.ModuleList([norm, None])` is how optional layers are left out; such a list is planned and run."""
+    model = Stacked()
+    nothing: Any = None
+    model.layers.insert(0, nothing)
+    assert Stacks.in_model(model).of == {"layers": (1, COUNT + 1)}
+    model.options = nn.ModuleList([nothing] * LEAST)
+    assert Stacks.in_model(model).of == {"layers": (1, COUNT + 1)}
+
+
+class Optional(nn.Module):
+    """Layers with an optional norm before each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms: list[Any] = [nn.LayerNorm(3), None, None, nn.LayerNorm(3)]
+        self.norms, self.layers = nn.ModuleList(norms), nn.ModuleList(nn.Linear(3, 3) for _ in norms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = torch.tanh(layer(x if norm is None else norm(x)))
+        return x
+
+
+def test_a_model_with_places_without_a_layer_is_planned() -> None:
+    x, target = torch.randn(4, LENGTH, 3), torch.zeros(4, LENGTH, dtype=torch.long)
+    plan = outsize.plan(Optional(), (x,), target=target, loss_fn=loss, cluster="2xcpu", stages=2)
+    assert sum(len(stage.units) for stage in plan.stages) > 0
+    assert plan.axes.pp == 2
