@@ -134,3 +134,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that were not used yet: what Tab offers in a shell or a notebook."""
+    return sorted({*globals(), *__all__})

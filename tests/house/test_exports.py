@@ -30,7 +30,11 @@ def test_the_public_names(golden: Callable[[str, str], None]) -> None:
 def test_a_public_name_resolves_and_is_documented(name: str) -> None:
     value = getattr(outsize, name)
     assert value if name == "__version__" else (value.__doc__ or "").strip()
-    assert name in dir(outsize)
+
+
+def test_names_that_were_not_used_yet_are_offered_by_tab() -> None:
+    offered = run_python("import outsize; print(*dir(outsize))").split()
+    assert [name for name in NAMES if name not in offered] == []
 
 
 def test_no_package_stands_in_for_a_function() -> None:
