@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launches import record_run
 from recorded_once import recorded_once
 from tensor_models import MODELS, decoder, gpt2, t5, transformer
 from tensor_plan_worker import CASES, CLIP, SEED, STEPS, adamw, loss, loss_of, made, plain
@@ -67,6 +68,7 @@ def tokens_first_encoder() -> Any:
 
 CASES.update(
     {
+        "shallow": lambda: decoder("Llama", num_hidden_layers=1),
         "gpt2 eager": lambda: eager(gpt2(0.2)),
         "t5": lambda: eager(t5(0.2)),
         "vit": vit,
@@ -120,7 +122,8 @@ def record_cases(texts: Iterable[str], ranks: int) -> None:
             with all_in(dtype_of(text)):
                 model, batch = made(axes_of(text)[0], dtype_of(text))
                 plan_of(model, batch, text, ranks)
-                BatchDims(rejection(model, loss_of), loss(batch)["batch_dims"]).of(batch)
+                dims = BatchDims(rejection(model, loss_of), loss(batch)["batch_dims"])
+                record_run(model, dims.of(batch).split(2), loss_of)
 
 
 def split(engine: Engine, batch: Batch) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from launches import record_run
 from recorded_once import recorded_once
 from tensor_models import SMALL, transformer
 from tensor_worker import all_in, worst
@@ -169,8 +170,9 @@ def record_cases(texts: Iterable[str], ranks: int) -> None:
         for text in texts:
             with all_in(dtype_of(text)):
                 model, batch = made(text)
-                plan_of(model, batch, text, ranks)
-                BatchDims(rejection(model, None), None).of(batch)
+                plan = plan_of(model, batch, text, ranks)
+                whole = BatchDims(rejection(model, None), None).of(batch)
+                record_run(model, whole.split(plan.microbatches * plan.axes.replicas), None)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -7,7 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -15,11 +15,16 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
+import torch
 from forked import in_forks
 from patience import PATIENCE_S, WHOLE_S, free_port
 from recorded_once import recorded_once
+from torch import nn
 
+from outsize.capture.recording.fallbacks import LossFn, record
+from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.batch_dims import BatchDims, rejection
+from outsize.train.variants.results import evaluating
 
 HERE = Path(__file__).parent
 DRIVER = "import sys; from outsize.train.launch.launch import run_script; "
@@ -68,6 +73,22 @@ def record_ahead(names: Iterable[str], microbatches: Iterable[int]) -> None:
         for name, count in product(names, microbatches):
             captured(name, count)
             BatchDims(rejection(fresh(name), case(name).loss)).of(batch_of(case(name)))
+
+
+def record_run(model: nn.Module, parts: Sequence[Batch], loss_fn: LossFn | None) -> None:
+    """Records what ranks started after it run of these microbatches, in a step and in an evaluation; within
+    `recorded_once()`.
+    """
+    for part in parts:
+        record(model, part.args, part.kwargs, loss_fn, part.target)
+    record_evaluation(model, parts, loss_fn)
+
+
+def record_evaluation(model: nn.Module, parts: Iterable[Batch], loss_fn: LossFn | None) -> None:
+    """The same for an evaluation alone."""
+    with torch.no_grad(), evaluating(model):
+        for part in parts:
+            record(model, part.args, part.kwargs, evaluating_loss(loss_fn, part), part.target)
 
 
 def left_by(ranks: int, folder: Path) -> list[Any]:

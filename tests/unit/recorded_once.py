@@ -84,9 +84,16 @@ def _has_modules(tape: Tape) -> bool:
 
 def _model_key(model: nn.Module) -> Hashable:
     state = tuple((name, value) for (_, name), value in snapshot(model, plain=True).items())
-    modules = tuple((n, type(m), *map(_attribute, vars(m).items())) for n, m in model.named_modules())
+    modules = tuple((n, type(m), *map(_attribute, _own(m))) for n, m in model.named_modules())
     buffers = tuple((n, b.shape, b.dtype) for n, b in model.named_buffers())
     return state, modules, buffers
+
+
+def _own(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes of a module, without the method that an engine takes from a model whose weights it has
+    divided (train/crew/pretrained.py), which no forward calls.
+    """
+    return [item for item in vars(module).items() if item[0] != "save_pretrained"]
 
 
 def _attribute(item: tuple[str, Any]) -> Hashable:
