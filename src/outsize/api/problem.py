@@ -22,8 +22,10 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
 from outsize.ir.profile import Profile, ProfileSet
+from outsize.planner.bounds.memory import exceeds_all_devices
 from outsize.planner.costs.context_parallel import LEAST_TOKENS
 from outsize.planner.costs.roofline import roofline
+from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.program.context_parallel.rows import by_rows
 from outsize.program.expert_parallel.experts import insist_on_experts
 from outsize.train.measure.training_case import TrainingCase, as_batch
@@ -92,12 +94,22 @@ class SearchProblem:
     def of(
         cls, case: TrainingCase, request: PlanRequest, cluster: Cluster, source: CostSource
     ) -> SearchProblem:
-        """Captures the model for each number of microbatches that is worth a look."""
+        """Captures the model for each number of microbatches that is worth a look.
+
+        What tensor and context parallelism divide is found out where a mesh of them may fit.
+        """
         case, size = case.under(request.precision).on(cluster), request.batch_size
         candidates: dict[int, tuple[ModelGraph, Profile]] = {}
-        graph_at = source.graphs(case, request.mesh(1), request.opens_axes(cluster) and not request.exact)
-        for count in source.counts(_counts(request, cluster), size):
-            graph = case.taken(-(-size // count), size // (request.total_microbatches or 1), graph_at)
+        counts = source.counts(_counts(request, cluster), size)
+        needed = size // (request.total_microbatches or 1)
+        opens_meshes = request.opens_axes(cluster) and not request.exact and bool(counts)
+        whole = case.taken(-(-size // counts[0]), needed, case.recorded_whole) if opens_meshes else None
+        if whole is not None:
+            model = whole.graph, roofline(whole.graph, cluster.devices[0])
+            opens_meshes = not exceeds_all_devices(*model, optimizer_bytes(request.optimizer), cluster)
+        graph_at = source.graphs(case, request.mesh(1), opens_meshes)
+        for count in counts:
+            graph = case.taken(-(-size // count), needed, graph_at)
             if graph is not None:
                 candidates[count] = graph, source.profile(case, graph, cluster)
         return cls(request, cluster, candidates)

@@ -7,6 +7,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
@@ -15,11 +16,25 @@ from outsize.planner.bounds.recompute import recompute_s, storable_bytes
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.layout.expert_parallel import of_expert_rank
 from outsize.planner.layout.layout import Layout
+from outsize.planner.memory.headroom import room_bytes
 from outsize.planner.memory.optimizer_states import OptimizerBytes
 from outsize.planner.memory.range_tables import Bytes, bytes_of_units
 
 # This index selects all entries of sums over the units before each.
 EACH: Final = slice(None)
+
+
+def exceeds_all_devices(
+    graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes, cluster: Cluster
+) -> bool:
+    """Returns whether the devices have less room together than the model's weights, gradients and states, so
+    that without the host no layout fits.
+    """
+    sizes = bytes_of_units(graph, profile, optimizer)
+    held = sizes["weights"] - sizes["buffers"] + sizes["gradients"] + sizes["optimizer"]
+    if not cluster.unequal:  # Temporaries of the optimizer's step are known for all devices.
+        held = held + sizes["update"]
+    return int(held.sum()) > sum(map(room_bytes, cluster.devices))
 
 
 @final

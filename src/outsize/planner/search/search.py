@@ -120,9 +120,11 @@ def search(
     found = _open(request, candidates, cluster)
     mesh = _mesh(request, found, candidates, cluster)
     most_s = inf if mesh is None or mesh.expected is None else BITS * mesh.expected.step_s
+    # Pipelines are priced from the same tables, unless devices may be left out, which meshes alone do.
+    tables = None if cluster.unequal else found[1]
     try:
         given_plan = _with_given_axes(
-            request.without_axis_search, candidates, cluster, most_s, explains=explains
+            request.without_axis_search, candidates, cluster, most_s, tables, explains=explains
         )
     except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
         if mesh is not None:
@@ -169,6 +171,7 @@ def _with_given_axes(
     candidates: Candidates,
     cluster: Cluster,
     most_s: float = inf,
+    tables: CostTables | None = None,
     *,
     explains: bool = True,
 ) -> Plan:
@@ -183,13 +186,13 @@ def _with_given_axes(
         return with_schedule(run_plan, request.actions, *model, cluster)
     free = request.schedule is None and not request.has_group_axes and not request.inference
     if request.schedule != COMPOSED.name and not free:
-        return _by_runs(request, candidates, cluster, most_s, explains=explains)
+        return _by_runs(request, candidates, cluster, most_s, tables, explains=explains)
     named = request.model_copy(update={"schedule": None})
-    plan = _by_runs(named, candidates, cluster, most_s, explains=explains)
+    plan = _by_runs(named, candidates, cluster, most_s, tables, explains=explains)
     composed = _composed(request, plan, candidates, cluster)
     if composed is plan or _takes_longer(composed, most_s) or not _takes_longer(plan, most_s):
         return composed
-    return _composed(request, _by_runs(named, candidates, cluster), candidates, cluster)
+    return _composed(request, _by_runs(named, candidates, cluster, inf, tables), candidates, cluster)
 
 
 def _takes_longer(plan: Plan, most_s: float) -> bool:
@@ -216,6 +219,7 @@ def _by_runs(
     candidates: Candidates,
     cluster: Cluster,
     most_s: float = inf,
+    tables: CostTables | None = None,
     *,
     explains: bool = True,
 ) -> Plan:
@@ -231,7 +235,7 @@ def _by_runs(
     for count in asked:
         check_enough(request.batch_size, count)
     layouts = tuple(pipeline_layouts(request, asked, cluster))
-    tables = CostTables(candidates, cluster, request.optimizer)
+    tables = tables or CostTables(candidates, cluster, request.optimizer)
     searched, compares = () if request.weights in HOSTED else layouts, most_s == inf
     result = BranchAndBound(tables, _recompute(request), compares=compares).run(searched)
     if result.estimates:

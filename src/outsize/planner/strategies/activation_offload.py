@@ -101,14 +101,16 @@ def _offload_options(layout: Layout, tables: CostTables, most_s: float) -> Itera
     """Yields the best cuts of a layout that fit, where a step may be as short as `most_s` and is near it."""
     if layout.hosted or tables.floor_without_memory_s(layout) > most_s:
         return
+    near_s = NEAR * most_s
     for pipeline in tables.pipelines(layout, ("none", "offload")):
         prices = StagePrices(pipeline)
         if max(prices.least_busy_s(), prices.floor_below(most_s)) > most_s:
             continue
+        if layout.chunks > 1 and prices.price_below(near_s) > near_s:
+            continue  # Where several stages share a device there is no floor, and perhaps no cut at all.
         cut = prices.split()
-        if cut is None or pipeline.busy_s(cut.bounds, cut.choices) > NEAR * most_s:
+        if cut is None or pipeline.busy_s(cut.bounds, cut.choices) > near_s:
             continue
         candidate = estimate_cut(pipeline, cut.bounds, cut.choices)
-        near_s = NEAR * most_s
         if candidate.may_be_chosen and candidate.least_s <= near_s and candidate.step_s <= near_s:
             yield candidate

@@ -173,7 +173,9 @@ def _round_robin(
 
 @final
 class _Choice(NamedTuple):
-    """Is a plan that may be made, with a lower bound of its seconds (all devices computing) and its cut."""
+    """Is a plan that may be made, with a lower bound of its seconds and its cut: all devices compute, then
+    their hosts update an equal share.
+    """
 
     least_s: float
     pp: int
@@ -196,13 +198,16 @@ def _choices(
     sizes = [p for p in range(2, devices + 1) if request.stages == p or not (request.stages or devices % p)]
     ends = cache(lambda count, most: block_ends(candidates[count][0], units_s(count), most))
     units_s = cache(lambda count: UnitSeconds.of(candidates[count][1]))
+    optimizer = optimizer_bytes(request.optimizer)
+    moved_bytes = cache(lambda count: float(updated(candidates[count][0], optimizer).sum()))
     for pp, (count, (graph, _)) in product(sizes, candidates.items()):
         if graph.form == "tape" and request.total_microbatches in (None, count):
             seconds = units_s(count)
+            update_s = moved_bytes(count) / pp / Host.of(cluster, pp).bytes_per_s
             cuts = dict.fromkeys(_cut(ends(count, max(most, pp)), seconds, pp) for most in MOST)
             for cut, weights, recomputed in product(filter(None, cuts), degrees, recomputes):
                 compute = seconds.recomputed() if recomputed else seconds
-                least_s = count * float(compute.total.sum()) / pp
+                least_s = count * float(compute.total.sum()) / pp + update_s
                 yield _Choice(least_s, pp, count, cut, weights, recomputed)
 
 

@@ -186,10 +186,21 @@ class TrainingCase:
             with stacks.shortened(self.module):
                 return graph_of(short_case.captured(samples))
 
-        # A case with other costs, or in pieces, is made of the tape that was recorded.
+        return SizedGraphs(
+            stacks, lambda samples: graph_of(self.captured(samples)), short, self._recorded_sizes
+        )
+
+    def recorded_whole(self, samples: int) -> Captured:
+        """Returns the whole model at a size at which it was recorded before, or else at `samples`."""
+        return self.captured(min(self._recorded_sizes, default=samples))
+
+    @property
+    def _recorded_sizes(self) -> list[int]:
+        """Returns the samples at which the whole model was recorded; a case with other costs, or in pieces,
+        is made of such a tape.
+        """
         as_recorded = [self.precision, self._has_own_recording, 1, 1]
-        recorded = [samples for *how, samples in self.known if how == as_recorded]
-        return SizedGraphs(stacks, lambda samples: graph_of(self.captured(samples)), short, recorded)
+        return [samples for *how, samples in self.known if how == as_recorded]
 
     @property
     def generates(self) -> bool:

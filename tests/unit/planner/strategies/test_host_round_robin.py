@@ -22,6 +22,7 @@ from outsize.planner.memory.account import component_counts, joint_states
 from outsize.planner.memory.in_flight_states import states_by_rank
 from outsize.planner.search.evaluate_plan import price, timeline
 from outsize.planner.search.search import search
+from outsize.planner.strategies import host_round_robin
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
@@ -160,6 +161,21 @@ def test_more_memory_and_more_devices_never_make_it_slower() -> None:
     for fewer, more in pairwise(times.values()):
         assert all(b <= 1.01 * a for a, b in zip(fewer, more, strict=True))
     assert times[2][2] < 0.7 * times[1][2] < float("inf")
+
+
+def test_no_step_is_shorter_than_its_bound() -> None:
+    """Which is what all devices compute, and a share of the update for each host."""
+    cluster, found = several(9000, 4), models()
+    request = PlanRequest(batch_size=8, weights="host")
+    choices = list(host_round_robin._choices(request, found, cluster, [False, True]))
+    assert {choice.pp for choice in choices} == {2, 4}
+    for choice in choices:
+        how = choice.pp, choice.microbatches, choice.cut
+        plan = host_round_robin._plan(request, found[choice.microbatches][0], cluster, how)
+        changes = {"weights": choice.weights, "recompute": "full" if choice.recomputes else "none"}
+        made = price(plan.model_copy(update=changes), *found[choice.microbatches], cluster)
+        assert made.expected is not None
+        assert 0 < choice.least_s <= made.expected.step_s
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "ranks"), [(4, 2, 2), (4, 7, 2), (6, 9, 3), (8, 12, 2)])
