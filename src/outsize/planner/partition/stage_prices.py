@@ -21,7 +21,7 @@ price every cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -310,7 +310,7 @@ class StagePrices:
         if self._last is None or self._last.limit_s < limit_s:
             windows = [self.reach(stage, limit_s) for stage in range(self.pipeline.stages)]
             runs = Runs.within(self._total, limit_s).between(windows)
-            self._last = _Listing(self, limit_s, runs)
+            self._last = _Listing(self.pipeline, self.works, limit_s, runs, windows)
         return self._last
 
 
@@ -318,10 +318,21 @@ class StagePrices:
 class _Listing:
     """Holds the runs within a limit, with what they cost and hold as each stage; each value is
     computed once.
+
+    `windows`: the first and last unit that each stage can begin with, so that the stages before can end there
+    and those after can reach the end. It does not know the tables that hold it: a cycle of them would keep
+    its arrays until Python looks for cycles.
     """
 
-    def __init__(self, tables: StagePrices, limit_s: float, runs: Runs) -> None:
-        self._tables, self._pipeline = tables, tables.pipeline
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        works: Mapping[int, PrefixTimes],
+        limit_s: float,
+        runs: Runs,
+        windows: Sequence[tuple[int, int]],
+    ) -> None:
+        self._pipeline, self._works, self._windows = pipeline, works, windows
         self.limit_s, self.runs = limit_s, runs
         layout, self._m = self._pipeline.layout, self._pipeline.case.microbatches
         self._worst = states_by_stage(layout.schedule, layout.stages, self._m, layout.axes.pp)
@@ -377,10 +388,8 @@ class _Listing:
         return seconds_of
 
     def _window(self, stage: int) -> slice:
-        """Returns the runs that begin where the stages before can end, and from which those after can reach
-        the end.
-        """
-        return self.runs.beginning(*self._tables.reach(stage, self.limit_s))
+        """Returns the runs that a stage can begin with."""
+        return self.runs.beginning(*self._windows[stage])
 
     def _cases(self, stage: int) -> Sequence[PricedModel]:
         return self._pipeline.options[stage][self._pipeline.first_option :]
@@ -419,7 +428,7 @@ class _Listing:
     def _compute(self, case: PricedModel, stage: int, window: slice) -> Seconds:
         place, schedule = (stage, self._pipeline.stages - 1 - stage), self._pipeline.layout.schedule
         first, end = self.runs.first[window], self.runs.end[window]
-        return self._tables.works[id(case)].stage_s(schedule, first, end, place, self._m)
+        return self._works[id(case)].stage_s(schedule, first, end, place, self._m)
 
     def _waits(self, case: PricedModel, stage: int, window: slice) -> Seconds:
         """Returns the seconds a run waits for the messages of one microbatch."""

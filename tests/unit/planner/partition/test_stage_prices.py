@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -17,7 +19,7 @@ from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import InFlightState, peak_states, peak_table
 from outsize.planner.memory.in_flight_states import microbatches_to_simulate, states_by_stage
-from outsize.planner.partition.stage_prices import Pipeline, split
+from outsize.planner.partition.stage_prices import Pipeline, StagePrices, split
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
@@ -110,3 +112,17 @@ def test_the_busiest_device_is_found_where_a_row_of_stages_turns_back() -> None:
         found[name] = pipeline.busy_s((0, 1, 2, 3, 4), (0, 0, 0, 0))
     each_s = found["interleaved"] / (2.0 + 8.0)
     assert found["zero-bubble-v"] == pytest.approx(each_s * (1.0 + 8.0))
+
+
+def test_tables_are_gone_with_their_last_user() -> None:
+    """A search makes hundreds; those that only Python's search for cycles finds were gigabytes."""
+    layout = Layout(Axes(pp=2), 2, "1f1b", 4, 4)
+    tables = StagePrices(pipeline_of(chain([1.0] * 4, saved_bytes=1000), layout, 9000))
+    assert tables.split() is not None
+    alive = weakref.ref(tables)
+    gc.disable()
+    try:
+        del tables
+        assert alive() is None
+    finally:
+        gc.enable()
