@@ -48,10 +48,10 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("weights", HOSTED)
 def test_the_plan_and_the_helpers_here(weights: Weights) -> None:
     """On any machine: the plan runs, on the CPU where there is no GPU."""
-    x, y = batch(1024)
-    plan = planned(1024, weights)
+    x, y = batch(128)
+    plan = planned(128, weights)
     assert plan.streams
-    engine = outsize.parallelize(build(1024), (x,), plan=plan, loss_fn=F.mse_loss, target=y, optimizer=adamw)
+    engine = outsize.parallelize(build(128), (x,), plan=plan, loss_fn=F.mse_loss, target=y, optimizer=adamw)
     first = float(engine.step(x, target=y).loss)
     assert float(engine.step(x, target=y).loss) < first
 

@@ -149,7 +149,9 @@ LIKE_OTHERS = ("value-first-gloo", "value-root", "value-replica", "value-shape",
 
 
 def launches() -> list[Any]:
-    """Most cases under `outsize run`; under torchrun one, which all ranks find, and with --all the rest."""
+    """Most cases under `outsize run`, and with --all the rest, and all under torchrun: how torchrun ends when
+    a rank fails is test_launch_processes.py's to show.
+    """
     ours = [
         pytest.param(
             outsize_run,
@@ -164,7 +166,7 @@ def launches() -> list[Any]:
             torchrun,
             case,
             id=f"torchrun-{case}",
-            marks=[pytest.mark.interpreters, *([] if case == "plans" else [pytest.mark.full])],
+            marks=[pytest.mark.interpreters, pytest.mark.full],
         )
         for case in CASES_OF_LAUNCHERS
     ]

@@ -52,7 +52,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), "aot_eager"])
 def test_dropout_breaks_no_graph_and_keeps_every_bit(backend: str) -> None:
     expected = plain()
     assert same(gradients(built(), compiled=backend), expected)

@@ -26,11 +26,13 @@ from guard_models import (
 )
 from guard_runs import MICROBATCHES, STEPS, batches, engine_of, insist_on_equal, plain, split
 from torch import Tensor, nn
+from turns import in_turns
 
 from outsize.capture.recording.fallbacks import record
 from outsize.errors import NotCapturable
 
 CALLS = 0
+PLACES = in_turns(WRITES, ["submodule", "loss"], each=1)  # a loss and a submodule are told apart by one rule
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +122,15 @@ def test_a_loss_that_draws_from_python_draws_at_each_call() -> None:
     assert len(drawn) == STEPS * MICROBATCHES == len(set(drawn))
 
 
-@pytest.mark.parametrize("kind", WRITES)
-def test_what_a_submodule_writes_and_draws_is_what_the_plain_loop_does(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "place"), PLACES)
+def test_what_is_written_and_drawn_is_what_the_plain_loop_does(kind: str, place: str) -> None:
+    if place == "submodule":
+        insist_on_writes_of_a_submodule(kind)
+    else:
+        insist_on_writes_of_a_loss(kind)
+
+
+def insist_on_writes_of_a_submodule(kind: str) -> None:
     model = ReadingInside(WRITES[kind])
     expected = plain(model, squared, nothing)
     values = written(model.switch)
@@ -133,8 +142,7 @@ def test_what_a_submodule_writes_and_draws_is_what_the_plain_loop_does(kind: str
     assert written(other.switch) == values
 
 
-@pytest.mark.parametrize("kind", WRITES)
-def test_what_a_loss_writes_and_draws_is_what_the_plain_loop_does(kind: str) -> None:
+def insist_on_writes_of_a_loss(kind: str) -> None:
     loss = ReadingLoss(WRITES[kind])
     expected = plain(Reading(), loss, nothing)
     values = written(loss.switch)

@@ -11,7 +11,11 @@ from zoo import CASES, Case, case
 
 WITH_RANDOMNESS = {"deeplabv3", "gpt2", "t5", "bart", "bert", "swin", "lstm"}
 
-every_case = pytest.mark.parametrize("name", [c.name for c in CASES])
+# Of 22 to 61 million parameters; what uses them runs with --all alone, and so do these.
+LARGE = ("resnet50", "deeplabv3", "late_fusion")
+every_case = pytest.mark.parametrize(
+    "name", [pytest.param(c.name, marks=[pytest.mark.full] if c.name in LARGE else []) for c in CASES]
+)
 
 
 def loss_after_seed(case: Case, model: nn.Module, batch_size: int, seed: int) -> Tensor:

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
+# With --all alone: two whole ResNets, planned and checked twice. test_parallel_branches.py has the plans of
+# such towers, and test_branched_stages.py runs narrow ones.
+LONG = ("04_two_resnets.py",)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = "05_train_script.py"
 OUTSIZE_RUN = (
@@ -37,7 +40,13 @@ def printed(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", [path.name for path in sorted(EXAMPLES.glob("*.py"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=[pytest.mark.full] if path.name in LONG else [])
+        for path in sorted(EXAMPLES.glob("*.py"))
+    ],
+)
 def test_an_example_prints_its_out(name: str, request: pytest.FixtureRequest) -> None:
     out, said = (EXAMPLES / name).with_suffix(".out"), printed(name)
     if request.config.getoption("--update-golden"):

@@ -6,7 +6,13 @@ import subprocess
 import sys
 
 _FIT = """
-import sys, runpy
+import sys
+from outsize.capture.models.lazy_imports import stand_in
+stand_in()
+import torch._dynamo as asked
+assert not hasattr(asked, "__wrapped__")  # What Python may ask of a module brings nothing.
+assert type(asked).__name__ == "_StandIn"
+assert asked.disable(recursive=False)(len) is len and asked.disable(len) is len
 from outsize.cli.app import run
 assert run(["fit", "torch.nn:Identity", "--input", "4", "--cluster", "2x12GB"]) in (0, 1, 2, 3)
 real = sys.modules["torch._dynamo"]
@@ -25,15 +31,6 @@ if importlib.util.find_spec("scipy"):
 
 def test_a_fit_compiles_nothing_and_a_compile_still_compiles() -> None:
     done = subprocess.run([sys.executable, "-c", _FIT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_what_python_may_ask_of_a_module_brings_nothing() -> None:
-    ask = "from outsize.capture.models.lazy_imports import stand_in; stand_in(); "
-    ask += "import sys, torch._dynamo as d; "
-    ask += "assert not hasattr(d, '__wrapped__'); assert type(d).__name__ == '_StandIn'"
-    ask += "; assert d.disable(recursive=False)(len) is len and d.disable(len) is len"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -69,21 +66,11 @@ def test_sizes_that_are_numbers_get_the_answers_of_torch_and_symbols_get_torch_i
     assert done.returncode == 0, done.stderr
 
 
-def test_a_fit_of_torchvision_needs_no_symbols() -> None:
-    ask = "import sys; from outsize.cli.app import run; "
-    ask += (
-        "assert run(['fit', 'torchvision:squeezenet1_1', '--input', '3x64x64', '--cluster', '2x12GB']) == 0; "
-    )
-    ask += "assert 'sympy.core' not in sys.modules and 'torchvision.datasets.mnist' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ask], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 _SHARDS = """
 import sys
 from outsize.cli.app import run
+assert run(["fit", "torchvision:squeezenet1_1", "--input", "3x64x64", "--cluster", "2x12GB"]) == 0
+assert "sympy.core" not in sys.modules and "torchvision.datasets.mnist" not in sys.modules
 spec = "transformers:GPT2Config?n_layer=1&n_embd=32&n_head=4&vocab_size=64"
 assert run(["fit", spec, "--input", "16", "--cluster", "2x12GB"]) == 0
 assert "sympy.core" not in sys.modules
@@ -101,7 +88,7 @@ if hasattr(detection, "PartialState"):
 """
 
 
-def test_a_fit_of_transformers_shards_nothing_and_who_shards_gets_torch_itself() -> None:
+def test_fits_of_libraries_need_no_symbols_and_shard_nothing_and_who_shards_gets_torch_itself() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _SHARDS], capture_output=True, text=True, check=False
     )
