@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.layout.expert_parallel import of_expert_rank
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.headroom import room_bytes
+from outsize.planner.layout.tensor_parallel import SavedBytes
 from outsize.planner.memory.optimizer_states import OptimizerBytes
 from outsize.planner.memory.range_tables import Bytes, bytes_of_units
 
@@ -38,6 +39,27 @@ def exceeds_all_devices(
 
 
 @final
+class LeastBytes(NamedTuple):
+    """Holds bytes that a device has at least of some units: numbers, or arrays over the units before each.
+
+    `saved` is that of a microbatch. `whole` is on every device for the whole step, in addition to the
+    weights; of that `casts` are gone when the optimizer works.
+    """
+
+    weights: Any
+    gradients: Any
+    states: Any
+    saved: Any
+    whole: Any
+    casts: Any
+
+    @property
+    def fixed(self) -> Any:
+        """Returns what lasts from the first forward to the last backward."""
+        return self.weights + self.states + self.whole
+
+
+@final
 class MemoryBounds:
     """Bounds the memory of one model at some microbatch sizes; `together`: an optimizer's temporaries are
     known for all devices.
@@ -48,16 +70,19 @@ class MemoryBounds:
     ) -> None:
         self._candidates, self._optimizer, self._together = candidates, optimizer, together
         self._held: dict[tuple[int, int], dict[str, Bytes]] = {}
+        self._units: dict[tuple[int, bool], SavedBytes] = {}
+        self._saved: dict[tuple[int, int, bool], Bytes] = {}
 
-    def bytes_of(self, layout: Layout, units: int | slice = -1) -> tuple[Any, Any, Any, Any]:
-        """Returns the bytes that devices hold of the units before each: weights, gradients, states with
-        master copies, and what a microbatch saves; of all units, or of shape (n + 1,).
-        """
+    def bytes_of(self, layout: Layout, units: int | slice = -1) -> LeastBytes:
+        """Returns what devices hold of the units before each; of all units, or of shape (n + 1,)."""
         axes, held = layout.axes, self._sums(layout)
         shards = axes.tp * layout.weight_parts
         divided = ("weights", shards), ("gradients", shards), ("optimizer", axes.tp * layout.shards)
         weights, gradients, states = (held[name][units] / by for name, by in divided)
-        return weights, gradients, states, held["saved"][units] / layout.microbatch_ranks
+        saved = self._saved_of_rank(layout)[units] / axes.cp
+        ranked = axes.tp > 1 and self._candidates[layout.captured][0].tensor is not None
+        casts = 0 * held["casts"][units] if ranked else held["casts"][units]
+        return LeastBytes(weights, gradients, states, saved, held["kept"][units] + casts, casts)
 
     def may_fit(self, layout: Layout, recompute: Sequence[Recompute], rooms: Sequence[int]) -> bool:
         """Returns whether all devices together hold weights, gradients, states, and what one microbatch saves
@@ -65,17 +90,18 @@ class MemoryBounds:
         """
         if layout.hosted:
             return True
-        *fixed, saved = self.bytes_of(layout)
-        acting = 0.0 if "selective" in recompute else saved / layout.chunks
-        return sum(fixed) + max(acting, self._updating(layout, -1)) <= sum(rooms)
+        least = self.bytes_of(layout)
+        acting = 0.0 if "selective" in recompute else least.saved / layout.chunks
+        updating = self._updating(layout, -1) - least.casts
+        return least.fixed + least.gradients + max(acting, updating) <= sum(rooms)
 
     def room(self, layout: Layout, recompute: Sequence[Recompute], room_bytes: int) -> Room:
         """Returns what each stage may hold in these options."""
-        weights, gradients, states, saved = self.bytes_of(layout, EACH)
-        fixed, options = weights + states, tuple(dict.fromkeys(again != "none" for again in recompute))
-        anew = 0.0 * saved if "selective" in recompute else saved
-        updating = fixed + gradients + self._updating(layout, EACH)
-        return Room(fixed, fixed + gradients, updating, saved, anew, room_bytes, options)
+        least = self.bytes_of(layout, EACH)
+        graded, options = least.fixed + least.gradients, tuple(dict.fromkeys(o != "none" for o in recompute))
+        anew = 0.0 * least.saved if "selective" in recompute else least.saved
+        updating = graded - least.casts + self._updating(layout, EACH)
+        return Room(least.fixed, graded, updating, least.saved, anew, room_bytes, options)
 
     def recompute_s(self, layout: Layout, work: PrefixTimes, rooms: Sequence[int]) -> float:
         """Returns a lower bound of the forward seconds of a microbatch that memory forces to be
@@ -83,9 +109,9 @@ class MemoryBounds:
         """
         if layout.hosted:
             return 0.0  # A second forward may overlap with the weights that are loaded.
-        weights, _, states, saved = self.bytes_of(layout, EACH)
-        held = storable_bytes(layout, rooms, int(weights[-1] + states[-1]))
-        return recompute_s(np.diff(work.forward), np.diff(saved), held)
+        least = self.bytes_of(layout, EACH)
+        held = storable_bytes(layout, rooms, int(least.fixed[-1]))
+        return recompute_s(np.diff(work.forward), np.diff(least.saved), held)
 
     def _updating(self, layout: Layout, units: int | slice) -> Any:
         """Returns the temporaries of the optimizer's step; 0 where it goes tensor by tensor, or devices
@@ -95,14 +121,30 @@ class MemoryBounds:
             return 0.0
         return self._sums(layout)["update"][units] / (layout.axes.tp * layout.shards)
 
+    def _saved_of_rank(self, layout: Layout) -> Any:
+        """Returns what a tensor-parallel rank saves of a microbatch, whose sequences are not divided, as sums
+        over units.
+        """
+        axes, sums = layout.axes, self._sums(layout)["saved"]
+        model = self._candidates[layout.captured]
+        if axes.tp == 1 or axes.ep > 1 or model[0].tensor is None:
+            return sums / axes.tp
+        key, whole = (layout.captured, axes.tp, layout.sequence), (layout.captured, layout.sequence)
+        if key not in self._saved:
+            if whole not in self._units:
+                self._units[whole] = SavedBytes.of(*model, layout.sequence)
+            self._saved[key] = np.append(0, np.cumsum(self._units[whole].of_rank(axes.tp)))
+        return self._saved[key]
+
     def _sums(self, layout: Layout) -> dict[str, Bytes]:
         """Returns sums over units, of shape (n + 1,), of a rank that may have some of the experts alone;
-        weights without buffers, of which every device has all.
+        weights without what every device has all of (`kept`), and copies of weights.
         """
         key = layout.captured, layout.axes.ep
         if key not in self._held:
             model = of_expert_rank(self._candidates[layout.captured], layout.axes.ep)
             sizes = bytes_of_units(*model, self._optimizer)
             sizes["weights"] = sizes["weights"] - sizes["buffers"]
+            sizes["kept"] = sizes["buffers"] - sizes["casts"]
             self._held[key] = {name: np.append(0, np.cumsum(part)) for name, part in sizes.items()}
         return self._held[key]

@@ -208,9 +208,26 @@ class StepBound:
         reaching: Callable[[], Callable[[float], bool]] | None = None,
         may_not_fit: bool = False,
     ) -> None:
-        self.low_s = low_s
-        self._steps = iter(()) if reaching is None else self._bisected(reaching, may_not_fit)
+        self.low_s, self._high_s = low_s, inf
+        self._reaching, self._may_not_fit = reaching, may_not_fit
+        self._steps = iter(()) if reaching is None else self._bisected()
         self.sharp = reaching is None
+
+    @cached_property
+    def _reaches(self) -> Callable[[float], bool]:
+        assert self._reaching is not None, "a bound that is not sharp has a function"
+        return self._reaching()
+
+    def exceeds(self, limit_s: float) -> bool:
+        """Returns whether no step within the limit is possible, by a single question, and raises the bound to
+        the limit then.
+        """
+        if self.low_s < limit_s < self._high_s and not self.sharp:
+            if self._reaches(limit_s):
+                self._high_s = limit_s
+            else:
+                self.low_s = limit_s
+        return self.low_s >= limit_s
 
     def sharpen(self) -> None:
         """Asks once whether the stages reach the end."""
@@ -222,23 +239,22 @@ class StepBound:
             self.sharpen()
         return self.low_s
 
-    def _bisected(self, reaching: Callable[[], Callable[[float], bool]], may_not_fit: bool) -> Iterator[bool]:
+    def _bisected(self) -> Iterator[bool]:
         """Yields after each question whether the bound is sharp."""
-        reaches = reaching()
-        if may_not_fit and not reaches(inf):
+        if self._may_not_fit and not self._reaches(inf):
             self.low_s = inf
             return
         gap, high_s = FIRST, self.low_s * (1 + FIRST)
-        while not reaches(high_s):  # The bound is usually close to the work alone.
+        while not self._reaches(high_s):  # The bound is usually close to the work alone.
             gap *= FURTHER
-            self.low_s, high_s = high_s, high_s * (1 + gap)
+            self.low_s, high_s = max(self.low_s, high_s), high_s * (1 + gap)
             yield False
         while high_s > self.low_s * (1 + PRECISE):
             middle_s = (self.low_s + high_s) / 2
-            if reaches(middle_s):
+            if self._reaches(middle_s):
                 high_s = middle_s
             else:
-                self.low_s = middle_s
+                self.low_s = max(self.low_s, middle_s)
                 yield False
 
 

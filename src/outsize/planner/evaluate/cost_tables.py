@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from types import MappingProxyType
 from typing import Final, TypeVar, cast, final
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
+from outsize.ir.hardware.links import Link
 from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import Queue, Room
@@ -29,6 +31,7 @@ from outsize.planner.costs.coarsening import (
     between_blocks,
     coarse_graph,
     coarse_profile,
+    crossing_bytes,
     pieces,
     refined_around,
 )
@@ -38,6 +41,7 @@ from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, rou
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.heterogeneous.assignment import excess_bytes, first_of, numbers, orders, taken
 from outsize.planner.heterogeneous.bounds import Crossing, Fleet, Groups
+from outsize.planner.heterogeneous.kinds_in_a_row import KindsInARow
 from outsize.planner.layout.expert_parallel import experts_share, of_expert_rank
 from outsize.planner.layout.layout import Layout, grouped, of_kind
 from outsize.planner.layout.tensor_parallel import of_rank, styled
@@ -59,6 +63,8 @@ Kept = TypeVar("Kept")
 PIECES: Final = 400
 # A layout whose lower bound exceeds another's likely step by this factor is unlikely to win.
 BEYOND: Final = 1.08
+# Where kinds in a row have a step this near to the lower bound, no other order is looked for.
+NEAR: Final = 1.05
 # A layout is arranged up to this often: each time with what the account found too much.
 ATTEMPTS: Final = 3
 
@@ -201,7 +207,7 @@ class CostTables:
             return
         floor_s, made, over = self.floor_s(layout, recompute), None, dict[int, float]()
         for _ in range(ATTEMPTS):
-            if (arrangement := fleet.arranged(floor_s, over)) is None:
+            if (arrangement := self._arrangement(layout, fleet, groups, floor_s, over)) is None:
                 break
             fewer = layout.on(len(arrangement[0]))
             self._cuts[fewer] = arrangement[1]
@@ -211,6 +217,28 @@ class CostTables:
                 break
             over = {kind: over.get(kind, 0.0) + more.get(kind, 0.0) for kind in {*over, *more}}
         yield from [made] if made is not None else []
+
+    def _arrangement(
+        self, layout: Layout, fleet: Fleet, groups: Cluster, floor_s: float, over: Mapping[int, float]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Returns the kinds of stages and their bounds: kinds in a row where that is near the floor, and
+        otherwise the better of it and any order.
+        """
+
+        def links(kinds: Sequence[int]) -> Sequence[Link]:
+            return [groups.link(*pair) for pair in pairwise(taken(kinds, groups))]
+
+        fleet.spare(over)
+        graph, m = self._of_rank(layout)[0], layout.microbatches
+        message_bytes = self.kept(("crossing", *_spread_key(layout)), lambda: crossing_bytes(graph))
+        in_a_row = KindsInARow(fleet, links, message_bytes / layout.axes.cp)
+        row = in_a_row.best(floor_s / (m + layout.axes.pp))
+        if row is not None and m * row.period_s <= NEAR * floor_s:
+            return row.kinds, row.bounds
+        mixed = fleet.arranged(floor_s, over)
+        if row is None or (mixed is not None and in_a_row.period_s(*mixed) < row.period_s):
+            return mixed
+        return row.kinds, row.bounds
 
     def finer(self, layout: Layout, bounds: Sequence[int]) -> CostTables:
         """Returns tables that are unit by unit around the bounds that were found for a layout."""
@@ -355,14 +383,14 @@ class CostTables:
             for number, device, least in zip(numbers(groups), first_of(groups), first_of(room), strict=True)
         ]
         optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
-        weights, gradients, states, saved = self._least.bytes_of(layout, slice(None))
-        graded, sharing = weights + gradients + states, layout.axes.tp * layout.shards
+        least, sharing = self._least.bytes_of(layout, slice(None)), layout.axes.tp * layout.shards
+        graded, weights = least.fixed + least.gradients, least.weights
         temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / sharing
-        updating = graded + weights / max(float(weights[-1]), 1.0) * temporary
+        updating = graded - least.casts + weights / max(float(weights[-1]), 1.0) * temporary
         if layout.captured not in self._crossing:
             self._crossing[layout.captured] = Crossing.of(graph)
         crossing = self._crossing[layout.captured]
-        held = crossing.shared(layout.microbatch_ranks, weights + states, graded, saved, updating)
+        held = crossing.shared(layout.microbatch_ranks, least.fixed, graded, least.saved, updating)
         again = tuple(dict.fromkeys(option != "none" for option in recompute))
         return Fleet(kinds, held, self.work(layout), (layout.schedule, layout.microbatches), again)
 

@@ -122,6 +122,7 @@ class Fleet:
         self._counts = [kind.count for kind in kinds]
         self._rooms = self._spared = [kind.room_bytes for kind in kinds]
         self._floor_s, self._sharp = 0.0, False
+        self._sure: dict[tuple[int, bool, int, float], Index] = {}
         self._stages = sum(self._counts)
         self._units = len(work.forward) - 1
         self._blocks, self._wide = _blocks(self._stages, PART), _blocks(self._stages, WIDE)
@@ -129,6 +130,28 @@ class Fleet:
         self._fast = work.forward + work.backward
         before = work.before_forward if self._family.forwards_lead else work.before
         self._before = np.maximum(0.0, before - self._slack_s)
+
+    @property
+    def counts(self) -> list[int]:
+        """Returns the number of groups of each kind."""
+        return self._counts
+
+    @property
+    def options(self) -> tuple[bool, ...]:
+        """Returns whether a stage may recompute, the preferred option first."""
+        return self._recompute
+
+    def once_s(self, kind: int, recompute: bool) -> Seconds:
+        """Returns the seconds of a microbatch, summed over units."""
+        return self._seconds(kind, recompute, 1)[0]
+
+    def first_in_room(self, kind: int, recompute: bool, stages_after: int) -> Index:
+        """Returns for each end the first unit from which a run is sure to fit."""
+        _, deep = self._blocks[stages_after]
+        key = kind, recompute, deep, self._spared[kind]
+        if key not in self._sure:
+            self._sure[key] = self._in_room(kind, recompute, deep + 1, lenient=False)
+        return self._sure[key]
 
     @cached_property
     def least_s(self) -> float:
@@ -167,11 +190,15 @@ class Fleet:
 
         `least_s`: a lower bound of the step. `over`: bytes by kind that were too many.
         """
-        self._spared = [room - over.get(kind, 0.0) for kind, room in enumerate(self._rooms)]
+        self.spare(over)
         if not self._probe(inf, -inf, lenient=False).met:
             return None
         _, *met = self._bisected(least_s, inf, lenient=False)
         return self._probe(*met, lenient=False, keep=True).trace()
+
+    def spare(self, over: Mapping[int, float]) -> None:
+        """Leaves so many bytes by kind unused in what is arranged from now on."""
+        self._spared = [room - over.get(kind, 0.0) for kind, room in enumerate(self._rooms)]
 
     def _bisected(self, low: float, high: float, lenient: bool) -> tuple[float, float, float]:
         """Returns (infeasible seconds, feasible seconds, the latter's path); `high` is feasible, or

@@ -18,6 +18,11 @@ has.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from outsize.ir.findings import ModelTensorPlan, SequenceParallel, TensorParallel
 from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
@@ -46,6 +51,32 @@ def of_rank(model: tuple[ModelGraph, Profile], tp: int, sequence: bool = False) 
     graph = styled(graph, sequence)
     costs = tuple(_cost(c, u, tp) for c, u in zip(profile.units, graph.units, strict=True))
     return _graph(graph, tp), profile.model_copy(update={"units": costs})
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedBytes:
+    """Holds what units save for their backward, without inputs of the model, each of shape (n,): what tensor
+    parallelism leaves whole, what it divides, and the copies of weights that ranks make for each microbatch.
+    """
+
+    whole: NDArray[np.int64]
+    divided: NDArray[np.int64]
+    casts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, graph: ModelGraph, profile: Profile, sequence: bool) -> Self:
+        """Collects the bytes of a graph that says what is divided."""
+        shares = [unit.in_sequence if sequence else unit.divided for unit in graph.units]
+        saved = np.array([cost.saved_bytes for cost in profile.units], np.int64)
+        divided = np.minimum([share.saved_bytes for share in shares], saved)
+        inputs = np.array([unit.saved_input_bytes for unit in graph.units], np.int64)
+        casts = np.array([unit.cast_bytes for unit in graph.units], np.int64)
+        return cls(saved - divided - inputs, divided, casts)
+
+    def of_rank(self, tp: int) -> NDArray[np.int64]:
+        """Returns what one of several ranks saves."""
+        return self.whole - (-self.divided // tp) - (-self.casts // tp)
 
 
 def divides(graph: ModelGraph, tp: int) -> bool:

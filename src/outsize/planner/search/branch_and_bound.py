@@ -36,6 +36,8 @@ MOST_TRIED: Final = 24
 FEW: Final = 24
 # The best cut is moved when the next bound has this share of its step: moves seldom bring more.
 SOON: Final = 0.95
+# A bound this much above what has to be beaten is above it whatever the rounding of sums is.
+SURELY: Final = 1 + 1e-6
 # Stages that only hold frozen weights are chosen where the step of others takes this many times as long.
 DEARER: Final = 1.25
 
@@ -101,6 +103,8 @@ class _Queue:
         if place not in self._bounds:
             self._bounds[place] = self._search.bound(layout)
         bound, sharper_s = self._bounds[place], floor_s
+        if bound.exceeds(self._search.most_pipeline_s(layout)):
+            sharper_s = max(floor_s, self._search.together_s(layout, bound.low_s))
         while not bound.sharp and sharper_s <= self.least_s:
             bound.sharpen()
             sharper_s = max(floor_s, self._search.together_s(layout, bound.low_s))
@@ -193,6 +197,11 @@ class BranchAndBound:
     def _beaten(self, floor_s: float) -> bool:
         """Returns whether nothing above this bound can win, and enough was priced for comparison."""
         return not self._few() and floor_s > self._close_s()
+
+    def most_pipeline_s(self, layout: Layout) -> float:
+        """Returns the seconds of a pipeline beyond which its layout cannot win."""
+        beyond_s = inf if self._few() else self._close_s()
+        return beyond_s if beyond_s == inf else SURELY * beyond_s - self._cost_tables.update_s(layout)
 
     def _close_s(self) -> float:
         """Returns the seconds beyond which nothing wins."""

@@ -4,7 +4,7 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -16,6 +16,7 @@ from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, ScheduleName, unsupported
 from outsize.ir.profile import Profile
 from outsize.planner.costs.context_parallel import context_sizes
+from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.fit.nearest import device_part
 from outsize.planner.layout.expert_parallel import expert_sizes
 from outsize.planner.layout.layout import (
@@ -95,6 +96,17 @@ def no_layout(
         f"{schedule} has no pipeline of {ranks} device{'' if ranks == 1 else 's'}",
         numbers=f"{max(counts, default=0)} microbatches; it wants several devices, and as many microbatches",
         next_step="--stages 2" if ranks == 1 else f"--microbatches {ranks}",
+    )
+
+
+def too_few_pieces(layouts: Sequence[Layout], tables: CostTables) -> TooManyStages:
+    """Returns the error for pipelines that have more stages than pieces between which the search cuts."""
+    fewest = min(layouts, key=lambda layout: layout.stages)
+    pieces = len(tables.ends(fewest)) - 1
+    return TooManyStages(
+        f"a pipeline of {fewest.stages} stages is not searched: the model is cut in {pieces} pieces",
+        numbers=f"it has {len(tables.graph(fewest).units)} units, and each stage needs a piece",
+        next_step=f"--stages {pieces}, or other axes beside pp",
     )
 
 

@@ -63,7 +63,14 @@ from outsize.planner.layout.tensor_parallel import tensor_reasons
 from outsize.planner.memory.headroom import with_usable_memory
 from outsize.planner.offload.host_traffic import layerwise
 from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult, polished
-from outsize.planner.search.candidates import Candidates, meshes, no_layout, on_host, pipeline_layouts
+from outsize.planner.search.candidates import (
+    Candidates,
+    meshes,
+    no_layout,
+    on_host,
+    pipeline_layouts,
+    too_few_pieces,
+)
 from outsize.planner.search.caveats import beyond_reasons, order_reasons, slow_options
 from outsize.planner.search.custom_schedule import with_schedule
 from outsize.planner.strategies.activation_offload import (
@@ -237,6 +244,8 @@ def _by_runs(
     layouts = tuple(pipeline_layouts(request, asked, cluster))
     tables = tables or CostTables(candidates, cluster, request.optimizer)
     searched, compares = () if request.weights in HOSTED else layouts, most_s == inf
+    if searched and not any(map(tables.has_pieces, searched)):
+        raise too_few_pieces(searched, tables)
     result = BranchAndBound(tables, _recompute(request), compares=compares).run(searched)
     if result.estimates:
         improved = _improved(request, result, tables, cluster)

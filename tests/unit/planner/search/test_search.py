@@ -177,6 +177,13 @@ def test_more_stages_than_units() -> None:
     )
 
 
+def test_more_stages_than_pieces() -> None:
+    with pytest.raises(
+        TooManyStages, match=r"450 stages is not searched: .* in \d+ pieces; it has 820 units"
+    ):
+        search(PlanRequest(exact=True, batch_size=2), scaled([0.1] * 820, (2,), 2), parse_cluster("450xcpu"))
+
+
 def test_more_stages_than_devices() -> None:
     with pytest.raises(
         BadOption, match=r"3 stages want as many devices; .* has 2 devices\. Next: --cluster 3xcpu"

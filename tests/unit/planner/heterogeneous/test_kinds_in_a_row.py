@@ -1,0 +1,77 @@
+"""Oracle: all orders of kinds in a row, and all cuts, each stage kept or recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, groupby, pairwise, permutations
+from math import inf
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_graphs import chain
+
+from outsize.ir.hardware.links import Link
+from outsize.planner.bounds.step_time import PrefixTimes, made_for, prefix
+from outsize.planner.costs.unit_times import UnitSeconds, fastest
+from outsize.planner.heterogeneous.bounds import Fleet, GroupBytes, Groups
+from outsize.planner.heterogeneous.kinds_in_a_row import PRECISE, KindsInARow
+
+NEAR, FAR = (Link(name=name, latency_s=s, bytes_per_s=b) for name, s, b in (("a", 0.0, 4.0), ("b", 0.5, 1.0)))
+
+
+class Small:
+    """A chain on a few groups, of which those of a kind are near each other."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        seconds = draw(st.lists(st.integers(1, 9), min_size=4, max_size=6))
+        self.n = len(seconds)
+        self.counts = draw(st.sampled_from([(2, 1), (1, 1, 1), (2, 2)]))
+        rates = [draw(st.sampled_from([1.0, 2.0, 3.0])) for _ in self.counts]
+        self.saved = np.array(draw(st.lists(st.integers(1, 5), min_size=self.n, max_size=self.n)), float)
+        self.rooms = [draw(st.integers(10, 60)) for _ in self.counts]
+        most = draw(st.sampled_from([0, 4]))
+        messages = draw(st.lists(st.integers(0, most), min_size=self.n - 1, max_size=self.n - 1))
+        self.messages = np.array([0, *messages, 0], float)
+        graph, profile = chain([float(s) for s in seconds])
+        kinds = [UnitSeconds.of(profile).times(rate, rate, rate) for rate in rates]
+        nothing = np.zeros(self.n + 1)
+        held = GroupBytes(nothing, nothing, prefix(self.saved), nothing, nothing, nothing, nothing, 0.0)
+        groups = [Groups.of(*of) for of in zip(self.counts, kinds, self.rooms, strict=True)]
+        work = PrefixTimes.along(made_for(graph), fastest(kinds))
+        self.fleet = Fleet(groups, held, work, ("1f1b", 8))
+        self.row = KindsInARow(self.fleet, self.links, self.messages)
+
+    @staticmethod
+    def links(kinds: Sequence[int]) -> list[Link]:
+        return [NEAR if one == other else FAR for one, other in pairwise(kinds)]
+
+    def best_s(self) -> float:
+        best_s = inf
+        for order in permutations(range(len(self.counts))):
+            kinds = tuple(kind for kind in order for _ in range(self.counts[kind]))
+            for used in range(1, len(kinds) + 1):
+                for inner in combinations(range(1, self.n), used - 1):
+                    best_s = min(best_s, self.row.period_s(kinds[-used:], (0, *inner, self.n)))
+        return best_s
+
+
+smalls = st.composite(lambda draw: Small(draw))()
+some = settings(max_examples=60, derandomize=True, deadline=None)
+
+
+@some
+@given(smalls)
+def test_it_is_what_it_says_and_no_cut_of_all_is_faster_where_messages_cost_nothing(small: Small) -> None:
+    least_s = min(float(small.fleet.once_s(kind, False)[-1]) for kind in range(len(small.counts)))
+    found = small.row.best(least_s / sum(small.counts))
+    best_s = small.best_s()
+    if found is None:
+        return
+    assert all(found.kinds.count(kind) <= count for kind, count in enumerate(small.counts))
+    assert len({kind for kind, _ in groupby(found.kinds)}) == len(list(groupby(found.kinds)))
+    period_s = small.row.period_s(found.kinds, found.bounds)
+    assert period_s <= found.period_s * (1 + 1e-9)
+    assert period_s >= best_s * (1 - 1e-9)
+    if not small.messages.any():
+        assert found.period_s <= best_s * (1 + 2 * PRECISE)
