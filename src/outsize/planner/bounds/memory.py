@@ -16,8 +16,8 @@ from outsize.planner.bounds.recompute import recompute_s, storable_bytes
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.layout.expert_parallel import of_expert_rank
 from outsize.planner.layout.layout import Layout
-from outsize.planner.memory.headroom import room_bytes
 from outsize.planner.layout.tensor_parallel import SavedBytes
+from outsize.planner.memory.headroom import room_bytes
 from outsize.planner.memory.optimizer_states import OptimizerBytes
 from outsize.planner.memory.range_tables import Bytes, bytes_of_units
 
