@@ -218,10 +218,10 @@ class Fit(Record):
 
     `inference`: only forwards run, whose seconds are in `speed` where devices are alike and each has a stage.
     `parameters` are all elements of the weights, `trained` those that are not frozen.
-    `changes` (of YES IF) begin with the cheapest; `devices_needed` (of NO) would suffice. `alone`: one device
-    without a pipeline is enough. `whole` is false where activations are not counted. `sure` says where the
-    figures are from and what they leave open. `devices` is empty and `refused` is set where axes or weights
-    that were asked for (not a pipeline) do not fit.
+    `changes` (of YES IF) begin with the cheapest; `devices_needed` (of NO) would suffice. `alone`: of several
+    devices one is enough, without a pipeline. `whole` is false where activations are not counted. `sure` says
+    where the figures are from and what they leave open. `devices` is empty and `refused` is set where axes or
+    weights that were asked for (not a pipeline) do not fit.
     """
 
     answer: Answer

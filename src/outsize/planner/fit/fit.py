@@ -360,7 +360,7 @@ def _answer(answer: Answer, setting: Setting, judge: _Judge) -> Fit:
             for run, device, memory in zip(pairwise(bounds), judge.cluster.devices, memories, strict=False)
         ),
         largest=_largest(case, judge.cluster, bounds, memories),
-        alone=judge.fits(replace(setting, stages=1)),
+        alone=len(judge.cluster.devices) > 1 and judge.fits(replace(setting, stages=1)),
         whole=graph.form == "tape",
         sure=(LeastFullCut(), *sure(graph, judge.cluster)),
         inference=setting.schedule == FORWARD.name,

@@ -64,6 +64,7 @@ def test_yes_with_its_figures() -> None:
 def test_one_device_may_be_enough() -> None:
     assert asked(80).alone
     assert not asked(48).alone
+    assert not asked(80, count=1).alone  # there are no others on which replicas would be faster
 
 
 def test_fewer_samples_in_a_microbatch_cost_nothing() -> None:
