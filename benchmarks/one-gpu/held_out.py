@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import CASES, Batch, Case, Precision, draw_images, draw_words, segmentation_case, vision_case
+from cases import Batch, Case, Precision, draw_images, draw_words, segmentation_case, vision_case
 from torch import Tensor, nn
 
 
@@ -52,7 +52,7 @@ class UNet(nn.Module):
         return self.head(values)
 
 
-def _language(
+def language_case(
     kind: str, shape: dict[str, Any], batch: int, length: int, precision: Precision, *, lora: bool = False
 ) -> Case:
     """Returns a case of a class of transformers `{kind}` with the `shape` of its configuration."""
@@ -75,7 +75,7 @@ def _language(
     return Case(build, partial(draw_words, batch, length, shape["vocab_size"]), precision)
 
 
-def _encoder(kind: str, shape: dict[str, Any], batch: int, length: int, precision: Precision) -> Case:
+def encoder_case(kind: str, shape: dict[str, Any], batch: int, length: int, precision: Precision) -> Case:
     """Returns a case of an encoder without a cache of keys, whose configuration has no `use_cache`."""
 
     def build() -> nn.Module:
@@ -87,7 +87,7 @@ def _encoder(kind: str, shape: dict[str, Any], batch: int, length: int, precisio
     return Case(build, partial(draw_words, batch, length, shape["vocab_size"]), precision)
 
 
-def _timm(name: str, batch: int, side: int, precision: Precision) -> Case:
+def timm_case(name: str, batch: int, side: int, precision: Precision) -> Case:
     def build() -> nn.Module:
         import timm
 
@@ -105,7 +105,7 @@ def _draw_clips(batch: int, frames: int, side: int, draw: torch.Generator) -> Ba
     return {"images": clips, "classes": torch.randint(0, 400, (batch,), generator=draw)}
 
 
-def _video(name: str, batch: int, frames: int, side: int, precision: Precision) -> Case:
+def video_case(name: str, batch: int, frames: int, side: int, precision: Precision) -> Case:
     def build() -> nn.Module:
         import torchvision
 
@@ -153,38 +153,38 @@ _QWEN2 = {
 
 HELD_OUT = {
     "resnet101-b64-fp32": vision_case("resnet101", 64, 224, "fp32"),
-    "qwen3-0.6B-b4-s1024-bf16": _language("Qwen3ForCausalLM", _QWEN3, 4, 1024, "bf16"),
+    "qwen3-0.6B-b4-s1024-bf16": language_case("Qwen3ForCausalLM", _QWEN3, 4, 1024, "bf16"),
     "resnext50-b128-amp": vision_case("resnext50_32x4d", 128, 224, "bf16-mixed"),
     "regnet_y_8gf-b64-fp32": vision_case("regnet_y_8gf", 64, 224, "fp32"),
-    "roberta-base-b32-s256-amp": _encoder(
+    "roberta-base-b32-s256-amp": encoder_case(
         "RobertaForMaskedLM", {"vocab_size": 50265, "max_position_embeddings": 514}, 32, 256, "bf16-mixed"
     ),
     "mobilenet_v2-b128-amp": vision_case("mobilenet_v2", 128, 224, "bf16-mixed"),
     "efficientnet_v2_s-b64-amp": vision_case("efficientnet_v2_s", 64, 300, "bf16-mixed"),
-    "pythia-410M-b8-s1024-amp": _language("GPTNeoXForCausalLM", _PYTHIA, 8, 1024, "bf16-mixed"),
+    "pythia-410M-b8-s1024-amp": language_case("GPTNeoXForCausalLM", _PYTHIA, 8, 1024, "bf16-mixed"),
     "swin_s-b64-amp": vision_case("swin_s", 64, 224, "bf16-mixed"),
     "convnext_small-b64-fp32": vision_case("convnext_small", 64, 224, "fp32"),
-    "mistral-1.1B-b4-s2048-bf16": _language("MistralForCausalLM", _MISTRAL, 4, 2048, "bf16"),
-    "deit3_base-b128-bf16": _timm("deit3_base_patch16_224", 128, 224, "bf16"),
+    "mistral-1.1B-b4-s2048-bf16": language_case("MistralForCausalLM", _MISTRAL, 4, 2048, "bf16"),
+    "deit3_base-b128-bf16": timm_case("deit3_base_patch16_224", 128, 224, "bf16"),
     "maxvit_t-b32-fp32": vision_case("maxvit_t", 32, 224, "fp32"),
     "densenet169-b48-amp": vision_case("densenet169", 48, 224, "bf16-mixed"),
-    "opt-1.3B-b8-s512-bf16": _language("OPTForCausalLM", _OPT, 8, 512, "bf16"),
+    "opt-1.3B-b8-s512-bf16": language_case("OPTForCausalLM", _OPT, 8, 512, "bf16"),
     "googlenet-b256-fp32": vision_case("googlenet", 256, 224, "fp32", aux_logits=False, init_weights=False),
     "mnasnet1_0-b128-fp32": vision_case("mnasnet1_0", 128, 224, "fp32"),
-    "distilbert-b64-s128-fp32": _encoder("DistilBertForMaskedLM", {"vocab_size": 30522}, 64, 128, "fp32"),
+    "distilbert-b64-s128-fp32": encoder_case("DistilBertForMaskedLM", {"vocab_size": 30522}, 64, 128, "fp32"),
     "shufflenet_v2_x1_0-b256-bf16": vision_case("shufflenet_v2_x1_0", 256, 224, "bf16"),
     "deeplabv3_mobilenet-b16-fp32": segmentation_case("deeplabv3_mobilenet_v3_large", 16, 520, "fp32"),
     "fcn_resnet50-b8-amp": segmentation_case("fcn_resnet50", 8, 520, "bf16-mixed"),
-    "t5-v1.1-base-b8-s512-amp": _language("T5ForConditionalGeneration", _T5, 8, 512, "bf16-mixed"),
+    "t5-v1.1-base-b8-s512-amp": language_case("T5ForConditionalGeneration", _T5, 8, 512, "bf16-mixed"),
     "lraspp_mobilenet-b16-fp32": segmentation_case("lraspp_mobilenet_v3_large", 16, 520, "fp32"),
     "unet-b8-s512-amp": _unet(8, 512, "bf16-mixed"),
-    "bart-base-b16-s512-amp": _language("BartForConditionalGeneration", _BART, 16, 512, "bf16-mixed"),
-    "mixer_b16-b64-fp32": _timm("mixer_b16_224", 64, 224, "fp32"),
+    "bart-base-b16-s512-amp": language_case("BartForConditionalGeneration", _BART, 16, 512, "bf16-mixed"),
+    "mixer_b16-b64-fp32": timm_case("mixer_b16_224", 64, 224, "fp32"),
     "vgg19_bn-b64-amp": vision_case("vgg19_bn", 64, 224, "bf16-mixed"),
-    "r3d_18-b16-fp32": _video("r3d_18", 16, 16, 112, "fp32"),
-    "falcon-rw-1B-b4-s1024-bf16": _language("FalconForCausalLM", _FALCON, 4, 1024, "bf16"),
-    "gemma2-8layers-b2-s1024-bf16": _language("Gemma2ForCausalLM", _GEMMA2, 2, 1024, "bf16"),
-    "qwen2-1.5B-lora-b4-s1024-bf16": _language("Qwen2ForCausalLM", _QWEN2, 4, 1024, "bf16", lora=True),
+    "r3d_18-b16-fp32": video_case("r3d_18", 16, 16, 112, "fp32"),
+    "falcon-rw-1B-b4-s1024-bf16": language_case("FalconForCausalLM", _FALCON, 4, 1024, "bf16"),
+    "gemma2-8layers-b2-s1024-bf16": language_case("Gemma2ForCausalLM", _GEMMA2, 2, 1024, "bf16"),
+    "qwen2-1.5B-lora-b4-s1024-bf16": language_case("Qwen2ForCausalLM", _QWEN2, 4, 1024, "bf16", lora=True),
 }
 
 # Predicted after what the first thirty-one taught (decisions 171, 172) and before any was measured.
@@ -214,11 +214,9 @@ HELD_OUT_LATER = {
     "densenet201-b64-fp32": vision_case("densenet201", 64, 224, "fp32"),
     "deeplabv3_resnet101-b8-amp": segmentation_case("deeplabv3_resnet101", 8, 520, "bf16-mixed"),
     "unet-b16-s256-fp32": _unet(16, 256, "fp32"),
-    "r2plus1d_18-b8-amp": _video("r2plus1d_18", 8, 16, 112, "bf16-mixed"),
-    "llama-0.7B-b8-s1024-bf16": _language("LlamaForCausalLM", _LLAMA, 8, 1024, "bf16"),
-    "bert-large-b16-s512-amp": _encoder("BertForMaskedLM", _BERT_LARGE, 16, 512, "bf16-mixed"),
-    "gpt2-355M-b8-s1024-amp": _language("GPT2LMHeadModel", _GPT2_MEDIUM, 8, 1024, "bf16-mixed"),
-    "qwen3-0.6B-b8-s512-fp32": _language("Qwen3ForCausalLM", _QWEN3, 8, 512, "fp32"),
+    "r2plus1d_18-b8-amp": video_case("r2plus1d_18", 8, 16, 112, "bf16-mixed"),
+    "llama-0.7B-b8-s1024-bf16": language_case("LlamaForCausalLM", _LLAMA, 8, 1024, "bf16"),
+    "bert-large-b16-s512-amp": encoder_case("BertForMaskedLM", _BERT_LARGE, 16, 512, "bf16-mixed"),
+    "gpt2-355M-b8-s1024-amp": language_case("GPT2LMHeadModel", _GPT2_MEDIUM, 8, 1024, "bf16-mixed"),
+    "qwen3-0.6B-b8-s512-fp32": language_case("Qwen3ForCausalLM", _QWEN3, 8, 512, "fp32"),
 }
-
-SETS = {"first": CASES, "held-out": HELD_OUT, "held-out-later": HELD_OUT_LATER}

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from cases import Case, image_loss
-from held_out import SETS
+from sets import SETS
 from torch import Tensor
 
 WARM, STEPS = 3, 8

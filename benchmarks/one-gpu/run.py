@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import image_loss
-from held_out import SETS
+from sets import SETS
 
 import outsize
 from outsize.capture.models.imports import import_torchvision, import_transformers

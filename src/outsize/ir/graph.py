@@ -42,7 +42,8 @@ class Work(Record):
 
     `moved_bytes` are read and written; `launches` ops (kernels) do it; `dtype` is the one they compute in.
     `block_elements` are read and written by each block of threads of a kernel that has one for each channel;
-    0 for kernels that fill a device.
+    0 for kernels that fill a device. `instructions` are those that all threads of an accelerator's kernels
+    issue, where they are what takes longest (capture/costs/thread_instructions.py); 0 where they are not.
     """
 
     family: OpFamily
@@ -51,6 +52,7 @@ class Work(Record):
     moved_bytes: int
     launches: int = 1
     block_elements: int = 0
+    instructions: int = 0
 
 
 @final

@@ -33,8 +33,7 @@ from outsize.ir.graph import OpFamily
 class OpCall:
     """Describes one op that ran: bytes of each tensor argument, and of the results together.
 
-    `wanted` are the indices of the arguments that require a gradient. `narrow` is how many bytes a kernel
-    moves for each element of one of its blocks of threads, where it has one for each channel; 0 for others.
+    `wanted` are the indices of the arguments that require a gradient.
     """
 
     family: OpFamily
@@ -42,7 +41,6 @@ class OpCall:
     sizes: list[int]
     out_bytes: int
     wanted: list[int]
-    narrow: int = 0
 
 
 @final

@@ -8,6 +8,10 @@ and masks as well. Costs of both are noted, and the planner takes those of the d
                keys that a causal mask hides from a block of queries are skipped, so of n x n blocks those
                on and below the diagonal are computed: (n + 1) / (2 n) of the products
     backward   5 such products; reads q, k, v, result and gradient, and writes three gradients
+    products   in float32 several heads of queries that share one of keys have no kernel on CUDA
+               (sdp_utils.cpp: only flash attention knows them, and it has two bytes). torch scales q and k,
+               repeats k and v, and keeps those and the probabilities [batch, heads, queries, keys]
+               (_scaled_dot_product_attention_math); a causal mask hides nothing there
     saved      q, k, v and the logsumexp [batch, heads, queries] in float32. The result counts with the
                projection that follows and saves the same memory
 
@@ -29,11 +33,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outsize.ir.graph import Work
+from outsize.capture.costs.thread_instructions import BLOCK, attention_instructions
+from outsize.ir.graph import OpFamily, Work
 from outsize.program.tape import Cost
 
 LOGSUMEXP_BYTES = 4
-BLOCK = 128  # Queries and keys of a block in FlashAttention-2.
 _NAMES = ("query", "key", "value")
 _MASK = "attn_mask"
 
@@ -80,6 +84,52 @@ def causal_flops(flops: int, queries: int, keys: int) -> int:
     return flops * (blocks + 1) // (2 * blocks) if queries == keys and keys else flops
 
 
+def has_no_kernel(inputs: Sequence[Tensor]) -> bool:
+    """Returns whether query, key and value have no fused kernel on accelerators: float32 with fewer heads of
+    keys than of queries.
+    """
+    query, key = inputs[0], inputs[1]
+    return query.dtype.itemsize > 2 and query.ndim > 3 and query.shape[-3] != key.shape[-3]
+
+
+def products_cost(inputs: Sequence[Tensor], out: Tensor) -> Cost:
+    """Returns the cost of attention by products and a softmax; keys and values are repeated for each head."""
+    query, key, value = inputs
+    itemsize, dtype = out.dtype.itemsize, str(out.dtype).removeprefix("torch.")
+    flops = attention_flops(query.shape, key.shape, value.shape)
+    scores_bytes = query.shape[:-1].numel() * key.shape[-2] * itemsize
+    repeats = query.shape[-3] // key.shape[-3]
+    query_bytes, out_bytes = query.numel() * itemsize, out.numel() * itemsize
+    keys_bytes, values_bytes = (t.numel() * itemsize * repeats for t in (key, value))
+    repeated_bytes = query_bytes + keys_bytes + values_bytes
+
+    def work(family: OpFamily, launches: int, moved_bytes: int, flops: int = 0) -> Work:
+        return Work(family=family, dtype=dtype, flops=flops, moved_bytes=moved_bytes, launches=launches)
+
+    products_bytes = 2 * scores_bytes + repeated_bytes + out_bytes
+    forward = (
+        work("elementwise", 6, 2 * (2 * repeated_bytes + scores_bytes)),
+        work("matmul", 2, products_bytes, flops),
+        work("reduction", 1, 2 * scores_bytes),
+    )
+    moved_bytes = sum(each.moved_bytes for each in forward)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
+        return Cost(flops=flops, moved_bytes=moved_bytes, workspace_bytes=2 * scores_bytes, forward=forward)
+    return Cost(
+        flops=flops,
+        moved_bytes=moved_bytes,
+        saved_bytes=repeated_bytes + scores_bytes,
+        workspace_bytes=scores_bytes,
+        backward_workspace_bytes=2 * scores_bytes + 2 * repeated_bytes,
+        forward=forward,
+        backward_input=(
+            work("elementwise", 4, 3 * repeated_bytes),
+            work("matmul", 4, 2 * products_bytes, 2 * flops),
+            work("reduction", 1, 3 * scores_bytes),
+        ),
+    )
+
+
 def fused_cost(
     inputs: Sequence[Tensor], out: Tensor, saved_bytes: int, saved: frozenset[int], *, causal: bool
 ) -> Cost:
@@ -96,7 +146,14 @@ def fused_cost(
     statistics_bytes = rows * LOGSUMEXP_BYTES
     result_bytes = out.numel() * out.dtype.itemsize + statistics_bytes
     dtype = str(out.dtype).removeprefix("torch.")
-    forward = Work(family="attention", dtype=dtype, flops=flops, moved_bytes=sizes + result_bytes, launches=1)
+    forward = Work(
+        family="attention",
+        dtype=dtype,
+        flops=flops,
+        moved_bytes=sizes + result_bytes,
+        launches=1,
+        instructions=attention_instructions(flops, query, key, backward=False),
+    )
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
         return Cost(flops=flops, moved_bytes=forward.moved_bytes, forward=(forward,))
     backward = Work(
@@ -105,6 +162,7 @@ def fused_cost(
         flops=flops * 5 // 2,
         moved_bytes=2 * result_bytes + 2 * sizes,
         launches=1,
+        instructions=attention_instructions(flops * 5 // 2, query, key, backward=True),
     )
     return Cost(
         flops=flops,

@@ -25,16 +25,33 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from outsize.capture.costs.backward_rules import KEEP_RESULT, WAITING, OpCall, Rule, rule_of
-from outsize.capture.costs.fused_attention import KERNEL_FLOPS, attention_flops, causal_flops, fused_cost
+from outsize.capture.costs.backward_rules import KEEP_RESULT, WAITING, OpCall, Pass, Rule, rule_of
+from outsize.capture.costs.fused_attention import (
+    KERNEL_FLOPS,
+    attention_flops,
+    causal_flops,
+    fused_cost,
+    has_no_kernel,
+    products_cost,
+)
 from outsize.capture.costs.live_memory import Storages, storage_bytes, storage_key
 from outsize.capture.costs.op_families import (
     ALLOCATIONS,
+    COPIES,
     bytes_by_block,
     family_of,
     is_reordered,
     of_operands,
     op_name,
+)
+from outsize.capture.costs.thread_instructions import (
+    FORWARD,
+    attention_instructions,
+    bias_instructions,
+    channel_instructions,
+    indexed_elements,
+    instructions_of,
+    statistics_again,
 )
 from outsize.ir.graph import CONVOLUTIONS, SMALL_BYTES, OpFamily, Work
 from outsize.program.tape import Cost
@@ -56,6 +73,21 @@ class _OpFacts:
     rule: Rule
     formula: Any
     chancy: bool
+    pointwise: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KernelLimits:
+    """Holds what bounds a kernel beside FLOPs and bytes: what each of its blocks of threads moves, and the
+    instructions of all its threads, as in `Work`.
+    """
+
+    block_elements: int = 0
+    instructions: int = 0
+
+
+_NO_LIMITS = KernelLimits()
 
 
 @final
@@ -72,25 +104,27 @@ class WorkSums:
         flops: int,
         moved_bytes: int,
         launches: int = 1,
-        block_elements: int = 0,
+        limits: KernelLimits = _NO_LIMITS,
     ) -> None:
         """Adds the work of one more op."""
-        sums = self._sums.setdefault((family, dtype), [0, 0, 0, 0])
-        sums[0] += flops
-        sums[1] += moved_bytes
-        sums[2] += launches
-        sums[3] += block_elements
+        more = flops, moved_bytes, launches, limits.block_elements, limits.instructions
+        self._plus((family, dtype), more)
+
+    def _plus(self, key: tuple[OpFamily, str], more: Iterable[int]) -> None:
+        sums = self._sums.setdefault(key, [0] * 5)
+        for place, amount in enumerate(more):
+            sums[place] += amount
 
     def merge(self, others: WorkSums) -> None:
         """Adds all sums of others."""
         for key, sums in others._sums.items():
-            self.add(*key, *sums)
+            self._plus(key, sums)
 
     def without(self, taken: WorkSums) -> WorkSums:
         """Returns these sums less others that are part of them."""
         left = WorkSums()
         for key, sums in self._sums.items():
-            left.add(*key, *(a - b for a, b in zip(sums, taken._sums.get(key, (0, 0, 0, 0)), strict=True)))
+            left._plus(key, (a - b for a, b in zip(sums, taken._sums.get(key, (0,) * 5), strict=True)))
         return left
 
     @property
@@ -110,8 +144,9 @@ class WorkSums:
                 moved_bytes=moved,
                 launches=launches,
                 block_elements=block_elements,
+                instructions=instructions,
             )
-            for (family, dtype), (flops, moved, launches, block_elements) in self._sums.items()
+            for (family, dtype), (flops, moved, launches, block_elements, instructions) in self._sums.items()
             if launches or moved
         )
 
@@ -133,6 +168,7 @@ def _together(one: Work, other: Work) -> Work:
         moved_bytes=one.moved_bytes + other.moved_bytes,
         launches=one.launches + other.launches,
         block_elements=one.block_elements + other.block_elements,
+        instructions=one.instructions + other.instructions,
     )
 
 
@@ -185,7 +221,12 @@ class CostMeter:
         self._fresh.clear()
 
     def fuse(self, inputs: list[Tensor], storages: list[int], out: Tensor, *, causal: bool) -> None:
-        """Notes what the instruction, an attention over query, key and value, costs as one kernel."""
+        """Notes what the instruction, an attention over query, key and value, costs on accelerators: as one
+        kernel, or by products where no kernel takes such inputs.
+        """
+        if has_no_kernel(inputs):
+            self._fused = products_cost(inputs, out)
+            return
         if any(work.family == "attention" for work in self._forward.works()):
             return
         keys = dict(zip(map(storage_key, inputs), zip(inputs, storages, strict=True), strict=True))
@@ -296,7 +337,7 @@ class CostMeter:
             self._noise = {key: n for key, n in self._noise.items() if n == results[0].numel()}
         self._reads_noise = any(storage_key(tensor) in self._noise for tensor in inputs)
         if known.name not in ALLOCATIONS:
-            self._count(known, inputs, results, flops_of(known.formula, args, kwargs, out))
+            self._count(known, args, inputs, results, flops_of(known.formula, args, kwargs, out))
         if not known.view:
             self._storages.born(results, inputs)
 
@@ -358,10 +399,13 @@ class CostMeter:
             rule=rule_of(name, family, view=view),
             formula=_FORMULAS.get(packet),
             chancy=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
+            pointwise=torch.Tag.pointwise in getattr(op, "tags", ()) or name in COPIES,
         )
         return known
 
-    def _count(self, op: _OpFacts, inputs: list[Tensor], results: list[Tensor], flops: int) -> None:
+    def _count(
+        self, op: _OpFacts, args: Any, inputs: list[Tensor], results: list[Tensor], flops: int
+    ) -> None:
         sizes, out_bytes = [_bytes(t) for t in inputs], sum(map(_bytes, results))
         family = of_operands(op.family, (*inputs, *results))
         dtype = _dtype(family, results, inputs)
@@ -369,19 +413,26 @@ class CostMeter:
             moved = sum(sizes) + out_bytes
             self._flops += flops
             self._moved_bytes += moved
-            narrow = bytes_by_block(op.name, inputs, results)
-            self._forward.add(family, dtype, flops, moved, 1, moved // narrow if narrow else 0)
-            if is_reordered(op.family, inputs):
-                self._forward.add("layout_copy", dtype, 0, COPIED * moved, launches=0)
+            limits = _limits(op, args, inputs, results, Pass(family, flops, moved))
+            self._forward.add(family, dtype, flops, moved, 1, limits)
+            if op.family == "convolution":
+                self._count_around(dtype, inputs, results[0], moved)
             if self._reads_noise:
                 self._noise_work[0].add(family, dtype, flops, moved)
         if op.family == "normalisation":
             self._correct_statistics(inputs, results)
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad] if torch.is_grad_enabled() else []
         if wanted and any(t.is_floating_point() for t in results):
-            narrow = bytes_by_block(op.name, inputs, results)
-            call = OpCall(family, flops, sizes, out_bytes, wanted, narrow)
-            self._count_backward(op, call, inputs, results, dtype)
+            call = OpCall(family, flops, sizes, out_bytes, wanted)
+            self._count_backward(op, args, call, inputs, results, dtype)
+
+    def _count_around(self, dtype: str, inputs: list[Tensor], out: Tensor, moved_bytes: int) -> None:
+        """Adds what is beside the forward of a convolution: copies of its tensors, and an added bias."""
+        if is_reordered(inputs, out):
+            self._forward.add("layout_copy", dtype, 0, COPIED * moved_bytes, launches=0)
+        if len(inputs) > 2:
+            bias = KernelLimits(instructions=bias_instructions(out))
+            self._forward.add("layout_copy", dtype, 0, 2 * _bytes(out), 0, bias)
 
     def _count_run(self, sums: WorkSums, op: _OpFacts, args: Any, kwargs: Any, out: Any) -> None:
         if op.view or op.name in ALLOCATIONS:
@@ -394,7 +445,7 @@ class CostMeter:
         )
 
     def _count_backward(
-        self, op: _OpFacts, call: OpCall, inputs: list[Tensor], results: list[Tensor], dtype: str
+        self, op: _OpFacts, args: Any, call: OpCall, inputs: list[Tensor], results: list[Tensor], dtype: str
     ) -> None:
         for written in {id(t) for t in results}:
             # The op worked in place, and autograd may have cloned the value just before.
@@ -403,9 +454,9 @@ class CostMeter:
             tensor, cost = inputs[index], op.rule(call, index)
             tally = self._weight if self._is_weight(tensor) else self._input
             if cost is not None:
-                block_elements = cost.moved_bytes // call.narrow if call.narrow else 0
-                tally.add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches, block_elements)
-                if cost.family in CONVOLUTIONS and is_reordered(op.family, inputs):
+                limits = _limits(op, args, inputs, results, cost, index)
+                tally.add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches, limits)
+                if cost.family in CONVOLUTIONS and is_reordered(inputs, results[0]):
                     tally.add("layout_copy", dtype, 0, COPIED * cost.moved_bytes, launches=0)
                 if self._reads_noise and tally is self._input:
                     self._noise_work[1].add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches)
@@ -458,6 +509,32 @@ class CostMeter:
         self._derived.discard(storage)
         self._copies.discard(storage)
         self._seen.discard(storage)
+
+
+def _limits(
+    op: _OpFacts,
+    args: Any,
+    inputs: list[Tensor],
+    results: list[Tensor],
+    cost: Pass,
+    argument: int = FORWARD,
+) -> KernelLimits:
+    """Returns what else bounds an op's kernel, forward or for the gradient of one of its tensors."""
+    if not results:
+        return _NO_LIMITS
+    out = results[0]
+    if narrow := bytes_by_block(op.name, inputs, results):
+        elements = round(cost.moved_bytes // narrow * statistics_again(inputs, argument))
+        return KernelLimits(elements, channel_instructions(inputs, out, argument))
+    if op.family == "attention":
+        query, key = inputs[:2]
+        backward = argument != FORWARD
+        instructions = attention_instructions(cost.flops, query, key, backward=backward)
+    elif op.pointwise:
+        instructions = indexed_elements(inputs, out, argument)
+    else:
+        instructions = instructions_of(op.name, args, inputs, out, argument)
+    return KernelLimits(0, instructions) if instructions else _NO_LIMITS
 
 
 def flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:

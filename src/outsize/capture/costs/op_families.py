@@ -10,10 +10,10 @@ several times slower (NVIDIA, Matrix Multiplication Background User's Guide, sec
 operands). Convolutions whose windows do not overlap (of one pixel, of patches) or that have a kernel for each
 channel are `direct_convolution`: they need no copy of their input, and cuDNN no workspace for one.
 
-Tensor cores read images with their channels last. Around each convolution in dtypes of two bytes cuDNN copies
-images that have them first: operands before, the result behind (NVIDIA, Convolutional Layers User's Guide,
-"Tensor layouts"). The copies are `layout_copy`, which only devices with tensor cores make. In TF32 there are
-kernels for both orders, and no copies are counted.
+Tensor cores read images with their channels last. Around each convolution of more than single pixels cuDNN
+copies images that have them first: operands before, the result behind (NVIDIA, Convolutional Layers User's
+Guide, "Tensor layouts"). The copies are `layout_copy`, which only devices with tensor cores make, in TF32
+those that were seen to (planner/costs/roofline.py). So is the kernel that adds a bias to such a result.
 
 A batch normalisation of images that have their channels first runs a block of threads for each channel, and
 no more: `blocks(input.size(1))` in torch's Normalization.cuh, which has all of bfloat16, and the kernels that
@@ -34,6 +34,7 @@ from outsize.ir.graph import OpFamily
 _NOTHING = """empty empty_like empty_strided new_empty new_empty_strided empty_permuted _unsafe_view
     lift_fresh lift set_ resize_ record_stream"""
 ALLOCATIONS = frozenset(_NOTHING.split())
+COPIES = frozenset({"_to_copy", "clone", "copy", "copy_"})
 ROW_BYTES = 16
 
 _NAMES: dict[OpFamily, str] = {
@@ -95,15 +96,17 @@ def of_operands(family: OpFamily, tensors: Sequence[Tensor]) -> OpFamily:
     return family
 
 
-def is_reordered(family: OpFamily, tensors: Sequence[Tensor]) -> bool:
-    """Returns whether cuDNN copies the tensors of a convolution (image, weight, ...): in a dtype of two
-    bytes, with their channels first. torch's own kernels for a channel each need no copy.
+def is_reordered(tensors: Sequence[Tensor], out: Tensor) -> bool:
+    """Returns whether cuDNN copies the tensors of a convolution (image, weight, ...) and its result, whose
+    channels come first. torch's own kernels for a channel each need no copy, and a convolution of single
+    pixels is a product of the image as it is, where a channel's pixels are whole rows of 16 bytes.
     """
-    if family != "convolution" or tensors[0].dtype.itemsize > 2:
-        return False
     image, weight = tensors[:2]
-    is_convolution = image.ndim == weight.ndim > 2 and weight.shape[1] > 1
-    return is_convolution and not any(map(_has_channels_last, (image, weight)))
+    if image.dtype.itemsize > 4 or not image.ndim == weight.ndim > 2 or weight.shape[1] == 1:
+        return False
+    whole_rows = image.shape[2:].numel() * image.dtype.itemsize % ROW_BYTES == 0
+    of_pixels = weight.shape[2:].numel() == 1 and image.shape[2:] == out.shape[2:] and whole_rows
+    return not of_pixels and not any(map(_has_channels_last, (image, weight)))
 
 
 def bytes_by_block(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> int:

@@ -241,18 +241,21 @@ _HOSTS: Final = {
 USUAL_MATMUL: Final = 0.869
 USUAL_ATTENTION: Final = 0.6
 USUAL_HOST_S: Final = 57e-6
-# The columns are kinds (the word before the first dash), shares of the bfloat16 peak, and seconds of a host.
+# The columns are kinds (the word before the first dash), shares of the bfloat16 peak, seconds of a host, and
+# instructions for a FLOP of ordinary float32.
 _REACHED: Final = (
-    ("a100 a800", 0.869, 0.6, USUAL_HOST_S),
-    ("h100 h800 h200", 0.803, 0.35, 37e-6),
-    ("b200", 0.776, 0.35, 37e-6),
+    ("a100 a800 v100", 0.869, 0.6, USUAL_HOST_S, 1.0),
+    ("h100 h800 h200", 0.803, 0.35, 37e-6, 0.5),
+    ("b200", 0.776, 0.35, 37e-6, 0.5),
 )
+HOPPER: Final = ("h100", "h800", "h200")
 
 
 @final
 class Reached(Record):
-    """Holds the shares of a device's peak that the best products and fused attention reach, and what a host
-    of its time needs to launch an op of a training loop.
+    """Holds the shares of a device's peak that the best products and fused attention reach, what a host of
+    its time needs to launch an op of a training loop, and how many instructions its processors issue in the
+    time of a FLOP at the peak of ordinary float32.
 
     Products are the best of all shapes: "Maximum Achievable Matmul FLOPS" in S. Bekman, Machine Learning
     Engineering, compute/accelerator. Newer devices run into their limit of power. Attention is that of
@@ -263,28 +266,23 @@ class Reached(Record):
     an H100 with Python 3.12 needs 37: `outsize doctor --gpu` measured it, with blocks of its own. Hosts are
     1.2 times as fast since (Zen 2 beside an A100, then Zen 3, whose one thread Sapphire Rapids equals), and
     Python is 1.25 times ("What's New In Python 3.11").
+
+    Instructions: a processor of all these issues four for 32 threads in a cycle (NVIDIA, whitepapers of V100,
+    A100 and H100). Up to the A100 it has ordinary cores for half of them; the peak counts two FLOPs for each.
     """
 
     matmul: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
     host_s: float = Field(gt=0, le=1)
-
-    @property
-    def older_kernels(self) -> float:
-        """Returns what a kernel that was made for an A100 reaches of the share that it has there.
-
-        cuDNN's convolutions in TF32 are such kernels on an H100, too (`sm80_xmma_fprop_implicit_gemm_tf32f32`
-        in its traces), and so is FlashAttention-2, whose shares are published.
-        """
-        return self.attention / USUAL_ATTENTION
+    instructions_per_flop: float = Field(gt=0, le=1)
 
 
 def reached_by(kind: str) -> Reached:
     """Returns the shares of a kind of device; those of an A100 where nobody has published any."""
     word = kind.split("-")[0]
     known = (shares for words, *shares in _REACHED if word in words.split())
-    matmul, attention, host_s = next(known, (USUAL_MATMUL, USUAL_ATTENTION, USUAL_HOST_S))
-    return Reached(matmul=matmul, attention=attention, host_s=host_s)
+    columns = next(known, (USUAL_MATMUL, USUAL_ATTENTION, USUAL_HOST_S, 0.5))
+    return Reached(**dict(zip(Reached.model_fields, columns, strict=True)))
 
 
 HOST_BYTES_PER_S: Final = 0.8 * 204.8e9

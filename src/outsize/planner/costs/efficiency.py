@@ -49,7 +49,14 @@ from pydantic import Field
 
 from outsize.ir.base import Record
 from outsize.ir.graph import OpFamily
-from outsize.ir.hardware.devices import USUAL_ATTENTION, USUAL_HOST_S, USUAL_MATMUL, Device, reached_by
+from outsize.ir.hardware.devices import (
+    HOPPER,
+    USUAL_ATTENTION,
+    USUAL_HOST_S,
+    USUAL_MATMUL,
+    Device,
+    reached_by,
+)
 
 
 @final
@@ -72,14 +79,21 @@ class EfficiencyCurve(Record):
         return work / max(taken_s * self.peak - self.half_s, taken_s * self.peak / 2)
 
 
+_EVEN: Final = (1.0, 1.0)
+
+
 @final
 class Efficiency(Record):
     """Holds curves by family for FLOPs and for bytes; `launch_s` is added per op, `host_s` is its launch on
     the host. `late` is the share of the shorter of a host's and its device's seconds that is lost where both
     need equally long. `update` is the share of bandwidth that an optimizer's step reaches; None leaves its
-    seconds out. `element_s` is what one element takes in a block of threads that waits for memory. `crowded`
-    is by how much longer an op takes while a collective runs. With `sums_whole` a reduce-scatter is an
-    all-reduce, from which each rank copies its part.
+    seconds out. `element_s` is what one element takes in a block of threads that waits for memory, and
+    `narrow_element` how many times as much one of two bytes. `crowded` is by how much longer an op takes
+    while a collective runs. With `sums_whole` a reduce-scatter is an all-reduce, from which each rank copies
+    its part. `instructions_per_flop` are issued by threads in the time of a FLOP at the peak of ordinary
+    float32; None where kernels are not bound by them. With `copies_tf32` convolutions in TF32 copy their
+    images, as those of two bytes do. `host_shares` are the host's seconds for an op of a family, forward and
+    for a gradient, over `host_s`; families that are not in it need the mean.
 
     A device that runs ahead of its host waits for it: a pass takes the longer of both. On a CPU the host is
     the device, so `host_s` is 0 and `launch_s` is all.
@@ -89,11 +103,21 @@ class Efficiency(Record):
     memory: dict[OpFamily, EfficiencyCurve]
     launch_s: float = Field(ge=0)
     host_s: float = Field(default=0.0, ge=0)
+    host_shares: dict[OpFamily, tuple[float, float]] = Field(default_factory=dict)
     late: float = Field(default=0.0, ge=0)
     crowded: float = Field(default=0.0, ge=0)
     element_s: float = Field(default=0.0, ge=0)
+    narrow_element: float = Field(default=1.0, ge=1)
     sums_whole: bool = False
+    copies_tf32: bool = False
+    instructions_per_flop: float | None = Field(default=None, gt=0)
     update: float | None = Field(default=None, gt=0)
+
+    def host_share(self, family: OpFamily, passed: int) -> float:
+        """Returns the host's seconds for an op of a family in a pass (0 is the forward) over those of a mean
+        op.
+        """
+        return self.host_shares.get(family, _EVEN)[passed > 0]
 
     def lateness(self, ranks: int) -> float:
         """Returns `late` for so many ranks that wait for each other.
@@ -153,6 +177,8 @@ GPU: Final = Efficiency(
     late=0.15,
     crowded=0.189,
     element_s=0.27e-6 / (512 * 2),
+    narrow_element=1.35,
+    instructions_per_flop=1.0,
     update=0.85,
 )
 
@@ -194,9 +220,42 @@ def default_of(device: Device) -> Efficiency:
     return CPU if device.kind == "cpu" else _of_kind(device.kind, device.host_s)
 
 
+# Seconds beside its work, in which a kernel of an H200 leaves the device idle or fills and drains it.
+_HOPPER_LAUNCH_S: Final = 2e-6
+_HOPPER_COMPUTE: Final[dict[OpFamily, EfficiencyCurve]] = {
+    "matmul": EfficiencyCurve(peak=0.8, half_s=2e-6),
+    "unaligned_matmul": EfficiencyCurve(peak=0.135, half_s=2e-6),
+    "attention": EfficiencyCurve(peak=0.6, half_s=5e-6),
+    "convolution": EfficiencyCurve(peak=0.68, half_s=7e-6),
+    "direct_convolution": EfficiencyCurve(peak=0.25, half_s=1e-6),
+}
+_HOPPER_MEMORY_HALF_S: Final = 0.6e-6
+_HOPPER_MEMORY: Final[dict[OpFamily, float]] = {"layout_copy": 0.6, "elementwise": 0.8}
+# The host's microseconds for an op in the forward, and for one of its gradients, over the 37 of a mean op.
+_HOPPER_HOST_US: Final[dict[OpFamily, tuple[float, float]]] = {
+    "matmul": (95, 55),
+    "unaligned_matmul": (95, 55),
+    "attention": (95, 55),
+    "convolution": (88, 30),
+    "direct_convolution": (88, 30),
+    "normalisation": (46, 28),
+    "elementwise": (10, 20),
+    "reduction": (10, 20),
+    "embedding": (10, 20),
+    "other": (10, 20),
+}
+
+
 @cache
 def _of_kind(kind: str, host_s: float | None) -> Efficiency:
-    reached, compute = reached_by(kind), dict(GPU.compute)
+    reached = reached_by(kind)
+    is_hopper = kind.split("-")[0] in HOPPER
+    compute, memory = GPU.compute | (_HOPPER_COMPUTE if is_hopper else {}), GPU.memory
+    if is_hopper:
+        memory = {
+            family: EfficiencyCurve(peak=_HOPPER_MEMORY.get(family, curve.peak), half_s=_HOPPER_MEMORY_HALF_S)
+            for family, curve in memory.items()
+        }
     shares: dict[OpFamily, float] = {
         "matmul": reached.matmul / USUAL_MATMUL,
         "unaligned_matmul": reached.matmul / USUAL_MATMUL,
@@ -205,5 +264,14 @@ def _of_kind(kind: str, host_s: float | None) -> Efficiency:
     for family, share in shares.items():
         curve = compute[family]
         compute[family] = curve.model_copy(update={"peak": curve.peak * share})
-    host_s = reached.host_s if host_s is None else host_s
-    return GPU.model_copy(update={"compute": compute, "host_s": host_s})
+    return GPU.model_copy(
+        update={
+            "compute": compute,
+            "memory": memory,
+            "launch_s": _HOPPER_LAUNCH_S if is_hopper else GPU.launch_s,
+            "host_s": reached.host_s if host_s is None else host_s,
+            "host_shares": {f: (us[0] / 37, us[1] / 37) for f, us in _HOPPER_HOST_US.items() if is_hopper},
+            "copies_tf32": is_hopper,
+            "instructions_per_flop": reached.instructions_per_flop,
+        }
+    )

@@ -71,7 +71,8 @@ def _decoded(graph: ModelGraph, unit: Unit) -> Iterator[Work]:
     for work in unit.forward:
         whole = min(weights, work.moved_bytes) if work.family in MATMULS | CONVOLUTIONS else 0
         moved = whole + (work.moved_bytes - whole) // tokens
-        yield work.model_copy(update={"flops": work.flops // tokens, "moved_bytes": moved})
+        own = {"flops": work.flops // tokens, "instructions": work.instructions // tokens}
+        yield work.model_copy(update={"moved_bytes": moved, **own})
 
 
 def _links_s(graph: ModelGraph, bounds: Sequence[int], cluster: Cluster, share: float) -> Iterator[float]:

@@ -301,4 +301,5 @@ def _without_weights(works: Sequence[Work], absent: int, device: Device) -> floa
 
 
 def _part(work: Work, shards: int) -> Work:
-    return work.model_copy(update={"flops": work.flops // shards, "moved_bytes": work.moved_bytes // shards})
+    shared = ("flops", "moved_bytes", "instructions")
+    return work.model_copy(update={name: getattr(work, name) // shards for name in shared})

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from outsize.ir.graph import CONVOLUTIONS, MATMULS, ModelGraph, Unit, Work
-from outsize.ir.hardware.devices import Device, reached_by
+from outsize.ir.hardware.devices import Device
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.units.recompute_segments import numbered
 from outsize.planner.costs.efficiency import Efficiency, default_of
@@ -33,6 +33,7 @@ from outsize.planner.costs.unit_times import UnitSeconds
 COMPUTE_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.7
 LAUNCH_S = 8e-6
+NARROW = ("bfloat16", "float16")
 TENSOR_FAMILIES = (*MATMULS, *CONVOLUTIONS, "attention")
 Passes = tuple[float, float, float]
 WorkPasses = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
@@ -75,9 +76,15 @@ def launches(graph: ModelGraph) -> int:
 
 def host_seconds(units: Iterable[WorkPasses], device: Device) -> UnitSeconds:
     """Returns the host's seconds to launch each pass; zero where the launches of a unit are unknown."""
-    host_s = default_of(device).host_s
+    curves = default_of(device)
     return UnitSeconds.from_rows(
-        [tuple(host_s * sum(work.launches for work in works) for works in passes) for passes in units]
+        [
+            tuple(
+                curves.host_s * sum(work.launches * curves.host_share(work.family, number) for work in works)
+                for number, works in enumerate(passes)
+            )
+            for passes in units
+        ]
     )
 
 
@@ -91,21 +98,33 @@ def host_blocks(graph: ModelGraph) -> tuple[int, ...]:
 
 
 def _work_s(work: Work, device: Device, curves: Efficiency) -> float:
-    if work.family == "layout_copy" and not device.has_tensor_cores(work.dtype):
+    if work.family == "layout_copy" and not _copies(work, device, curves):
         return 0.0
     flops_s = work.flops / _peak(work, device)
     bytes_s = work.moved_bytes / device.bytes_per_s
     compute_s = curves.compute[work.family].seconds(flops_s, work.launches)
     memory_s = curves.memory[work.family].seconds(bytes_s, work.launches)
     block_s = curves.element_s * work.block_elements
-    return max(compute_s, memory_s, block_s) + work.launches * curves.launch_s
+    if work.dtype in NARROW:
+        block_s *= curves.narrow_element
+    issued_s = 0.0
+    if work.instructions and curves.instructions_per_flop:
+        issued_s = work.instructions / (device.flops("float32") * curves.instructions_per_flop)
+    return max(compute_s, memory_s, block_s, issued_s) + work.launches * curves.launch_s
+
+
+def _copies(work: Work, device: Device, curves: Efficiency) -> bool:
+    """Returns whether what is around a convolution is a kernel of its own on the device."""
+    if work.dtype == "float32":
+        return curves.copies_tf32
+    return device.has_tensor_cores(work.dtype)
 
 
 def _peak(work: Work, device: Device) -> float:
     if work.family not in TENSOR_FAMILIES:
         return device.flops("float32")
     if work.family in CONVOLUTIONS and work.dtype == "float32":
-        return device.flops("tfloat32") * reached_by(device.kind).older_kernels
+        return device.flops("tfloat32")
     return device.flops(work.dtype)
 
 

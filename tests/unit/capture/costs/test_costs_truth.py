@@ -100,7 +100,7 @@ def predicted(graph: ModelGraph) -> tuple[int, int, int, int]:
         sum(u.flops for u in graph.units),
         sum(w.flops for w in back),
         saved,
-        sum(w.moved_bytes for w in back),
+        sum(w.moved_bytes for w in back if w.family != "layout_copy"),
     )
 
 

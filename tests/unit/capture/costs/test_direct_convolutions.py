@@ -34,20 +34,21 @@ def test_convolutions_with_a_workspace_are_told_apart(layer: nn.Module, family: 
 
 
 COPIED = [
-    (nn.Conv2d(8, 8, 3, padding=1), torch.bfloat16, torch.contiguous_format, True),
-    (nn.Conv2d(8, 16, 1), torch.float16, torch.contiguous_format, True),
-    (nn.Conv2d(8, 8, 3, padding=1, groups=4), torch.bfloat16, torch.contiguous_format, True),
-    (nn.ConvTranspose2d(8, 8, 3), torch.bfloat16, torch.contiguous_format, True),
-    (nn.Conv2d(8, 8, 3, padding=1), torch.bfloat16, torch.channels_last, False),
-    (nn.Conv2d(8, 8, 3, padding=1), torch.float32, torch.contiguous_format, False),
-    (nn.Conv2d(8, 8, 7, padding=3, groups=8), torch.bfloat16, torch.contiguous_format, False),
+    (nn.Conv2d(8, 8, 3, padding=1, bias=False), torch.bfloat16, torch.contiguous_format, True),
+    (nn.Conv2d(8, 16, 1, bias=False), torch.float16, torch.contiguous_format, False),
+    (nn.Conv2d(8, 16, 1, stride=2, bias=False), torch.float16, torch.contiguous_format, True),
+    (nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False), torch.bfloat16, torch.contiguous_format, True),
+    (nn.ConvTranspose2d(8, 8, 3, bias=False), torch.bfloat16, torch.contiguous_format, True),
+    (nn.Conv2d(8, 8, 3, padding=1, bias=False), torch.bfloat16, torch.channels_last, False),
+    (nn.Conv2d(8, 8, 3, padding=1, bias=False), torch.float32, torch.contiguous_format, True),
+    (nn.Conv2d(8, 8, 7, padding=3, groups=8, bias=False), torch.bfloat16, torch.contiguous_format, False),
 ]
 
 
 @pytest.mark.parametrize(
     ("layer", "dtype", "order", "copied"),
     COPIED,
-    ids=["spatial", "pixels", "grouped", "transposed", "channels last", "float32", "each channel"],
+    ids=["spatial", "pixels", "strides", "grouped", "transposed", "channels last", "float32", "each channel"],
 )
 def test_channels_that_come_first_are_copied_around_a_convolution(
     layer: nn.Module, dtype: torch.dtype, order: torch.memory_format, copied: bool
