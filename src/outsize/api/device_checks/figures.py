@@ -17,7 +17,7 @@ from outsize.capture.measure.local_cluster import find_cluster
 from outsize.device.accelerators import peak_bytes, reset_peak
 from outsize.device.host_waits import count_host_waits
 from outsize.ir.plan import Plan
-from outsize.planner.costs.roofline import launches
+from outsize.planner.costs.roofline import mean_ops
 from outsize.train.engine.engine import Engine
 
 MICROBATCHES: Final = 4
@@ -82,14 +82,15 @@ def host(place: CheckPlace) -> CheckAnswer:
     return CheckAnswer({"op_s": max(0.0, statistics.fmean(ops_s)), **figures})
 
 
-def _host_of(place: CheckPlace, case: DeviceModel) -> tuple[int, float]:
-    """Returns the ops of a narrow model's forward and backward, and their seconds."""
+def _host_of(place: CheckPlace, case: DeviceModel) -> tuple[float, float]:
+    """Returns the ops of a narrow model's forward and backward, in ops of mean length, and their seconds."""
     narrow = dataclasses.replace(place, width=NARROW)
     example, target = case.batch(NARROW)
     training = case_of(case.build(NARROW), (example,), None, {"loss_fn": case.loss_fn, "target": target})
-    graph = training.on(find_cluster("local")).captured(len(example)).graph
+    cluster = find_cluster("local")
+    graph = training.on(cluster).captured(len(example)).graph
     _, _, step = _made(narrow, case, 1, update=False)
-    return launches(graph), narrow.seconds(step)
+    return mean_ops(graph, cluster.devices[0]), narrow.seconds(step)
 
 
 def compilation(place: CheckPlace) -> CheckAnswer:

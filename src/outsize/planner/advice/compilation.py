@@ -20,7 +20,7 @@ from outsize.ir.hardware.devices import Device
 from outsize.ir.plan import Plan
 from outsize.ir.units.recompute_segments import blocks, segments
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.roofline import passes_of, seconds
+from outsize.planner.costs.roofline import mean_ops, passes_of, seconds
 
 LEAST_WAITING: Final = 0.1
 MOST_FUNCTIONS: Final = 64
@@ -44,7 +44,7 @@ def compilation_of(graph: ModelGraph, plan: Plan, device: Device) -> Compilation
 def waiting_share(graph: ModelGraph, device: Device) -> float:
     """Returns the share of its time that the device is expected to wait for launches, 0 to 1."""
     works = [work for unit in graph.units for each in passes_of(unit) for work in each]
-    host_s = default_of(device).host_s * sum(work.launches for work in works)
+    host_s = default_of(device).host_s * mean_ops(graph, device)
     return max(0.0, 1 - seconds(works, device) / host_s) if host_s else 0.0
 
 

@@ -23,6 +23,10 @@ for an op of a training loop in Python, with modules, autograd and the loop's ow
 that wait for their host: Megatron-DeepSpeed takes 3.0 to 3.2 ms for a layer of 51 ops on one A100, and 3.3 to
 3.6 with the four collectives of tensor parallelism, each an op more (tuned half); hosts of newer devices
 need less (ir/hardware/devices.py). A bare launch takes 5 us.
+Hopper's kernels, gaps and hosts are measured on an H200 by themselves (benchmarks/one-gpu/results, "ops"), and
+its host's seconds by kind of op over 51 steps (decision 190): copies of 128 KiB begin 1.8 us apart, convolutions
+of several pixels reach 0.4 to 0.85 of the peaks of bfloat16 and TF32 beside their copies and those of single
+pixels 0.2 to 0.3, products of unaligned rows 0.1 to 0.15 by Turing's kernels (`s1688 ... align1`).
 A host that is late catches up within a block, such as a layer of a transformer, not over the whole model:
 published steps are the sum of layers that wait for the host and of a head that does not. Neither hides the
 other wholly; one rank loses 0.15 of the shorter where both are equal (tuned half), and n ranks that meet in a
@@ -178,7 +182,6 @@ GPU: Final = Efficiency(
     crowded=0.189,
     element_s=0.27e-6 / (512 * 2),
     narrow_element=1.35,
-    instructions_per_flop=1.0,
     update=0.85,
 )
 

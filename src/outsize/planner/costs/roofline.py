@@ -1,17 +1,18 @@
 """Predicts seconds of units that nobody measured: roofline by op family, with efficiency that depends on
 size.
 
-    op      max(FLOPs / (peak FLOP/s x share), bytes / (bytes/s x share), elements of a block) + launch
+    op      max(FLOPs / (peak FLOP/s x share), bytes / (bytes/s x share), elements of a block, instructions
+            of all threads) + launch
     pass    the sum over its ops, which are given as Work: FLOPs, bytes and launches of a family
     step    at least as long as its host needs to launch it; the excess is spread over the units that wait,
             and neither of both hides the other wholly (unit_times.py)
 
 Peaks: matmul, attention and convolution have the device's peak of their dtype (tensor cores), all others that
-of float32; a float32 convolution runs in TF32 where there is such a peak, as PyTorch does by default, by
-kernels that were made for an A100. Copies into the order of channels that tensor cores read (`layout_copy`)
-are made where there are tensor cores. A unit
-of which only sums are known costs max(FLOPs / 0.5 peak, bytes / 0.7 bandwidth) + 8 us, and as much for each
-gradient.
+of float32; a float32 convolution runs in TF32 where there is such a peak, as PyTorch does by default. Copies
+into the order of channels that tensor cores read (`layout_copy`) are made where there are tensor cores, in
+TF32 on Hopper, where they were seen. A host needs longer for a product than for an op by elements, where both
+are known. A unit of which only sums are known costs max(FLOPs / 0.5 peak, bytes / 0.7 bandwidth) + 8 us, and
+as much for each gradient.
 
 Source: Williams et al., CACM 52(4), 2009; efficiency.py has the shares. Deviations: ops of one family in one
 pass count as equal. Complexity: O(works). Oracle: tests/unit/planner/costs/test_roofline.py computes the sums
@@ -69,23 +70,22 @@ def passes_of(unit: Unit) -> WorkPasses:
     return unit.forward, unit.backward_input, unit.backward_weight
 
 
-def launches(graph: ModelGraph) -> int:
-    """Returns how many ops the host launches for the forward and the backward of one microbatch."""
-    return sum(work.launches for unit in graph.units for works in passes_of(unit) for work in works)
+def mean_ops(graph: ModelGraph, device: Device) -> float:
+    """Returns the host's work for the forward and the backward of one microbatch, in ops of mean length."""
+    curves = default_of(device)
+    return sum(
+        _mean_ops(works, curves, number) for u in graph.units for number, works in enumerate(passes_of(u))
+    )
 
 
 def host_seconds(units: Iterable[WorkPasses], device: Device) -> UnitSeconds:
     """Returns the host's seconds to launch each pass; zero where the launches of a unit are unknown."""
     curves = default_of(device)
-    return UnitSeconds.from_rows(
-        [
-            tuple(
-                curves.host_s * sum(work.launches * curves.host_share(work.family, number) for work in works)
-                for number, works in enumerate(passes)
-            )
-            for passes in units
-        ]
-    )
+    rows = [
+        tuple(curves.host_s * _mean_ops(works, curves, number) for number, works in enumerate(passes))
+        for passes in units
+    ]
+    return UnitSeconds.from_rows(rows)
 
 
 def host_blocks(graph: ModelGraph) -> tuple[int, ...]:
@@ -95,6 +95,10 @@ def host_blocks(graph: ModelGraph) -> tuple[int, ...]:
     """
     modules = numbered([unit.name for unit in graph.units])
     return tuple(i for i, module in enumerate(modules) if i == 0 or module != modules[i - 1])
+
+
+def _mean_ops(works: Iterable[Work], curves: Efficiency, passed: int) -> float:
+    return sum(work.launches * curves.host_share(work.family, passed) for work in works)
 
 
 def _work_s(work: Work, device: Device, curves: Efficiency) -> float:

@@ -262,15 +262,15 @@ def test_kinds_of_devices_reach_other_shares_of_their_peaks() -> None:
 
 
 def test_instructions_bound_a_kernel_that_flops_and_bytes_do_not() -> None:
-    """The seconds are those in which the device issues them: two for four FLOPs of an H200, one for one of an
-    A100, whose processors have half as many ordinary cores. A CPU has no such kernels.
+    """The seconds are those in which a device issues them: one for two FLOPs of an H200's peak. They have not
+    been measured in steps of an A100, and a CPU has no such kernels.
     """
     plain = work("reduction", moved=10**6)
     bound = plain.model_copy(update={"instructions": 10**12})
     (cpu,) = parse_cluster("1xcpu").devices
     assert seconds([bound], H200) == pytest.approx(10**12 / (H200.flops("float32") / 2), rel=1e-3)
-    assert seconds([bound], DEVICE) == pytest.approx(10**12 / DEVICE.flops("float32"), rel=1e-3)
-    assert seconds([bound], cpu) == seconds([plain], cpu)
+    for device in (DEVICE, cpu):
+        assert seconds([bound], device) == seconds([plain], device)
 
 
 def test_copies_around_convolutions_in_tf32_are_those_of_devices_where_they_were_seen() -> None:
