@@ -244,7 +244,7 @@ USUAL_HOST_S: Final = 57e-6
 # The columns are kinds (the word before the first dash), shares of the bfloat16 peak, seconds of a host, and
 # instructions for a FLOP of ordinary float32.
 _REACHED: Final = (
-    ("a100 a800", 0.869, 0.6, USUAL_HOST_S, None),
+    ("a100 a800", 0.869, 0.6, USUAL_HOST_S, 0.0),
     ("h100 h800 h200", 0.803, 0.35, 37e-6, 0.5),
     ("b200", 0.776, 0.35, 37e-6, 0.5),
 )
@@ -268,22 +268,23 @@ class Reached(Record):
     Python is 1.25 times ("What's New In Python 3.11").
 
     Instructions: a processor of an H100 issues four for 32 threads in a cycle, and has ordinary cores for as
-    many, whose peak counts two FLOPs for each (NVIDIA, H100 whitepaper); a B200 is taken to be alike. None
+    many, whose peak counts two FLOPs for each (NVIDIA, H100 whitepaper); a B200 is taken to be alike. Zero
     for older kinds, where such kernels have not been measured.
     """
 
     matmul: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
     host_s: float = Field(gt=0, le=1)
-    instructions_per_flop: float | None = Field(gt=0, le=1)
+    instructions_per_flop: float = Field(ge=0, le=1)
 
 
 def reached_by(kind: str) -> Reached:
     """Returns the shares of a kind of device; those of an A100 where nobody has published any."""
     word = kind.split("-")[0]
     known = (shares for words, *shares in _REACHED if word in words.split())
-    columns = next(known, (USUAL_MATMUL, USUAL_ATTENTION, USUAL_HOST_S, None))
-    return Reached(**dict(zip(Reached.model_fields, columns, strict=True)))
+    usual = USUAL_MATMUL, USUAL_ATTENTION, USUAL_HOST_S, 0.0
+    matmul, attention, host_s, instructions = next(known, usual)
+    return Reached(matmul=matmul, attention=attention, host_s=host_s, instructions_per_flop=instructions)
 
 
 HOST_BYTES_PER_S: Final = 0.8 * 204.8e9

@@ -23,10 +23,10 @@ for an op of a training loop in Python, with modules, autograd and the loop's ow
 that wait for their host: Megatron-DeepSpeed takes 3.0 to 3.2 ms for a layer of 51 ops on one A100, and 3.3 to
 3.6 with the four collectives of tensor parallelism, each an op more (tuned half); hosts of newer devices
 need less (ir/hardware/devices.py). A bare launch takes 5 us.
-Hopper's kernels, gaps and hosts are measured on an H200 by themselves (benchmarks/one-gpu/results, "ops"), and
-its host's seconds by kind of op over 51 steps (decision 190): copies of 128 KiB begin 1.8 us apart, convolutions
-of several pixels reach 0.4 to 0.85 of the peaks of bfloat16 and TF32 beside their copies and those of single
-pixels 0.2 to 0.3, products of unaligned rows 0.1 to 0.15 by Turing's kernels (`s1688 ... align1`).
+Hopper's kernels and gaps are measured on an H200, op by op (benchmarks/one-gpu/results, "ops"), its host by
+kind of op over 51 steps (decision 190): copies of 128 KiB begin 1.8 us apart, convolutions of several pixels
+reach 0.4 to 0.85 of the peaks of bfloat16 and TF32 beside their copies, those of single pixels 0.2 to 0.3,
+products of unaligned rows 0.1 to 0.15, by Turing's kernels (`s1688 ... align1`).
 A host that is late catches up within a block, such as a layer of a transformer, not over the whole model:
 published steps are the sum of layers that wait for the host and of a head that does not. Neither hides the
 other wholly; one rank loses 0.15 of the shorter where both are equal (tuned half), and n ranks that meet in a
@@ -95,7 +95,7 @@ class Efficiency(Record):
     `narrow_element` how many times as much one of two bytes. `crowded` is by how much longer an op takes
     while a collective runs. With `sums_whole` a reduce-scatter is an all-reduce, from which each rank copies
     its part. `instructions_per_flop` are issued by threads in the time of a FLOP at the peak of ordinary
-    float32; None where kernels are not bound by them. With `copies_tf32` convolutions in TF32 copy their
+    float32; 0 where kernels are not bound by them. With `copies_tf32` convolutions in TF32 copy their
     images, as those of two bytes do. `host_shares` are the host's seconds for an op of a family, forward and
     for a gradient, over `host_s`; families that are not in it need the mean.
 
@@ -114,7 +114,7 @@ class Efficiency(Record):
     narrow_element: float = Field(default=1.0, ge=1)
     sums_whole: bool = False
     copies_tf32: bool = False
-    instructions_per_flop: float | None = Field(default=None, gt=0)
+    instructions_per_flop: float = Field(default=0.0, ge=0)
     update: float | None = Field(default=None, gt=0)
 
     def host_share(self, family: OpFamily, passed: int) -> float:
