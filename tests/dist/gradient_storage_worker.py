@@ -1,4 +1,4 @@
-"""One rank of two: `gradient_storage_worker.py FOLDER`. Gradients of every sharing operation, by schedule."""
+"""One rank of two: `gradient_storage_worker.py FOLDER TURNS`. Gradients of every sharing operation, by schedule."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import join, leave
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
 
 def differing(name: str, schedule: str, group: Any) -> list[str]:
     """This rank's own parameters whose gradients are not those of the plain loop."""
@@ -32,17 +34,18 @@ def differing(name: str, schedule: str, group: Any) -> list[str]:
     return [key for key, parameter in own.items() if not torch.equal(parameter.grad, expected[key])]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, turns: int) -> None:
+    """With 4 turns each operation meets one schedule, with 1 each."""
     torch.set_num_threads(1)
     world = join()
     wrong = {
         f"{schedule}, {name}": differing(name, schedule, world.group)
-        for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")
-        for name in list(SHARING)[:: 1 if schedule == "gpipe" else 4]
+        for number, schedule in enumerate(SCHEDULES)
+        for name in list(SHARING)[number % turns :: turns]
     }
     (folder / f"rank{world.rank}.json").write_text(json.dumps(wrong))
     leave(world)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
