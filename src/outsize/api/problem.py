@@ -233,19 +233,21 @@ def _counts(request: PlanRequest, cluster: Cluster) -> list[int]:
 
 
 def all_counts(batch_size: int, devices: int, microbatches: int | None) -> list[int]:
-    """Returns the counts worth a capture where replicas share the batch: also fewer than devices."""
-    if microbatches is not None:
-        shared = (microbatches * d for d in range(1, devices + 1) if devices % d == 0)
-        return [count for count in shared if count <= batch_size]
-    fewer = (2**k for k in range(1, devices.bit_length()) if batch_size % 2**k == 0)
-    return sorted({*counts_of(batch_size, devices, None), *fewer})
+    """Returns the counts worth a capture where replicas share the batch."""
+    if microbatches is None:
+        return counts_of(batch_size, devices, None)
+    shared = (microbatches * d for d in range(1, devices + 1) if devices % d == 0)
+    return [count for count in shared if count <= batch_size]
 
 
 def counts_of(batch_size: int, stages: int, microbatches: int | None) -> list[int]:
-    """Returns the count that is given, or the divisors of the batch nearest to multiples of the stages."""
+    """Returns the count that is given, or the divisors of the batch nearest to multiples of the stages, and
+    powers of two below these: a microbatch whose ops are shorter than their launches had better be larger.
+    """
     if microbatches is not None:
         return [microbatches] if 0 < microbatches <= batch_size else []
     wanted = [stages * factor for factor in _MULTIPLES]
     divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
     near = {min(divisors, key=lambda d, w=w: abs(d - w)) for w in wanted}
-    return sorted({1, *near})
+    fewer = (2**k for k in range(1, stages.bit_length()) if batch_size % 2**k == 0)
+    return sorted({1, *near, *fewer})

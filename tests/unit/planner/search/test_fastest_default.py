@@ -4,6 +4,8 @@ cost.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from findings_of import findings
@@ -21,7 +23,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
-from outsize.planner.evaluate.ranking import BITS, faster
+from outsize.planner.evaluate.ranking import BITS, CLOSE, faster
 from outsize.planner.search.search import search
 from outsize.report.tables.plan_tables import bits_text
 
@@ -61,6 +63,22 @@ def test_the_default_is_the_fastest_and_says_what_the_bits_of_one_device_cost() 
     assert seconds_text(step_s(fastest)) in text
     assert text.endswith(f"{seconds_text(step_s(exact))} with one device's bits: --exact")
     assert bits_text(exact, step_s(exact)) == "those of one device"
+
+
+def test_exact_is_as_fast_as_any_number_of_microbatches_and_as_what_the_default_names() -> None:
+    """Launches take longer than layers of an eighth of this batch, so eight stages want four microbatches."""
+    layers = (nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16))
+    model, x = nn.Sequential(*layers).to("meta"), torch.zeros(64, 64, 1024)
+
+    def plan(**options: Any) -> Plan:
+        return outsize.plan(model, (x,), loss_fn=torch.sum, cluster="8xh100-80gb", **options)
+
+    exact = plan(exact=True)
+    asked = {count: step_s(plan(exact=True, microbatches=count)) for count in (1, 2, 4, 8, 16)}
+    assert min(asked, key=asked.__getitem__) == exact.microbatches == 4
+    assert step_s(exact) <= asked[4] * CLOSE
+    (named,) = [found for found in findings(plan(), NotChosen) if found.bit_identical]
+    assert named.step_s == pytest.approx(step_s(exact), rel=CLOSE - 1)
 
 
 def test_a_pipeline_stays_where_links_are_slow() -> None:
