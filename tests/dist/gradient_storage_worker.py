@@ -1,4 +1,4 @@
-"""One rank of two: `gradient_storage_worker.py FOLDER TURNS`. Gradients of every sharing operation, by schedule."""
+"""One rank of two: `gradient_storage_worker.py FOLDER TURNS`: gradients of sharing ops, by schedule."""
 
 from __future__ import annotations
 
