@@ -58,7 +58,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Division:
-    """How a training is divided, and on which cluster. Full recompute is that of layers."""
+    """How a training is divided, and on which cluster. Full recompute is that of layers.
+
+    `waits`: the system waits for the collectives that the product runs beside the gradients of weights.
+    """
 
     tp: int
     pp: int
@@ -69,11 +72,13 @@ class Division:
     sequence_parallel: bool
     recompute: Recompute
     cluster: str
+    waits: bool = False
 
 
 def priced(shape: Shape, division: Division, optimizer: str = "adamw") -> Expected:
     """What the product expects of the layout. Raises OutsizeError."""
-    graph, profile = _costs(shape, division.microbatch, _device_of(division.cluster), division.tp > 1)
+    style = None if division.tp == 1 else "waits" if division.waits else "begins"
+    graph, profile = _costs(shape, division.microbatch, _device_of(division.cluster), style)
     if graph.tensor is not None:
         graph.tensor.insist_on_degree(division.tp)
     plan = Plan(
@@ -127,8 +132,12 @@ def stages_of(graph: ModelGraph, layers: int, division: Division) -> Iterator[St
 
 
 @lru_cache(maxsize=4)
-def _costs(shape: Shape, microbatch: int, device: str, divided: bool) -> tuple[ModelGraph, Profile]:
-    """The graph and its units' seconds, with what tensor parallelism divides where it is `divided`."""
+def _costs(
+    shape: Shape, microbatch: int, device: str, divided: Literal["waits", "begins"] | None
+) -> tuple[ModelGraph, Profile]:
+    """The graph and its units' seconds, with what tensor parallelism divides where it is `divided`, by a
+    system that waits for each collective or one in which some only begin.
+    """
     cluster, ids = _cluster(f"1x{device}"), torch.zeros(microbatch, shape.length, dtype=torch.long)
     inputs, options = {"input_ids": ids}, dict[str, Any]()
     if shape.loss == "half":
@@ -137,8 +146,16 @@ def _costs(shape: Shape, microbatch: int, device: str, divided: bool) -> tuple[M
         inputs["labels"] = ids
     case = case_of(model_of(shape), (), inputs, options).under("bf16").on(cluster)  # pyright: ignore
     captured = case.captured(microbatch)
-    graph = styled(case, captured, Axes(), divided)
+    graph = styled(case, captured, Axes(), divided is not None)
+    graph = _waiting(graph) if divided == "waits" else graph
     return graph, roofline(graph, cluster.devices[0])
+
+
+def _waiting(graph: ModelGraph) -> ModelGraph:
+    """The graph where no collective has only begun: each is waited for."""
+    none = {"begun_sum": 0, "begun_gather": 0, "beside": ()}
+    units = (u.model_copy(update={"divided": u.divided.model_copy(update=none)}) for u in graph.units)
+    return graph.model_copy(update={"units": tuple(units)})
 
 
 @lru_cache(maxsize=256)

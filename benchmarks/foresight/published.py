@@ -54,6 +54,12 @@ def of_flops(flops_per_s: float, parameters: float, layers: int, hidden: int, to
     return flops_per_s / (6 * parameters + 12 * layers * hidden * tokens)
 
 
+def of_megatron_flops(flops_per_s: float) -> float:
+    """Tokens a second of GPT 175B with full recompute: FLOPs of a token by arXiv 2104.04473, eq. 3."""
+    inner = 1 + 2048 / (6 * 12288) + 51200 / (16 * 96 * 12288)
+    return flops_per_s / (96 * 96 * 12288**2 * inner)
+
+
 RUNS = (
     PublishedRun(
         "Llama-3 405B, 16,384 H100",
@@ -136,21 +142,41 @@ RUNS = (
             "recompute": "selective",
         },
     ),
+    *(
+        PublishedRun(
+            f"GPT 175B, {gpus:,} A100",
+            "arXiv 2104.04473, table 2: 96 GPUs a replica (tp 8), microbatches of 1, full recompute",
+            GPT_175B,
+            f"{gpus // 8}x8xa100-80gb",
+            1536,
+            2048,
+            of_megatron_flops(flops_per_s),
+            {
+                "tp": 8,
+                "stages": 12,
+                "dp_replicate": gpus // 96,
+                "microbatches": 1536 * 96 // gpus,
+                "schedule": "1f1b",
+                "recompute": "full",
+            },
+        )
+        for gpus, flops_per_s in ((768, 149e12), (1536, 141e12))
+    ),
     PublishedRun(
         "GPT 175B, 1,024 A100",
-        "arXiv 2104.04473, sec. 5.1: 1,536 samples, 140 TFLOP/s of its equation 3, with full recompute; the"
-        " layout is not said: tp 8, pp 8, dp 16 and 2 samples are those of its 145.6B (table 1)",
+        "arXiv 2104.04473, sec. 5.1: 1,536 samples, 140 TFLOP/s, with full recompute; the layout is not said:"
+        " microbatches and schedule of its table 2, tp 8, pp 8 and dp 16 of its 145.6B (table 1)",
         GPT_175B,
         "128x8xa100-80gb",
         1536,
         2048,
-        140e12 / (96 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 96 * 12288))),
+        of_megatron_flops(140e12),
         {
             "tp": 8,
             "stages": 8,
             "dp_replicate": 16,
-            "microbatches": 48,
-            "schedule": "interleaved",
+            "microbatches": 96,
+            "schedule": "1f1b",
             "recompute": "full",
         },
     ),

@@ -41,6 +41,12 @@ GPT2_VOCABULARY = 50257
 MOST_GPUS = 1 << 17
 LARGE = 6144  # hidden size from which a model counts as large (18B parameters and more)
 HALVES = ("tuned", "held out")
+# Systems that wait for each collective of tensor parallelism: Megatron-DeepSpeed switches
+# async_tensor_model_parallel_allreduce off (its issue 447), and Megatron-LM has it since the end of 2021.
+WAITING = ("Megatron-DeepSpeed", "Megatron-LM (2021)")
+# The fork's script has --untie-embeddings-and-output-weights (sail-sg/zero-bubble-pipeline-parallelism,
+# examples/pretrain_zero_bubble.sh).
+UNTIED = ("Megatron-LM (zero-bubble fork)",)
 # GPUs as tables of published runs call them, newest first: a GB200 is no H200.
 GPUS = {
     "gb200": "b200-180gb",
@@ -164,6 +170,7 @@ def _shape(row: Row) -> Shape:
         heads=int(row["heads"]),
         length=int(row["seq_len"]),
         vocabulary=-(-vocabulary // multiple) * multiple,
+        tied=row["system"] not in UNTIED,
     )
 
 
@@ -184,6 +191,7 @@ def _division(row: Row) -> Division:
         sequence_parallel="sequence parallel" in label,
         recompute=recompute,
         cluster=_cluster(row["hardware"], int(row["n_gpus"])),
+        waits=row["system"] in WAITING,
     )
 
 

@@ -137,7 +137,7 @@ def layers_in(units: str) -> set[int]:
 
 
 def test_stages_have_equally_many_layers_or_ends_one_less() -> None:
-    graph, _ = priced._costs(SMALL, 2, "a100-80gb", False)
+    graph, _ = priced._costs(SMALL, 2, "a100-80gb", None)
 
     def layers(pp: int) -> list[int]:
         division = replace(DIVISION, pp=pp)
@@ -157,6 +157,22 @@ def test_a_layout_costs_what_the_product_says() -> None:
     assert whole.step_s < some.step_s < again.step_s
     assert [stage.recomputed for stage in whole.stages] == [0, 0]
     assert 0 < some.stages[0].recomputed < again.stages[0].recomputed
+
+
+def test_systems_that_wait_for_collectives_are_priced_so() -> None:
+    assert read().division.waits
+    assert not read(system="Megatron-LM (2022)").division.waits
+    shape = replace(SMALL, hidden=1024, length=512)
+    alike = {"tp": 2, "pp": 1, "cluster": "2xa100-80gb", "microbatch": 8}
+    begun, waited = (
+        priced.priced(shape, replace(DIVISION, **alike, waits=waits)).step_s for waits in (False, True)
+    )
+    assert begun < waited
+
+
+def test_the_fork_with_zero_bubbles_has_weights_of_its_own_behind_its_layers() -> None:
+    assert not read(system="Megatron-LM (zero-bubble fork)").shape.tied
+    assert read().shape.tied
 
 
 def test_regret_is_the_chosen_layout_over_the_best() -> None:
