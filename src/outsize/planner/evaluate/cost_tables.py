@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 from types import MappingProxyType
 from typing import Final, TypeVar, cast, final
@@ -38,6 +37,7 @@ from outsize.planner.costs.coarsening import (
 from outsize.planner.costs.device_scaling import on_kind
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, routed_times, split_times
+from outsize.planner.costs.stage_edges import flows
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.heterogeneous.assignment import excess_bytes, first_of, numbers, orders, taken
 from outsize.planner.heterogeneous.bounds import Crossing, Fleet, Groups
@@ -129,7 +129,7 @@ class CostTables:
 
     def demands(self, layout: Layout) -> tuple[Demand | None, ...]:
         """Returns which weights the stages of a layout need, the preferred demand first."""
-        if layout.hosted or layout.stages == 1 or self._is_arranged(layout):
+        if layout.hosted or layout.stages == 1 or self.is_arranged(layout):
             return (None,)
         key = layout.captured, layout.axes.pp, self.ends(layout)
         if key not in self._demands:
@@ -174,7 +174,7 @@ class CostTables:
 
     def pipelines(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
         """Yields the pipeline in rank order, and where devices differ in orders that are balanced."""
-        if self._is_arranged(layout):
+        if self.is_arranged(layout):
             yield from self._arranged(layout, recompute)
             return
         in_order = self.pipeline(layout, recompute)
@@ -226,12 +226,13 @@ class CostTables:
         """
 
         def links(kinds: Sequence[int]) -> Sequence[Link]:
-            return [groups.link(*pair) for pair in pairwise(taken(kinds, groups))]
+            ranks = taken(kinds, groups)
+            return [groups.link(ranks[stage - 1], rank) for stage, rank in enumerate(ranks)]
 
         fleet.spare(over)
-        graph, m = self._of_rank(layout)[0], layout.microbatches
-        message_bytes = self.kept(("crossing", *_spread_key(layout)), lambda: crossing_bytes(graph))
-        in_a_row = KindsInARow(fleet, links, message_bytes / layout.axes.cp)
+        m = layout.microbatches
+        message_bytes = self.kept(("messages", *_spread_key(layout)), lambda: self._message_bytes(layout))
+        in_a_row = KindsInARow(fleet, links, message_bytes)
         row = in_a_row.best(floor_s / (m + layout.axes.pp))
         if row is not None and m * row.period_s <= NEAR * floor_s:
             return row.kinds, row.bounds
@@ -239,6 +240,15 @@ class CostTables:
         if row is None or (mixed is not None and in_a_row.period_s(*mixed) < row.period_s):
             return mixed
         return row.kinds, row.bounds
+
+    def _message_bytes(self, layout: Layout) -> NDArray[np.float64]:
+        """Returns what crosses each cut for a microbatch, and before the first unit the gradients that come
+        back to it.
+        """
+        graph, _ = self._of_rank(layout)
+        message_bytes = crossing_bytes(graph) / layout.axes.cp
+        message_bytes[0] = sum(flow.size_bytes for flow in flows(graph) if flow.step and flow.gradient)
+        return message_bytes
 
     def finer(self, layout: Layout, bounds: Sequence[int]) -> CostTables:
         """Returns tables that are unit by unit around the bounds that were found for a layout."""
@@ -278,11 +288,16 @@ class CostTables:
 
     def has_pieces(self, layout: Layout) -> bool:
         """Returns whether the model is cut into enough pieces for the stages of a layout."""
-        return self._is_arranged(layout) or layout.stages < len(self.ends(layout))
+        return self.is_arranged(layout) or layout.stages < len(self.ends(layout))
 
-    def _is_arranged(self, layout: Layout) -> bool:
+    def is_arranged(self, layout: Layout) -> bool:
         """Returns whether the cuts follow from which kind of device takes which units."""
         return self.unequal and self._idle and layout.chunks == 1 and not self.exact(layout)
+
+    def may_be_arranged(self, layout: Layout) -> bool:
+        """Returns whether it is seen at once that some order of kinds fits, where cuts follow from it."""
+        fleet = self._fleet(layout, ("none", "full")) if self.is_arranged(layout) else None
+        return fleet is None or fleet.surely_fits
 
     def ends(self, layout: Layout) -> tuple[int, ...]:
         """Returns the first unit of each piece, then the number of units."""

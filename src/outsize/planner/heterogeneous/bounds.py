@@ -191,10 +191,15 @@ class Fleet:
         `least_s`: a lower bound of the step. `over`: bytes by kind that were too many.
         """
         self.spare(over)
-        if not self._probe(inf, -inf, lenient=False).met:
+        if not self.surely_fits:
             return None
         _, *met = self._bisected(least_s, inf, lenient=False)
         return self._probe(*met, lenient=False, keep=True).trace()
+
+    @property
+    def surely_fits(self) -> bool:
+        """Returns whether some arrangement is sure to fit, however long it takes."""
+        return self._probe(inf, -inf, lenient=False).met
 
     def spare(self, over: Mapping[int, float]) -> None:
         """Leaves so many bytes by kind unused in what is arranged from now on."""

@@ -6,6 +6,7 @@ stage with the units [first, end) has the period
 
     F + B (or 2 F + B, recomputed) + message(first, stage before) + message(end, stage after)
 
+and the first one waits for the gradients of weights that it shares with the last one instead of a message,
 because under 1f1b the round trips through a chain of stages are paced by the mean of these sums. For a period
 T stages are placed from the last one: of the first units that T and memory allow, the one from which the
 stage before has least to do, its own message included. The least T is found by bisection, for each order of
@@ -47,15 +48,16 @@ class InARow(NamedTuple):
 
 @final
 class KindsInARow:
-    """Places the stages of one layout: `links` maps the kinds of stages to the links between them, and
-    `message_bytes`, of shape (n + 1,), cross each cut.
+    """Places the stages of one layout: `links` maps the kinds of stages to the link of each to the stage
+    before it, which is the last one for the first; `message_bytes`, of shape (n + 1,), cross each cut, and
+    come back to the first stage.
     """
 
     def __init__(
         self, fleet: Fleet, links: Callable[[Sequence[int]], Sequence[Link]], message_bytes: Seconds
     ) -> None:
         self._fleet, self._links, self._bytes = fleet, links, message_bytes
-        self._known: dict[tuple[float, float], Seconds] = {}
+        self._known: dict[tuple[float, float, float], Seconds] = {}
 
     def best(self, least_s: float) -> InARow | None:
         """Returns the shortest period of all orders, from `least_s` on; None where none fits."""
@@ -89,13 +91,18 @@ class KindsInARow:
 
     def _hops(self, kinds: Sequence[int]) -> list[Seconds]:
         """Returns the seconds of a message at each cut, before each stage and behind the last one."""
-        none = np.zeros_like(self._bytes)
-        return [none, *map(self._message_s, self._links(kinds)), none]
+        closing, *others = self._links(kinds)
+        back_s = float(self._message_s(closing, 0.0)[0])
+        hops = (self._message_s(link, back_s) for link in others)
+        return [self._message_s(closing, back_s), *hops, np.zeros_like(self._bytes)]
 
-    def _message_s(self, link: Link) -> Seconds:
-        key = link.latency_s, link.bytes_per_s
+    def _message_s(self, link: Link, back_s: float) -> Seconds:
+        """Returns the seconds of a message at each cut; at the first one `back_s`, or 0.0 for its own."""
+        key = link.latency_s, link.bytes_per_s, back_s
         if key not in self._known:
-            self._known[key] = np.where(self._bytes > 0, key[0] + self._bytes / key[1], 0.0)
+            seconds = np.where(self._bytes > 0, link.latency_s + self._bytes / link.bytes_per_s, 0.0)
+            seconds[0] = back_s or seconds[0]
+            self._known[key] = seconds
         return self._known[key]
 
     def _once(self, kind: int, again: bool) -> Seconds:
@@ -150,8 +157,7 @@ class KindsInARow:
             nearest = int(np.searchsorted(once, once[end] - limit_s))
             low = max(nearest, int(self._fleet.first_in_room(kind, again, after)[end]))
             window = slice(low, end)
-            # The first stage of all receives nothing.
-            allowed = once[end] - once[window] + arriving[window] * (np.arange(low, end) > 0) <= limit_s
+            allowed = once[end] - once[window] + arriving[window] <= limit_s
             if not allowed.any():
                 continue
             left_s = np.where(allowed, before[window] + arriving[window], inf)

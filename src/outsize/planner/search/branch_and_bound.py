@@ -102,9 +102,9 @@ class _Queue:
             return None
         if place not in self._bounds:
             self._bounds[place] = self._search.bound(layout)
-        bound, sharper_s = self._bounds[place], floor_s
-        if bound.exceeds(self._search.most_pipeline_s(layout)):
-            sharper_s = max(floor_s, self._search.together_s(layout, bound.low_s))
+        bound = self._bounds[place]
+        bound.exceeds(self._search.most_pipeline_s(layout))
+        sharper_s = max(floor_s, self._search.together_s(layout, bound.low_s))
         while not bound.sharp and sharper_s <= self.least_s:
             bound.sharpen()
             sharper_s = max(floor_s, self._search.together_s(layout, bound.low_s))
@@ -122,8 +122,8 @@ def polished(estimate: Estimate, tables: CostTables) -> Estimate:
 class BranchAndBound:
     """Prices layouts by ascending lower bound until the next one cannot win.
 
-    Of a few layouts all are priced, so that a plan can be compared with them, where it `compares`. Nothing
-    that takes longer than `most_s` is priced then.
+    Of a few layouts all are priced, so that a plan can be compared with them, where it `compares` and their
+    cuts need not be arranged by kinds. Nothing that takes longer than `most_s` is priced then.
     """
 
     def __init__(
@@ -145,6 +145,7 @@ class BranchAndBound:
     def run(self, layouts: Sequence[Layout]) -> SearchResult:
         """Prices what may win, by ascending lower bound."""
         queue, self._asked = _Queue(self, layouts), len(layouts)
+        self._compares &= not any(map(self._cost_tables.is_arranged, layouts))
         while queue.layouts_wait and not self._over(queue.least_s):
             if self._polishes(queue.least_s):
                 continue
@@ -254,6 +255,9 @@ class BranchAndBound:
     def _try(self, layout: Layout, floor_s: float) -> bool:
         """Prices or rejects a layout; returns False where it was given up because it cannot win."""
         most_s = inf if self._few() else self._close_s()
+        if not self._cost_tables.may_be_arranged(layout):
+            self._floors.append(floor_s)
+            return True
         if self._cost_tables.unequal:  # Not all orders of unequal devices are tried.
             floor_s = max(floor_s, self._floor_below(layout, most_s))
             self._floors.append(floor_s)

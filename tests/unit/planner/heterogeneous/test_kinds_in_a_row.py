@@ -32,7 +32,7 @@ class Small:
         self.rooms = [draw(st.integers(10, 60)) for _ in self.counts]
         most = draw(st.sampled_from([0, 4]))
         messages = draw(st.lists(st.integers(0, most), min_size=self.n - 1, max_size=self.n - 1))
-        self.messages = np.array([0, *messages, 0], float)
+        self.messages = np.array([draw(st.integers(0, most)), *messages, 0], float)
         graph, profile = chain([float(s) for s in seconds])
         kinds = [UnitSeconds.of(profile).times(rate, rate, rate) for rate in rates]
         nothing = np.zeros(self.n + 1)
@@ -44,7 +44,7 @@ class Small:
 
     @staticmethod
     def links(kinds: Sequence[int]) -> list[Link]:
-        return [NEAR if one == other else FAR for one, other in pairwise(kinds)]
+        return [NEAR if one == other else FAR for one, other in pairwise((kinds[-1], *kinds))]
 
     def best_s(self) -> float:
         best_s = inf
@@ -63,9 +63,8 @@ some = settings(max_examples=60, derandomize=True, deadline=None)
 @some
 @given(smalls)
 def test_it_is_what_it_says_and_no_cut_of_all_is_faster_where_messages_cost_nothing(small: Small) -> None:
-    least_s = min(float(small.fleet.once_s(kind, False)[-1]) for kind in range(len(small.counts)))
-    found = small.row.best(least_s / sum(small.counts))
     best_s = small.best_s()
+    found = small.row.best(1.0 if best_s == inf else best_s / 2)
     if found is None:
         return
     assert all(found.kinds.count(kind) <= count for kind, count in enumerate(small.counts))
