@@ -525,7 +525,9 @@ def _why_axes(request: PlanRequest, layout: Layout, graph: ModelGraph, cluster: 
 
 
 def _refined(request: PlanRequest, tables: CostTables, best: Estimate) -> tuple[CostTables, Estimate]:
-    """Searches the winner again, with every cut near its bounds instead of pieces."""
+    """Searches the winner again, with every cut near its bounds instead of pieces; one stage has no bounds."""
+    if best.layout.stages == 1:
+        return tables, best
     ends = tables.ends(best.layout)
     finer = tables.finer(best.layout, [ends[bound] for bound in best.bounds])
     searched = BranchAndBound(finer, _recompute(request), compares=False, most_s=best.step_s)
