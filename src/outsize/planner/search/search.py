@@ -525,7 +525,7 @@ def _why_axes(request: PlanRequest, layout: Layout, graph: ModelGraph, cluster: 
 
 
 def _refined(request: PlanRequest, tables: CostTables, best: Estimate) -> tuple[CostTables, Estimate]:
-    """Searches the winner again, with every cut near its bounds instead of pieces; one stage has no bounds."""
+    """Searches the winner again with every cut near its bounds instead of pieces; one stage has none."""
     if best.layout.stages == 1:
         return tables, best
     ends = tables.ends(best.layout)
