@@ -278,7 +278,8 @@ def _stage_cells(expected: Expected, number: int) -> tuple[str, ...]:
 def _memory_table(plan: Plan, expected: Expected) -> Table:
     """Returns a row for each device, which may hold several stages."""
     device_holdings = holdings(plan, expected)
-    unit, size = byte_unit(max((h.figures.peak_bytes for h in device_holdings), default=0))
+    largest = (max(h.figures.peak_bytes, h.figures.p95_bytes) for h in device_holdings)
+    unit, size = byte_unit(max(largest, default=0))
     names = [SHORT.get(name, name) for name, _ in causes(expected.stages[0])]
     each = "each, " if plan.axes.group_size > 1 else ""
     peak_names = ("P50", "P95") if all(h.figures.p95_bytes for h in device_holdings) else ("peak",)
