@@ -40,7 +40,7 @@ from outsize.ir.answers.advice import (
     UnusedDevices,
 )
 from outsize.ir.cluster import Cluster, Link
-from outsize.ir.findings import DoesNotFit, NotChosen
+from outsize.ir.findings import CheapestDevices, DoesNotFit, NotChosen
 from outsize.ir.graph import ModelGraph, Value
 from outsize.ir.plan import Axes, Expected, Plan, StageFigures
 from outsize.ir.profile import Profile
@@ -116,10 +116,16 @@ def advise(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
 
 
 def _replicas(view: _View) -> Iterator[ReplicasFaster]:
+    """Compares with replicas on all devices. A group is of one kind of device, and who asks for the least
+    money does not ask for the most speed.
+    """
     devices, plan = len(view.cluster.devices), view.plan
-    case = _case(view)
-    if devices < 2 or plan.axes.group_size > 1:
+    kinds = {device.kind for device in view.cluster.devices}
+    if devices < 2 or len(kinds) > 1 or plan.axes.group_size > 1:
         return
+    if any(isinstance(found, CheapestDevices) for found in plan.why):
+        return
+    case = _case(view)
     if not ChainFeasibility.of(case, SEQUENTIAL.name, 1, view.cluster).fits():
         yield from _sharded(view)
         return

@@ -7,6 +7,7 @@ from planner_graphs import chain, graph_of, parameter, profile_of, unit, value
 
 from outsize.ir.answers.advice import Advice
 from outsize.ir.cluster import Cluster, Link, make_cluster
+from outsize.ir.findings import CheapestDevices
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.ir.profile import Profile
@@ -50,6 +51,33 @@ def test_replicas_where_one_device_is_enough() -> None:
     # 2 microbatches a replica of 8 x 0.3 s; the pipeline needs 4 + 1 turns of half of that
     assert found.samples_per_s == pytest.approx(4 / 4.8, rel=1e-3)
     assert found.ratio == pytest.approx(5 * 1.2 / 4.8, rel=1e-3)
+
+
+def test_no_replicas_of_devices_that_differ_nor_where_money_counts() -> None:
+    """A group is of one kind; and a plan on one of two devices may have been chosen for its price."""
+    (graph, profile), where = chain([0.1] * 8), cluster()
+    stages = stages_from_bounds(graph, (0, 8), ("cpu:0",))
+    how = Axes(pp=1), 4, 4, "1f1b", stages
+    names = "axes", "batch_size", "microbatches", "schedule", "stages"
+    plan = Plan.model_validate(
+        {"model": "toy", "fingerprint": graph.fingerprint, "cluster": where.name}
+        | dict(zip(names, how, strict=True))
+    )
+    plan = price(plan, graph, profile, where)
+    assert "data-parallelism" in {a.code for a in advise(plan, graph, profile, where)}
+    other = where.devices[1].model_copy(update={"kind": "slower"})
+    unequal = where.model_copy(update={"devices": (where.devices[0], other)})
+    assert "data-parallelism" not in {a.code for a in advise(plan, graph, profile, unequal)}
+    cheap = CheapestDevices(
+        devices=1,
+        of_devices=2,
+        price_per_million=1.0,
+        fastest_devices=2,
+        fastest_step_s=1.0,
+        fastest_price_per_million=2.0,
+    )
+    plan = plan.model_copy(update={"why": (cheap, *plan.why)})
+    assert "data-parallelism" not in {a.code for a in advise(plan, graph, profile, where)}
 
 
 def test_replicas_that_share_what_one_device_cannot_hold() -> None:
