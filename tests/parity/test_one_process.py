@@ -37,9 +37,8 @@ STAGES = (2, 3, 4)
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 MICROBATCHES = (1, 3, 4, 6)
 # These models run half of the product, in which each pair of two values occurs. Boundaries with one value,
-# and with tied weights are among them. Models with skips, BatchNorm or a recurrent layer run like the others,
-# and test_zero_bubble.py has both of its sizes of them.
-SMALL = ("toy", "mlp", "gpt2")
+# with skips and with tied weights are among them, and BatchNorm, dropout and a recurrent layer.
+SMALL = ("toy", "mlp", "unet", "lstm", "gpt2")
 # These models of 22 to 61 million parameters run with --all alone. In `make test` the zoo's
 # `deeplabv3_resnet` has the classes DeepLabV3 and ResNet (test_coverage.py), and test_zero_bubble.py has the
 # two towers.

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, final
-from unittest.mock import patch
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from recorded_once import recorded_once
@@ -23,12 +22,8 @@ from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.program.tape import Instruction
 from outsize.program.tree import leaves
 from outsize.train.batch.batch import Batch, as_target
-from outsize.train.check import check
-from outsize.train.check.compare import TrainingSnapshot
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-
-_REFERENCE: Final = getattr(check, "_reference")  # noqa: B009 - private; the plain loop of a check
 
 
 def energy(output: Any, *target: Any) -> Tensor:
@@ -79,16 +74,15 @@ def check_every_cut(
     """Assert that every cut into two, and the cut into single units, give the plain loop's bits.
 
     Outputs of an evaluation are compared at the first cut and at the last, which has the boundaries of all.
-    What the check of the first cut has recorded, and its plain loop, the others share.
+    What the check of the first cut has recorded the others share.
     """
     batch = Batch(args, kwargs, as_target(target))
     part = batch.split(microbatches)[0]
     found = captured(model, *part.args, loss_fn=loss_fn, target=part.target, **part.kwargs)
     cuts = list(_all_bounds(len(found.graph.units)))
-    reference = PlainLoopOnce()
     for bounds in cuts:
         plan = plan_of(found.graph, bounds, batch.size, microbatches)
-        with reference.shared(), nullcontext() if bounds == cuts[0] else recorded_once():
+        with nullcontext() if bounds == cuts[0] else recorded_once():
             verdict = outsize.check(
                 model, args, kwargs, plan=plan, loss_fn=loss_fn, target=target, steps=steps
             )
@@ -96,24 +90,6 @@ def check_every_cut(
         if outputs and bounds in (cuts[0], cuts[-1]):
             _insist_on_outputs(model, plan, batch, loss_fn)
     return found
-
-
-@final
-class PlainLoopOnce:
-    """Checks of one model share the numbers of the plain loop, which do not depend on the cut."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int | None], TrainingSnapshot] = {}
-
-    def shared(self) -> AbstractContextManager[Any]:
-        """Within the block `outsize.check` runs the plain loop only where none was run before."""
-        return patch.object(check, "_reference", self._once)
-
-    def _once(self, question: check.Question, microbatches: int | None = None) -> TrainingSnapshot:
-        key = question.steps, microbatches
-        if key not in self._found:
-            self._found[key] = _REFERENCE(question, microbatches)
-        return self._found[key]
 
 
 def _all_bounds(units: int) -> Iterator[tuple[int, ...]]:
