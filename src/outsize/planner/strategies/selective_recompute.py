@@ -16,14 +16,14 @@ from outsize.ir.plan import Expected, Recompute, Stage
 from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress_units
 from outsize.ir.units.recompute_segments import Run
-from outsize.planner.costs.unit_times import UnitSeconds
+from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state, component_table
 from outsize.planner.memory.in_flight_states import states_by_rank, states_by_stage
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import Bytes, RangeTables, owned_gradients
-from outsize.planner.memory.recomputed_stage import StageBytes
+from outsize.planner.memory.recomputed_stage import MicrobatchBytes, StageBytes
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.strategies.recompute_knapsack import (
     BACKWARD,
@@ -80,38 +80,52 @@ class UnitLevelModel:
     @cached_property
     def stage(self) -> Callable[[Run], StageBytes]:
         """Returns the function run of pieces -> bytes of the stage with it; it keeps the last results."""
-        return lru_cache(maxsize=64)(self._stage)
+        graph, profile, gradients, ends = self.graph, self.profile, self.gradients, self.ends
 
-    def _stage(self, run: Run) -> StageBytes:
-        first, end = self.ends[run[0]], self.ends[run[1]]
-        gradients: list[int] = self.gradients[first:end].tolist()
-        return StageBytes.of(self.graph, self.profile, gradients, (first, end))
+        # It does not hold the model that holds it: a cycle would keep all tables until Python looks for one.
+        def stage(run: Run) -> StageBytes:
+            first, end = ends[run[0]], ends[run[1]]
+            own: list[int] = gradients[first:end].tolist()
+            return StageBytes.of(graph, profile, own, (first, end))
+
+        return lru_cache(maxsize=64)(stage)
 
     @cached_property
     def case(self) -> Callable[[PricedModel, Run, Units], PricedModel]:
         """Returns the function (tables without recompute, run, chosen units) -> tables with this run's own
         bytes, and the seconds of units that are recomputed; it keeps the last results.
         """
-        return lru_cache(maxsize=64)(self._case)
+        seconds, ends, stage = self.seconds, self.ends, self.stage  # See `stage`.
 
-    def _case(self, saving: PricedModel, run: Run, chosen: Units) -> PricedModel:
-        first, end = self.ends[run[0]], self.ends[run[1]]
-        held = self.stage(run).held({unit - first for unit in chosen if first <= unit < end})
-        tables = {name: getattr(saving.ranges, name).copy() for name in OWN}
-        recompute_s = np.zeros(len(self.graph.units))
-        recompute_s[sorted(chosen)] = self.seconds.forward[sorted(chosen)]
-        pieces = np.add.reduceat(recompute_s, self.ends[:-1])
-        for piece in np.flatnonzero(pieces >= saving.seconds.forward * (1 - 1e-12)):
-            tables["saved"][piece, piece + 1] = 0
-        sizes = {"saved": held.saved_bytes, "saved_boundary": 0, "saved_sent": 0, "forward": held.forward}
-        sizes |= {"backward": held.backward, "first_backward": held.first_backward, "between_halves": 0}
-        sizes |= {"split_backward": max(held.backward, held.first_backward)}
-        for name, size in sizes.items():
-            tables[name][run] = size
-        seconds = saving.seconds.plus(np.zeros_like(pieces), pieces)
-        return replace(
-            saving, ranges=replace(saving.ranges, **tables), seconds=seconds, recompute="selective"
-        )
+        def case(saving: PricedModel, run: Run, chosen: Units) -> PricedModel:
+            first, end = ends[run[0]], ends[run[1]]
+            held = stage(run).held({unit - first for unit in chosen if first <= unit < end})
+            return _with_chosen(saving, run, held, _recompute_s(seconds, ends, chosen))
+
+        return lru_cache(maxsize=64)(case)
+
+
+def _recompute_s(seconds: UnitSeconds, ends: Sequence[int], chosen: Units) -> Seconds:
+    """Returns the seconds of the chosen units' second forward, by piece."""
+    again_s = np.zeros(ends[-1])
+    again_s[sorted(chosen)] = seconds.forward[sorted(chosen)]
+    return np.add.reduceat(again_s, ends[:-1])
+
+
+def _with_chosen(saving: PricedModel, run: Run, held: MicrobatchBytes, pieces_s: Seconds) -> PricedModel:
+    """Returns the tables without recompute with this run's own bytes, and the seconds of what it computes
+    twice.
+    """
+    tables = {name: getattr(saving.ranges, name).copy() for name in OWN}
+    for piece in np.flatnonzero(pieces_s >= saving.seconds.forward * (1 - 1e-12)):
+        tables["saved"][piece, piece + 1] = 0
+    sizes = {"saved": held.saved_bytes, "saved_boundary": 0, "saved_sent": 0, "forward": held.forward}
+    sizes |= {"backward": held.backward, "first_backward": held.first_backward, "between_halves": 0}
+    sizes |= {"split_backward": max(held.backward, held.first_backward)}
+    for name, size in sizes.items():
+        tables[name][run] = size
+    seconds = saving.seconds.plus(np.zeros_like(pieces_s), pieces_s)
+    return replace(saving, ranges=replace(saving.ranges, **tables), seconds=seconds, recompute="selective")
 
 
 def selective_reasons(

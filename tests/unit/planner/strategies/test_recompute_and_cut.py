@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from itertools import chain, combinations, pairwise, product
 
@@ -20,9 +22,14 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress_units
+from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.memory.headroom import room_bytes
+from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.planner.memory.range_tables import owned_gradients
+from outsize.planner.partition.stage_prices import PricedModel
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
+from outsize.planner.strategies.selective_recompute import UnitLevelModel
 
 Model = tuple[ModelGraph, Profile]
 
@@ -32,6 +39,23 @@ def small(devices: int, memory_bytes: int) -> Cluster:
     cluster = make_cluster(f"{devices}xcpu", "cpu", 1, devices, memory_bytes)
     link = cluster.inner.model_copy(update={"latency_s": 0.0, "bytes_per_s": 1e30})
     return cluster.model_copy(update={"inner": link, "outer": link})
+
+
+def test_tables_of_chosen_units_go_without_a_search_for_cycles() -> None:
+    """In the command line no cycle is looked for, and each choice has tables of its own."""
+    graph, profile = chain_of([1.0] * 4, saved_bytes=1000)
+    seconds, optimizer = UnitSeconds.of(profile), "sgd"
+    gradients = owned_gradients(graph, optimizer_bytes(optimizer))
+    units = UnitLevelModel(graph, profile, seconds, gradients, tuple(range(5)))
+    chosen = units.case(PricedModel.of(graph, profile, 1, optimizer), (0, 2), frozenset({0}))
+    alive, collects = weakref.ref(units), gc.isenabled()
+    gc.disable()
+    try:
+        del units
+        assert chosen.recompute == "selective"
+        assert alive() is None
+    finally:
+        (gc.enable if collects else gc.disable)()
 
 
 def subsets(first: int, end: int) -> Iterator[tuple[int, ...]]:
