@@ -596,8 +596,9 @@ class PeakMargin(Finding):
     """Holds what P95 adds to a counted peak: for what the account leaves out, and on a GPU for the allocator
     and the libraries.
 
-    With convolutions cuDNN takes `cudnn_bytes` and the allocator keeps free segments of `kept_tensors` times
-    the largest tensor, where the device has room.
+    Where the device has room the allocator keeps free segments: with convolutions of `kept_tensors` times the
+    largest tensor, beside the `cudnn_bytes` of cuDNN, and without them of `kept_share` of the peak, in place
+    of `fragmented_share`.
     """
 
     code: Literal["peak-margin"] = "peak-margin"
@@ -606,4 +607,5 @@ class PeakMargin(Finding):
     segments_bytes: int = 0
     context_bytes: int = 0
     kept_tensors: float = 0.0
+    kept_share: float = 0.0
     cudnn_bytes: int = 0

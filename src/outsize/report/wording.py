@@ -543,8 +543,9 @@ def _peak_margin(f: PeakMargin) -> str:
     if not f.kept_tensors:  # written by an earlier version
         return least
     code = f"{bytes_text(f.cudnn_bytes)} for cuDNN and " if f.cudnn_bytes else ""
+    without = f"{100 * f.kept_share:.3g} % in place of the {100 * f.fragmented_share:.3g} %, or "
     return (
-        f"{least} and cuBLAS; with convolutions and room for it, {code}"
+        f"{least} and cuBLAS; where there is room, {without if f.kept_share else ''}with convolutions {code}"
         f"free segments of {f.kept_tensors:g} times the largest tensor"
     )
 

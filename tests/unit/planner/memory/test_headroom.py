@@ -31,17 +31,21 @@ def test_a_gpu_needs_more_than_a_cpu_for_the_same_account() -> None:
     assert in_use(GIB, cpu, Load(GIB, convolves=True)) == InUse(0, 0, GIB, round(1.01 * GIB))
     used = in_use(GIB, gpu, Load(GIB))
     assert used.context_bytes == gpu.context_bytes + 2 * 8320 * 1024  # cuBLAS: `:4096:2:16:8`, two threads
-    assert used.kept_bytes == round(0.05 * GIB)
+    assert used.kept_bytes == round(0.08 * GIB)
     assert used.p50_bytes == GIB + used.context_bytes + used.kept_bytes
-    assert used.p95_bytes == least(GIB, gpu) == round(1.115 * GIB) + 22 * MIB + used.context_bytes
+    assert least(GIB, gpu) == round(1.115 * GIB) + 22 * MIB + used.context_bytes
+    assert used.p95_bytes == round(1.18 * GIB) + 22 * MIB + used.context_bytes
+    # A device without that room holds the step: the allocator gives free segments back.
+    full = gpu.model_copy(update={"memory_bytes": least(GIB, gpu)})
+    assert in_use(GIB, full, Load(GIB)).p95_bytes == least(GIB, gpu)
 
 
 def test_free_segments_and_cudnn_are_kept_where_there_is_room() -> None:
     (gpu,) = parse_cluster("1xa100-40gb").devices
     fixed, cudnn = gpu.fixed_bytes, 1800 * MIB
     used = in_use(4 * GIB, gpu, Load(GIB, convolves=True))
-    assert used.p50_bytes == 7 * GIB + cudnn + fixed
-    assert used.p95_bytes == round(4.04 * GIB) + 8 * GIB + cudnn + 22 * MIB + fixed
+    assert used.p50_bytes == 8 * GIB + cudnn + fixed
+    assert used.p95_bytes == round(4.04 * GIB) + 9 * GIB + cudnn + 22 * MIB + fixed
     # Less room than that is all taken, at P95 too.
     small = gpu.model_copy(update={"memory_bytes": 6 * GIB + fixed})
     used = in_use(4 * GIB, small, Load(GIB, convolves=True))
@@ -53,7 +57,7 @@ def test_a_hopper_has_cudnns_code_in_its_context() -> None:
     """An H100 held 767 MiB beside torch's segments in the steps of ResNets as of language models."""
     (gpu,) = parse_cluster("1xh100-80gb").devices
     convolving, other = (in_use(4 * GIB, gpu, Load(GIB // 4, convolves=c)) for c in (True, False))
-    assert convolving.kept_bytes == 3 * GIB // 4
+    assert convolving.kept_bytes == GIB
     assert convolving.context_bytes == other.context_bytes
     assert peak_margin(gpu).cudnn_bytes == 0
 
@@ -97,7 +101,7 @@ def test_what_is_added_is_said() -> None:
     added = peak_margin(gpu)
     assert (added.unseen_share, added.fragmented_share, added.segments_bytes) == (0.01, 0.105, 22 * MIB)
     assert added.context_bytes == gpu.fixed_bytes > gpu.context_bytes > 0
-    assert (added.kept_tensors, added.cudnn_bytes) == (8, 1800 * MIB)
+    assert (added.kept_tensors, added.kept_share, added.cudnn_bytes) == (9, 0.17, 1800 * MIB)
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("interleaved", 4)])
@@ -110,7 +114,7 @@ def test_a_plan_says_what_its_devices_need_all_stages_together(schedule: Schedul
     for rank, device in enumerate(cluster.devices):
         mine = [f for s, f in enumerate(expected.stages) if s % 2 == rank]
         held = sum(f.peak_bytes for f in mine)
-        assert {f.p95_bytes for f in mine} == {least(held, device)}  # its tensors are small
+        assert {f.p95_bytes for f in mine} == {in_use(held, device, Load()).p95_bytes}
         (kept,) = {f.kept_bytes for f in mine}
         assert {f.p50_bytes for f in mine} == {held + device.fixed_bytes + kept}
     assert expected.margins == (peak_margin(cluster.devices[0]),)
