@@ -17,6 +17,7 @@ import outsize
 from outsize.capture.models.imports import import_transformers
 from outsize.errors import BadOption
 from outsize.ir.findings import PiecesOfLoss
+from outsize.ir.offload import HOSTED
 from outsize.ir.plan import Plan
 
 transformers = import_transformers()
@@ -223,3 +224,20 @@ def test_the_search_takes_pieces_where_logits_do_not_fit() -> None:
     assert reason.piece_bytes * plan.loss_pieces <= reason.whole_bytes
     assert planned_on("1x24GB").loss_pieces == 1
     assert planned_on("1x24GB", loss_pieces=4).loss_pieces == 4
+
+
+def test_plans_on_the_host_are_searched_with_pieces_too() -> None:
+    """Blocks on the host are stages of the one device; with pieces the batch needs one microbatch."""
+    sizes = {**SMALL, "vocab_size": 128256, "hidden_size": 512, "num_hidden_layers": 8}
+    sizes["intermediate_size"] = 2048
+    with torch.device("meta"):
+        model = of_transformers("LlamaForCausalLM", "LlamaConfig", **sizes)
+    batch = {name: torch.zeros(8, 1024, dtype=torch.long) for name in ("input_ids", "labels")}
+    plan = outsize.plan(model, (), batch, cluster="1x4GB")
+    whole = outsize.plan(model, (), batch, cluster="1x4GB", loss_pieces=1)
+    assert plan.weights in HOSTED
+    assert whole.weights in HOSTED
+    assert plan.loss_pieces > 1
+    assert plan.expected is not None
+    assert whole.expected is not None
+    assert plan.expected.step_s < 0.9 * whole.expected.step_s

@@ -74,7 +74,7 @@ def _on_axes_of(plan: Plan, request: PlanRequest) -> PlanRequest:
         "cp": axes.cp,
         "ep": axes.ep,
     }
-    return request.model_copy(update={**same, "stages": len(plan.stages)})
+    return request.model_copy(update={**same, "stages": axes.pp})
 
 
 def _in_pieces(
