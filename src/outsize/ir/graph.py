@@ -256,8 +256,17 @@ class ModelGraph(Record):
 
     def owned_parameters(self, first: int, last: int) -> tuple[Parameter, ...]:
         """Returns the parameters whose first user is a unit in first..last (both inclusive)."""
-        owner = self.owner_of
-        return tuple(p for p in self.parameters if first <= owner.get(p.name, -1) <= last)
+        places = (place for unit in range(first, last + 1) for place in self._owned_places.get(unit, ()))
+        return tuple(self.parameters[place] for place in sorted(places))
+
+    @cached_property
+    def _owned_places(self) -> dict[int, list[int]]:
+        """Maps units to the places of the parameters that they use first."""
+        owner, places = self.owner_of, dict[int, list[int]]()
+        for place, parameter in enumerate(self.parameters):
+            if parameter.name in owner:
+                places.setdefault(owner[parameter.name], []).append(place)
+        return places
 
     @cached_property
     def owner_of(self) -> dict[str, int]:

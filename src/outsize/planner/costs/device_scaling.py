@@ -7,7 +7,7 @@ import numpy as np
 from outsize.ir.cluster import Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
-from outsize.planner.costs.roofline import roofline
+from outsize.planner.costs.roofline import roofline_seconds
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 
 
@@ -18,10 +18,7 @@ def on_kind(graph: ModelGraph, profile: Profile, timed: Device, device: Device) 
     measured = UnitSeconds.of(profile)
     if device.kind == timed.kind:
         return measured
-    timed_roofline, device_roofline = (
-        UnitSeconds.of(roofline(graph, timed)),
-        UnitSeconds.of(roofline(graph, device)),
-    )
+    timed_roofline, device_roofline = roofline_seconds(graph, timed), roofline_seconds(graph, device)
     return UnitSeconds(
         _times(measured.forward, timed_roofline.forward, device_roofline.forward),
         _times(measured.backward_input, timed_roofline.backward_input, device_roofline.backward_input),

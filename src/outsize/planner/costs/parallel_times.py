@@ -40,7 +40,14 @@ from outsize.ir.graph import MATMULS, ModelGraph, ShardedFraction, Work
 from outsize.ir.plan import Axes
 from outsize.planner.costs.collectives import Collective, collective_s
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds, passes_of, seconds
+from outsize.planner.costs.roofline import (
+    WorkPasses,
+    distinct_passes,
+    host_blocks,
+    host_seconds,
+    passes_of,
+    seconds,
+)
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.expert_parallel import absent_bytes, sent_bytes
 from outsize.planner.layout.layout import Layout
@@ -73,9 +80,7 @@ class Sharing:
     @classmethod
     def of(cls, graph: ModelGraph) -> Self:
         """Collects the passes of a graph; blocks repeat, so few are distinct."""
-        unit_passes = list(map(passes_of, graph.units))
-        place: dict[WorkPasses, int] = {}
-        pass_of = np.array([place.setdefault(passes, len(place)) for passes in unit_passes])
+        passes, pass_of = distinct_passes(graph)
         units, known = [unit.divided for unit in graph.units], graph.tensor is not None
         divided = np.array([unit.work if known else 1.0 for unit in units])
         names = {name for unit in units for name in unit.parameters}
@@ -83,7 +88,7 @@ class Sharing:
         sizes, blocks = (graph.parameter_bytes, whole), host_blocks(graph)
         hiding = dict(_hiding(graph))
         keys = {unit.index: unit.row_gather_bytes for unit in graph.units if unit.row_gather_bytes}
-        return cls(sizes, units, divided, keys, tuple(place), pass_of, blocks, hiding)
+        return cls(sizes, units, divided, keys, passes, pass_of, blocks, hiding)
 
     def weights_bytes(self, tp: int) -> int:
         """Returns the weight bytes of one of `tp` tensor-parallel ranks."""
@@ -206,10 +211,14 @@ def _hiding(graph: ModelGraph) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yields each unit that begins a collective in its backward, with the units whose weights' gradients are
     computed meanwhile: none of them comes before it.
     """
+    users: dict[str, list[int]] = {}
     for unit in graph.units:
-        if names := set(unit.divided.beside):
-            users = (u.index for u in graph.units[unit.index :] if not names.isdisjoint(u.parameters))
-            yield unit.index, tuple(users)
+        for name in unit.parameters:
+            users.setdefault(name, []).append(unit.index)
+    for unit in graph.units:
+        if names := unit.divided.beside:
+            later = {user for name in names for user in users.get(name, ()) if user >= unit.index}
+            yield unit.index, tuple(sorted(later))
 
 
 def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
@@ -228,7 +237,7 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
     divided = sharing.divided[:, None]
     slower = divided * split[sharing.pass_of] + (1 - divided) * whole[sharing.pass_of]
     curves, (starts, backward_starts) = default_of(device), _collectives(sharing.units, len(group))
-    launching = host_seconds((sharing.passes[at] for at in sharing.pass_of), device)
+    launching = host_seconds(sharing.passes, device).taken(sharing.pass_of)
     own = _without_waits(sharing, times, launching, device).times(*slower.T)
     hiding = {} if layout.splits_backward else sharing.hiding
     backward = np.zeros(len(sharing.units))

@@ -24,6 +24,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outsize.ir.graph import CONVOLUTIONS, MATMULS, ModelGraph, Unit, Work
 from outsize.ir.hardware.devices import Device
 from outsize.ir.profile import Profile, UnitCost
@@ -51,18 +54,36 @@ def seconds(work: Sequence[Work], device: Device, efficiency: Efficiency | None 
 
 def roofline(graph: ModelGraph, device: Device) -> Profile:
     """Returns the profile of a graph, at its own batch size, on one kind of device."""
-    curves, dtype = default_of(device), _dtype(graph)
-    trains = any(parameter.trainable for parameter in graph.parameters)
-    rows = [_busy(unit, device, dtype, curves) for unit in graph.units]
-    busy = UnitSeconds.from_rows(rows if trains else [(forward_s, 0.0, 0.0) for forward_s, *_ in rows])
-    launching = host_seconds(map(passes_of, graph.units), device)
-    waited = busy.behind_host(launching, host_blocks(graph), curves.lateness(1))
     return Profile(
         fingerprint=graph.fingerprint,
         device=device.kind,
         microbatch_size=graph.batch_size,
-        units=tuple(map(_cost, graph.units, waited.rows())),
+        units=tuple(map(_cost, graph.units, roofline_seconds(graph, device).rows())),
     )
+
+
+def roofline_seconds(graph: ModelGraph, device: Device) -> UnitSeconds:
+    """Returns the seconds of each unit of a graph on one kind of device."""
+    curves, dtype = default_of(device), _dtype(graph)
+    trains = any(parameter.trainable for parameter in graph.parameters)
+    passes, pass_of = distinct_passes(graph)
+    known = [tuple(seconds(works, device, curves) for works in each) for each in passes]
+    rows = [
+        known[at] if unit.forward else _without_works(unit, device, dtype)
+        for unit, at in zip(graph.units, pass_of.tolist(), strict=True)
+    ]
+    busy = UnitSeconds.from_rows(rows if trains else [(forward_s, 0.0, 0.0) for forward_s, *_ in rows])
+    launching = host_seconds(passes, device).taken(pass_of)
+    return busy.behind_host(launching, host_blocks(graph), curves.lateness(1))
+
+
+def distinct_passes(graph: ModelGraph) -> tuple[tuple[WorkPasses, ...], NDArray[np.int64]]:
+    """Returns the distinct passes of all units, and which of them each unit has: blocks repeat, so there are
+    few.
+    """
+    place: dict[WorkPasses, int] = {}
+    pass_of = [place.setdefault(passes_of(unit), len(place)) for unit in graph.units]
+    return tuple(place), np.array(pass_of, np.int64)
 
 
 def passes_of(unit: Unit) -> WorkPasses:
@@ -132,11 +153,10 @@ def _peak(work: Work, device: Device) -> float:
     return device.flops(work.dtype)
 
 
-def _busy(unit: Unit, device: Device, dtype: str, curves: Efficiency) -> Passes:
-    """Returns the seconds of forward, input gradient, weight gradient."""
-    if unit.forward:
-        forward, backward_input, backward_weight = (seconds(p, device, curves) for p in passes_of(unit))
-        return forward, backward_input, backward_weight
+def _without_works(unit: Unit, device: Device, dtype: str) -> Passes:
+    """Returns the seconds of forward, input gradient, weight gradient of a unit of which only sums are
+    known.
+    """
     compute_s = unit.flops / (device.flops(dtype) * COMPUTE_EFFICIENCY)
     memory_s = unit.moved_bytes / (device.bytes_per_s * MEMORY_EFFICIENCY)
     forward_s = max(compute_s, memory_s) + LAUNCH_S

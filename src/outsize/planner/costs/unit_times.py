@@ -42,6 +42,10 @@ class UnitSeconds:
         passes = (self.forward, self.backward_input, self.backward_weight)
         return list(zip(*(times.tolist() for times in passes), strict=True))
 
+    def taken(self, places: NDArray[np.int64]) -> Self:
+        """Returns the seconds of units in these places, which may repeat."""
+        return type(self)(self.forward[places], self.backward_input[places], self.backward_weight[places])
+
     def behind_host(self, host: UnitSeconds, blocks: Sequence[int], late: float = 0.0) -> Self:
         """Returns the seconds of a device that waits where its host needs longer to launch.
 

@@ -48,7 +48,7 @@ from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.planner.heterogeneous.probe import Cuts, Probe, fractional_s
 from outsize.schedules.families import family_of
 
-Index = NDArray[np.intp]
+Index = NDArray[np.integer]
 # Bisection stops at these relative widths, the second after the paths are better known. The search begins
 # FIRST above the work alone, and goes FURTHER each time.
 PRECISE: Final = (5e-3, 5e-4)
@@ -122,7 +122,8 @@ class Fleet:
         self._counts = [kind.count for kind in kinds]
         self._rooms = self._spared = [kind.room_bytes for kind in kinds]
         self._floor_s, self._sharp = 0.0, False
-        self._sure: dict[tuple[int, bool, int, float], Index] = {}
+        self._rooms_known: dict[tuple[int, bool, int, float, bool], Index] = {}
+        self._limit_s, self._work_known = inf, dict[tuple[int, bool], Index]()
         self._stages = sum(self._counts)
         self._units = len(work.forward) - 1
         self._blocks, self._wide = _blocks(self._stages, PART), _blocks(self._stages, WIDE)
@@ -148,10 +149,7 @@ class Fleet:
     def first_in_room(self, kind: int, recompute: bool, stages_after: int) -> Index:
         """Returns for each end the first unit from which a run is sure to fit."""
         _, deep = self._blocks[stages_after]
-        key = kind, recompute, deep, self._spared[kind]
-        if key not in self._sure:
-            self._sure[key] = self._in_room(kind, recompute, deep + 1, lenient=False)
-        return self._sure[key]
+        return self._in_room(kind, recompute, deep + 1, lenient=False)
 
     @cached_property
     def least_s(self) -> float:
@@ -247,14 +245,23 @@ class Fleet:
 
     def _in_time(self, kind: int, recompute: bool, limit_s: float, path_s: float, ahead: int) -> Index:
         """Returns for each end the first unit from which a run takes no longer."""
-        (once, row), m, limit_s = self._seconds(kind, recompute, ahead), self._m, limit_s * SAME
-        by_work = np.searchsorted(m * once - self._before, m * once - limit_s)
+        by_work = self._by_work(kind, recompute, limit_s)
         if path_s == -inf:
             return by_work
+        (once, row), limit_s = self._seconds(kind, recompute, ahead), limit_s * SAME
         within = np.searchsorted(row, row + path_s - limit_s)
         if self._slack_s:  # A stage within the slack may have nothing after it.
             within = np.minimum(within, np.searchsorted(once, once - self._work.slack_s))
         return np.maximum(by_work, within)
+
+    def _by_work(self, kind: int, recompute: bool, limit_s: float) -> Index:
+        """Returns the same for the work of a run alone, which is the same after any number of stages."""
+        if limit_s != self._limit_s:
+            self._limit_s, self._work_known = limit_s, {}
+        if (kind, recompute) not in self._work_known:
+            work = self._m * self._seconds(kind, recompute, 1)[0]
+            self._work_known[kind, recompute] = np.searchsorted(work - self._before, work - limit_s * SAME)
+        return self._work_known[kind, recompute]
 
     def _seconds(self, kind: int, recompute: bool, ahead: int) -> tuple[Seconds, Seconds]:
         """Returns the seconds of a microbatch, and G of the module's text."""
@@ -269,7 +276,14 @@ class Fleet:
 
     def _in_room(self, kind: int, recompute: bool, depth: int, lenient: bool) -> Index:
         """Returns for each end the first unit from which a run fits."""
-        held, room = self._held, (self._rooms if lenient else self._spared)[kind]
+        room = (self._rooms if lenient else self._spared)[kind]
+        key = kind, recompute, depth, room, lenient
+        if key not in self._rooms_known:
+            self._rooms_known[key] = self._first_within(room, recompute, depth, lenient).astype(np.int32)
+        return self._rooms_known[key]
+
+    def _first_within(self, room: float, recompute: bool, depth: int, lenient: bool) -> NDArray[np.intp]:
+        held = self._held
         in_flight = self._family.in_flight(depth, self._m)
         saved = held.saved if recompute else in_flight * held.saved
         if not lenient:
@@ -372,7 +386,9 @@ class Crossing:
         return GroupBytes(fixed, graded, saved, updating, *boundary)
 
 
-def _fits(held: Seconds, room: float, first: Seconds | float = 0.0, end: Seconds | float = 0.0) -> Index:
+def _fits(
+    held: Seconds, room: float, first: Seconds | float = 0.0, end: Seconds | float = 0.0
+) -> NDArray[np.intp]:
     """Returns for each end the first unit from which a run takes no more: summed over units, and at its two
     cuts.
     """
