@@ -102,7 +102,7 @@ class CostTables:
         self._alike: dict[Key, Cluster] = {}
         self._collectives: dict[Key, WeightCollectives] = {}
         self._fleets: dict[Key, Fleet | None] = {}
-        self._crossing: dict[int, Crossing] = {}
+        self._crossing: dict[Key, Crossing] = {}
         self._cuts: dict[Layout, tuple[int, ...]] = {}
         self._demands: dict[Key, tuple[Demand | None, ...]] = {}
         self._kept: dict[Key, object] = {}
@@ -402,10 +402,10 @@ class CostTables:
         graded, weights = least.fixed + least.gradients, least.weights
         temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / sharing
         updating = graded - least.casts + weights / max(float(weights[-1]), 1.0) * temporary
-        if layout.captured not in self._crossing:
-            self._crossing[layout.captured] = Crossing.of(graph)
-        crossing = self._crossing[layout.captured]
-        held = crossing.shared(layout.microbatch_ranks, least.fixed, graded, least.saved, updating)
+        model = layout.captured, layout.axes.tp, layout.sequence, layout.axes.ep
+        if model not in self._crossing:
+            self._crossing[model] = Crossing.of(self._of_rank(layout)[0])
+        held = self._crossing[model].shared(layout.axes.cp, least.fixed, graded, least.saved, updating)
         again = tuple(dict.fromkeys(option != "none" for option in recompute))
         return Fleet(kinds, held, self.work(layout), (layout.schedule, layout.microbatches), again)
 

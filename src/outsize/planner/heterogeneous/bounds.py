@@ -151,6 +151,19 @@ class Fleet:
         _, deep = self._blocks[stages_after]
         return self._in_room(kind, recompute, deep + 1, lenient=False)
 
+    def surely_fit(
+        self, kind: int, recompute: bool, stages_after: int, runs: tuple[int | slice, int]
+    ) -> NDArray[np.bool_]:
+        """Returns whether these runs (first units, end) are sure to fit, which begin no earlier than one that
+        is: more bytes may cross at a later cut.
+        """
+        held, (first, end) = self._held, runs
+        in_flight = self._family.in_flight(self._blocks[stages_after][1] + 1, self._m)
+        saved = 1 if recompute else in_flight
+        inside = held.graded[end] - held.graded[first] + saved * (held.saved[end] - held.saved[first])
+        at_cuts = in_flight * (held.crossing[first] + held.crossing[end])
+        return inside + at_cuts <= self._spared[kind] - held.acting_bytes
+
     @cached_property
     def least_s(self) -> float:
         """Returns a lower bound of every step: work alone, if it could be divided at will."""

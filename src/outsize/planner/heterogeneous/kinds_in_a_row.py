@@ -78,6 +78,7 @@ class KindsInARow:
                 float(self._once(kinds[stage], again)[end] - self._once(kinds[stage], again)[first])
                 for again in self._fleet.options
                 if self._fleet.first_in_room(kinds[stage], again, after)[end] <= first
+                and self._fleet.surely_fit(kinds[stage], again, after, (first, end))
             )
             waits_s = hops[stage][first] + hops[stage + 1][end]
             periods.append(float(min(options, default=inf) + waits_s))
@@ -158,6 +159,7 @@ class KindsInARow:
             low = max(nearest, int(self._fleet.first_in_room(kind, again, after)[end]))
             window = slice(low, end)
             allowed = once[end] - once[window] + arriving[window] <= limit_s
+            allowed &= self._fleet.surely_fit(kind, again, after, (window, end))
             if not allowed.any():
                 continue
             left_s = np.where(allowed, before[window] + arriving[window], inf)

@@ -23,7 +23,7 @@ NEAR, FAR = (Link(name=name, latency_s=s, bytes_per_s=b) for name, s, b in (("a"
 class Small:
     """A chain on a few groups, of which those of a kind are near each other."""
 
-    def __init__(self, draw: st.DrawFn) -> None:
+    def __init__(self, draw: st.DrawFn, most_crossing: int = 0) -> None:
         seconds = draw(st.lists(st.integers(1, 9), min_size=4, max_size=6))
         self.n = len(seconds)
         self.counts = draw(st.sampled_from([(2, 1), (1, 1, 1), (2, 2)]))
@@ -36,7 +36,12 @@ class Small:
         graph, profile = chain([float(s) for s in seconds])
         kinds = [UnitSeconds.of(profile).times(rate, rate, rate) for rate in rates]
         nothing = np.zeros(self.n + 1)
-        held = GroupBytes(nothing, nothing, prefix(self.saved), nothing, nothing, nothing, nothing, 0.0)
+        self.crossing = np.zeros(self.n + 1)
+        if most_crossing:
+            inner = draw(st.lists(st.integers(0, most_crossing), min_size=self.n - 1, max_size=self.n - 1))
+            self.crossing[1:-1] = inner
+        saved = prefix(self.saved)
+        held = GroupBytes(nothing, nothing, saved, nothing, nothing, nothing, self.crossing, 0.0)
         groups = [Groups.of(*of) for of in zip(self.counts, kinds, self.rooms, strict=True)]
         work = PrefixTimes.along(made_for(graph), fastest(kinds))
         self.fleet = Fleet(groups, held, work, ("1f1b", 8))
@@ -57,6 +62,7 @@ class Small:
 
 
 smalls = st.composite(lambda draw: Small(draw))()
+crossed = st.composite(lambda draw: Small(draw, most_crossing=20))()
 some = settings(max_examples=60, derandomize=True, deadline=None)
 
 
@@ -74,3 +80,16 @@ def test_it_is_what_it_says_and_no_cut_of_all_is_faster_where_messages_cost_noth
     assert period_s >= best_s * (1 - 1e-9)
     if not small.messages.any():
         assert found.period_s <= best_s * (1 + 2 * PRECISE)
+
+
+@settings(some, max_examples=400)
+@given(crossed)
+def test_each_stage_has_room_for_the_bytes_that_cross_its_own_cuts(small: Small) -> None:
+    if (found := small.row.best(6.0)) is None:
+        return
+    for after, (kind, (first, end)) in enumerate(
+        reversed(list(zip(found.kinds, pairwise(found.bounds), strict=True)))
+    ):
+        in_flight, saved = min(after + 1, 8), small.saved[first:end].sum()
+        least_bytes = saved + in_flight * (small.crossing[first] + small.crossing[end])
+        assert least_bytes <= small.rooms[kind]
