@@ -94,7 +94,7 @@ def test_more_fits_than_in_training() -> None:
         ids = torch.zeros(4, tokens, dtype=torch.long)
         return language_model(), (), {"input_ids": ids, "labels": ids}, {}
 
-    asked: dict[str, Any] = {"cluster": "1x0.42GB", "step": 8, "most": 1 << 14}
+    asked: dict[str, Any] = {"cluster": "1x0.42GB", "step": 8, "most": 1 << 14, "precision": "bf16"}
     run = outsize.largest(made, **asked, inference=True)
     assert run.fit is not None
     assert run.fit.devices[0].cache_bytes > 0

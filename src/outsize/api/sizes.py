@@ -89,7 +89,7 @@ def _largest(quantity: str, answer: Answer, step: int, most: int) -> Largest:
             answers[key] = _taken(answer, count * step, searched, least=count == 1)
         made = answers[key]
         devices = made.devices if made is not None else ()
-        share = max((device.share for device in devices), default=float("inf"))
+        share = max((device.least_bytes / device.memory_bytes for device in devices), default=float("inf"))
         return Filled(made is not None and made.answer == "YES", share)
 
     counts = max(1, most // step)

@@ -20,8 +20,9 @@ class DeviceFit(Record):
 
     `cache_bytes` is what a generation keeps of all tokens. `kept_bytes` is what allocator and cuDNN keep
     where there is room. `p50_bytes` is the sum of all; one step in twenty takes more than `p95_bytes`, which
-    is at most the memory where the step fits. For a plan that was searched, master copies are in
-    `optimizer_bytes`, temporaries and caches in `activations_bytes`, as in the plan, and `phase` is empty.
+    is at most the memory where the step fits: it runs with `least_bytes`, in which no free segments are
+    kept. For a plan that was searched, master copies are in `optimizer_bytes`, temporaries and caches in
+    `activations_bytes`, as in the plan, and `phase` is empty.
     """
 
     device: str
@@ -39,6 +40,7 @@ class DeviceFit(Record):
     kept_bytes: int = 0
     in_flight: int = 0
     phase: str = ""
+    least_bytes: int
     p50_bytes: int
     p95_bytes: int
     memory_bytes: int

@@ -60,7 +60,7 @@ from outsize.planner.evaluate.estimate import check_enough, lower_along
 from outsize.planner.fit.from_plan import CHANGES_SHOWN, sure
 from outsize.planner.fit.nearest import device_part, widened
 from outsize.planner.memory.account import StageMemory, account_stages
-from outsize.planner.memory.headroom import Load, in_use, with_usable_memory
+from outsize.planner.memory.headroom import Load, in_use, least, with_usable_memory
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import rows_without_crossing
 from outsize.planner.partition.feasibility import ChainFeasibility, refuted
@@ -405,6 +405,7 @@ def _device(
         kept_bytes=used.kept_bytes,
         in_flight=memory.in_flight,
         phase=memory.phase,
+        least_bytes=least(memory.peak_bytes, device),
         p50_bytes=used.p50_bytes,
         p95_bytes=used.p95_bytes,
         memory_bytes=device.memory_bytes,

@@ -20,7 +20,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.offload import HOSTED
 from outsize.ir.plan import Plan, Recompute
 from outsize.planner.evaluate.ranking import refusal
-from outsize.planner.memory.headroom import peak_margin
+from outsize.planner.memory.headroom import least, peak_margin
 from outsize.schedules.families import DEFAULT
 
 BYTES: Final = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
@@ -132,6 +132,7 @@ def _device(plan: Plan, stages: Sequence[int], device: Device) -> DeviceFit:
         **held,
         context_bytes=figures[0].context_bytes,
         kept_bytes=figures[0].kept_bytes,
+        least_bytes=least(sum(stage_figures.peak_bytes for stage_figures in figures), device),
         p50_bytes=figures[0].p50_bytes,
         p95_bytes=figures[0].p95_bytes,
         memory_bytes=device.memory_bytes,
