@@ -128,22 +128,23 @@ class KindsInARow:
             middle_s = (low_s + high_s) / 2
             met = self._placed(kinds, hops, middle_s) is not None
             low_s, high_s = (low_s, middle_s) if met else (middle_s, high_s)
-        bounds = self._placed(kinds, hops, high_s)
-        assert bounds is not None, "this period can be met"
-        return InARow(kinds[len(kinds) + 1 - len(bounds) :], bounds, high_s)
+        placed = self._placed(kinds, hops, high_s)
+        assert placed is not None, "this period can be met"
+        return placed
 
-    def _placed(
-        self, kinds: Sequence[int], hops: Sequence[Seconds], period_s: float
-    ) -> tuple[int, ...] | None:
-        """Returns the bounds where no stage has a longer period; groups at the front may be idle."""
+    def _placed(self, kinds: Sequence[int], hops: Sequence[Seconds], period_s: float) -> InARow | None:
+        """Returns the stages where none has a longer period; groups at the front may be idle, and those of a
+        kind of which one takes no unit where it stands, since those before it have less room.
+        """
         bounds = [len(self._bytes) - 1]
         for stage in reversed(range(len(kinds))):
             first = self._first(kinds, stage, hops, bounds[-1], period_s)
             if first is None:
-                return None
+                rest = [kind for kind in kinds[: stage + 1] if kind != kinds[stage]] + [*kinds[stage + 1 :]]
+                return self._placed(rest, self._hops(rest), period_s) if rest else None
             bounds.append(first)
             if first == 0:
-                return tuple(reversed(bounds))
+                return InARow(tuple(kinds[stage:]), tuple(reversed(bounds)), period_s)
         return None
 
     def _first(

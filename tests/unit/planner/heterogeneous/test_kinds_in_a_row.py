@@ -1,9 +1,9 @@
-"""Oracle: all orders of kinds in a row, and all cuts, each stage kept or recomputed."""
+"""Oracle: all orders of kinds in a row, numbers of groups that are used, and cuts, each stage kept or not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, groupby, pairwise, permutations
+from itertools import combinations, groupby, pairwise, permutations, product
 from math import inf
 
 import numpy as np
@@ -29,7 +29,9 @@ class Small:
         self.counts = draw(st.sampled_from([(2, 1), (1, 1, 1), (2, 2)]))
         rates = [draw(st.sampled_from([1.0, 2.0, 3.0])) for _ in self.counts]
         self.saved = np.array(draw(st.lists(st.integers(1, 5), min_size=self.n, max_size=self.n)), float)
-        self.rooms = [draw(st.integers(10, 60)) for _ in self.counts]
+        self.ample = 8 * self.saved.sum()
+        rooms = st.integers(10, 60) | st.just(int(self.ample))
+        self.rooms = [draw(rooms) for _ in self.counts]
         most = draw(st.sampled_from([0, 4]))
         messages = draw(st.lists(st.integers(0, most), min_size=self.n - 1, max_size=self.n - 1))
         self.messages = np.array([draw(st.integers(0, most)), *messages, 0], float)
@@ -52,12 +54,13 @@ class Small:
         return [NEAR if one == other else FAR for one, other in pairwise((kinds[-1], *kinds))]
 
     def best_s(self) -> float:
+        """The shortest period of all orders of kinds, groups that are used, and cuts."""
         best_s = inf
-        for order in permutations(range(len(self.counts))):
-            kinds = tuple(kind for kind in order for _ in range(self.counts[kind]))
-            for used in range(1, len(kinds) + 1):
-                for inner in combinations(range(1, self.n), used - 1):
-                    best_s = min(best_s, self.row.period_s(kinds[-used:], (0, *inner, self.n)))
+        orders = permutations(range(len(self.counts)))
+        for order, used in product(orders, product(*(range(count + 1) for count in self.counts))):
+            kinds = tuple(kind for kind in order for _ in range(used[kind]))
+            for inner in combinations(range(1, self.n), len(kinds) - 1) if kinds else ():
+                best_s = min(best_s, self.row.period_s(kinds, (0, *inner, self.n)))
         return best_s
 
 
@@ -68,7 +71,7 @@ some = settings(max_examples=60, derandomize=True, deadline=None)
 
 @some
 @given(smalls)
-def test_it_is_what_it_says_and_no_cut_of_all_is_faster_where_messages_cost_nothing(small: Small) -> None:
+def test_it_is_what_it_says_and_no_cut_is_faster_where_messages_and_memory_do_not_count(small: Small) -> None:
     best_s = small.best_s()
     found = small.row.best(1.0 if best_s == inf else best_s / 2)
     if found is None:
@@ -78,7 +81,8 @@ def test_it_is_what_it_says_and_no_cut_of_all_is_faster_where_messages_cost_noth
     period_s = small.row.period_s(found.kinds, found.bounds)
     assert period_s <= found.period_s * (1 + 1e-9)
     assert period_s >= best_s * (1 - 1e-9)
-    if not small.messages.any():
+    # Where memory is short, the greedy way may leave a group the units that it has no room for.
+    if not small.messages.any() and min(small.rooms) >= small.ample:
         assert found.period_s <= best_s * (1 + 2 * PRECISE)
 
 
