@@ -84,12 +84,12 @@ def causal_flops(flops: int, queries: int, keys: int) -> int:
     return flops * (blocks + 1) // (2 * blocks) if queries == keys and keys else flops
 
 
-def has_no_kernel(inputs: Sequence[Tensor]) -> bool:
-    """Returns whether query, key and value have no fused kernel on accelerators: float32 with fewer heads of
-    keys than of queries.
+def has_no_kernel(inputs: Sequence[Tensor], out: Tensor) -> bool:
+    """Returns whether query, key and value have no fused kernel on accelerators: fewer heads of keys than of
+    queries, in float32. The result has the dtype of the kernel, which autocast may have cast inputs to.
     """
     query, key = inputs[0], inputs[1]
-    return query.dtype.itemsize > 2 and query.ndim > 3 and query.shape[-3] != key.shape[-3]
+    return out.dtype.itemsize > 2 and query.ndim > 3 and query.shape[-3] != key.shape[-3]
 
 
 def products_cost(inputs: Sequence[Tensor], out: Tensor) -> Cost:

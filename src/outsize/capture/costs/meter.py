@@ -224,7 +224,7 @@ class CostMeter:
         """Notes what the instruction, an attention over query, key and value, costs on accelerators: as one
         kernel, or by products where no kernel takes such inputs.
         """
-        if has_no_kernel(inputs):
+        if has_no_kernel(inputs, out):
             self._fused = products_cost(inputs, out)
             return
         if any(work.family == "attention" for work in self._forward.works()):

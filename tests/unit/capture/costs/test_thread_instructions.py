@@ -173,3 +173,23 @@ def test_in_float32_shared_heads_have_no_kernel_on_accelerators(dtype: torch.dty
     else:
         assert families == {"attention"}
         assert unit.saved_bytes < 4 * query_bytes
+
+
+class CastAttention(nn.Module):
+    """Has float32 for queries and keys, as rotations of positions make them, in a region of autocast."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def test_autocast_gives_shared_heads_their_kernel() -> None:
+    query = torch.zeros(1, 4, 512, 64, requires_grad=True)
+    key = torch.zeros(1, 2, 512, 64, requires_grad=True)
+    value = torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16, requires_grad=True)
+    model = CastAttention()
+    found = record(model, (query, key, value), {})
+    units = on_accelerators(build_graph(found, model), model).graph.units
+    works = [work for unit in units for work in unit.forward]
+    assert [work.dtype for work in works if work.family == "attention"] == ["bfloat16"]
+    assert not any(work.family == "matmul" for work in works)
