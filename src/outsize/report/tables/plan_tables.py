@@ -278,8 +278,7 @@ def _stage_cells(expected: Expected, number: int) -> tuple[str, ...]:
 def _memory_table(plan: Plan, expected: Expected) -> Table:
     """Returns a row for each device, which may hold several stages."""
     device_holdings = holdings(plan, expected)
-    largest = (max(h.figures.peak_bytes, h.figures.p95_bytes) for h in device_holdings)
-    unit, size = byte_unit(max(largest, default=0))
+    unit, size = byte_unit(max((h.figures.peak_bytes for h in device_holdings), default=0))
     names = [SHORT.get(name, name) for name, _ in causes(expected.stages[0])]
     each = "each, " if plan.axes.group_size > 1 else ""
     peak_names = ("P50", "P95") if all(h.figures.p95_bytes for h in device_holdings) else ("peak",)
@@ -289,11 +288,16 @@ def _memory_table(plan: Plan, expected: Expected) -> Table:
     for holding in device_holdings:
         figures = holding.figures
         limit = f" {bytes_text(figures.device_bytes)}" if figures.device_bytes else ""
-        numbers = [f"{number / size:.1f}" for _, number in causes(figures)]
+        numbers = [_of_unit(number / size) for _, number in causes(figures)]
         peaks = (figures.p50_bytes, figures.p95_bytes) if len(peak_names) > 1 else (figures.peak_bytes,)
-        bold = [Text(f"{number / size:.1f}", "bold") for number in peaks]
+        bold = [Text(_of_unit(number / size), "bold") for number in peaks]
         table.add_row(f"{holding.device}{limit}", *numbers, *bold, _full(figures))
     return table
+
+
+def _of_unit(number: float) -> str:
+    """Returns `97.7` or `1367`: five characters at most, so that a line of 80 columns holds all causes."""
+    return f"{number:.1f}" if number < 999.95 else f"{number:.0f}"
 
 
 def _full(figures: StageFigures) -> Text:

@@ -69,7 +69,7 @@ crossed = st.composite(lambda draw: Small(draw, most_crossing=20))()
 some = settings(max_examples=60, derandomize=True, deadline=None)
 
 
-@some
+@settings(some, max_examples=400)
 @given(smalls)
 def test_it_is_what_it_says_and_no_cut_is_faster_where_messages_and_memory_do_not_count(small: Small) -> None:
     best_s = small.best_s()

