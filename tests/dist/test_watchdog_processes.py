@@ -70,6 +70,13 @@ def test_each_fault_is_named_on_each_rank(run: object, fault: str, rank: int, ag
 
 
 @pytest.mark.full
+def test_a_rank_that_waits_within_torchs_backward_is_named(run: object) -> None:
+    result = run("hidden", 0, 2)  # pyright: ignore[reportCallIssue]
+    assert "and computes nothing; it is in torch's backward, where C++ waits for other ranks" in result.err
+    assert result.code == 4
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("fault", "cause", "first"), [("slow", "(compute)", 2), ("input", "(input)", 4)])
 def test_a_straggler_is_named_within_ten_steps(run: object, fault: str, cause: str, first: int) -> None:
     result = run(fault, 1, 2, 10.0)  # pyright: ignore[reportCallIssue]

@@ -30,6 +30,7 @@ from outsize.api.planning import Args, Kwargs, plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run, find_cluster
 from outsize.capture.models.planned_precision import warn_of_precision
+from outsize.capture.recording.fallbacks import insist_on_module
 from outsize.device.accelerators import CPU, device_type, is_accelerator
 from outsize.errors import BadCheckpoint, BadOption
 from outsize.ir.answers.compilation import GraphUse
@@ -52,6 +53,7 @@ from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.families import DEFAULT
 from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch_dims import SplitTable
+from outsize.train.batch.wrapped_models import insist_on_unwrapped
 from outsize.train.check.check import Question, enough_steps, verify
 from outsize.train.checkpoint.checkpoints import ResumeNote, newest_checkpoint, newest_folder
 from outsize.train.checkpoint.weights import CheckpointWeights
@@ -130,6 +132,8 @@ def parallelize(
     Raises WorldMismatch, ModelMismatch, BadPlan, UnsupportedPlan, BadOption, BadWeights, UnknownDevice,
     BadCheckpoint.
     """
+    insist_on_module(model)
+    insist_on_unwrapped(model)
     _check_plan(plan, options)
     devices = options.get("devices")
     named = None if devices is None else places_of(devices)

@@ -41,6 +41,11 @@ from outsize.schedules.sharded import with_gathers
 Fill = Callable[[Collection[str]], None]
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Returns whether the user's own `fully_shard` has divided the weights of a module."""
+    return isinstance(module, FSDPModule)
+
+
 @final
 class ShardedWeights(Moves):
     """Shards the weights of this rank's stages."""

@@ -6,6 +6,7 @@ Knapp, Deadlock detection in distributed databases, ACM Computing Surveys 19(4),
     0 -> 1 -> 2 (stopped)       2 holds up the others, and will not come: a hang
     0 -> 1 -> 2 (user's code)   2 holds up the others, and may come: it is named, and the run goes on
     0 -> 1 -> 0                 nobody will come: a hang
+    0 in torch's backward       and computes nothing, for twice the limit: a hang, whoever waits for it
 
 The ends of the chains are the culprits; where there are none, those on the cycle that are in a collective of
 the user's own, or else those that are behind. Complexity: ranks squared, once per alarm. Oracle:
@@ -18,10 +19,9 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Final, Literal, final
 
-from outsize.run.watchdog.reports import RankReport, SilentRank
+from outsize.run.watchdog.reports import BUSY_SHARE, RankReport, SilentRank
 
 Kind = Literal["nothing", "busy", "between", "stuck", "collective", "cycle", "left", "silent", "stopped"]
-BUSY_SHARE: Final = 0.05
 _HANGS: Final[frozenset[Kind]] = frozenset({"stuck", "collective", "cycle", "left", "silent", "stopped"})
 # Where several ranks hold up the others, these are named first; a rank that may still come is no hang.
 _ORDER: Final[tuple[Kind, ...]] = ("stopped", "left", "silent", "between", "busy", "stuck")
@@ -50,7 +50,7 @@ def diagnose(reports: Mapping[int, RankReport], silent: Mapping[int, SilentRank]
     """Returns who holds up those ranks that have waited for longer than their limit."""
     waiting = tuple(rank for rank, report in reports.items() if report.has_waited)
     if not waiting:
-        return NOTHING
+        return _hidden(reports)
     edges = {rank: _edges(rank, reports, silent) for rank in reports}
     reached = _reached(waiting, edges)
     longest_s = max(reports[rank].stalled_s / reports[rank].limit_s for rank in waiting)
@@ -111,8 +111,20 @@ def _kind(
         return "busy"
     if not report.card.doing or report.where == "saves":
         return "between"
-    computes = report.busy > BUSY_SHARE or report.is_first or report.stalled_s < report.limit_s
+    # What a first step does besides computing, such as reading code from a disk, is not in a backward.
+    may_load = report.is_first and not (report.is_idle_in_backward and patience >= _MOST_PATIENCE)
+    computes = report.busy > BUSY_SHARE or may_load or report.stalled_s < report.limit_s
     return "busy" if computes else "stuck"
+
+
+def _hidden(reports: Mapping[int, RankReport]) -> Diagnosis:
+    """Returns the ranks that wait in torch's backward for something that no Python calls, and nobody else."""
+    ranks = tuple(
+        rank
+        for rank, report in sorted(reports.items())
+        if report.is_idle_in_backward and report.stalled_s >= _MOST_PATIENCE * report.limit_s
+    )
+    return Diagnosis("stuck", ranks, ranks) if ranks else NOTHING
 
 
 def _silence(rank: SilentRank, patience: float) -> Kind:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 from outsize.run.watchdog.processes import State
 from outsize.run.watchdog.stacks import Where
 from outsize.run.watchdog.waits import Wait
+
+BUSY_SHARE: Final = 0.05
 
 
 @final
@@ -75,6 +77,11 @@ class RankReport:
         fields: dict[str, Any] = json.loads(text)
         fields |= {"card": Card(**fields["card"]), "waits": tuple(Wait(**w) for w in fields["waits"])}
         return cls(**fields)
+
+    @property
+    def is_idle_in_backward(self) -> bool:
+        """Tells whether the rank is in torch's backward and computes nothing: something in it waits."""
+        return self.where == "backward" and self.busy <= BUSY_SHARE
 
     @property
     def has_waited(self) -> bool:

@@ -6,7 +6,9 @@
     outermost   train.py:80          <module>
 
 A thread waits when its innermost frame is one of torch.distributed or of outsize's transports. The nearest
-frame outside of torch.distributed says whose call that is.
+frame outside of torch.distributed says whose call that is. Where it is the call of torch's backward, no
+Python says what it does: it computes, or C++ that somebody has hooked into the backward waits for other
+ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +25,19 @@ from typing import Final, Literal, final
 
 from outsize.program.source_line import is_outsize_file
 
-Where = Literal["waits", "collective", "saves", "runs", "debugger"]
+Where = Literal["waits", "collective", "saves", "runs", "backward", "debugger"]
 SAVER: Final = "outsize-checkpoint"  # how names of threads begin that write checkpoints
 _DISTRIBUTED: Final = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _WAITING_FILES: Final = tuple(
     os.sep.join(part) for part in (("run", "transport", ""), ("device", "futex.py"), ("train", "ranks", ""))
+)
+_BACKWARD_FILES: Final = tuple(
+    os.sep.join(part)
+    for part in (
+        ("run", "stage", "stage.py"),
+        ("run", "stage", "split_backward.py"),
+        ("torch", "autograd", "graph.py"),
+    )
 )
 _SAVING_FILE: Final = os.sep.join(("train", "checkpoint", "background.py"))
 _STANDARD_LIBRARY: Final = str(Path(os.__file__).parent) + os.sep
@@ -44,7 +54,8 @@ _SHOWN_FRAMES: Final = 12
 @final
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Says where a thread is: `waits` in outsize, in a `collective` of the user's, it `runs`, or is debugged.
+    """Says where a thread is: `waits` in outsize, in a `collective` of the user's, in torch's `backward`, it
+    `runs`, or is debugged.
 
     It `saves` where it waits for the thread that writes a checkpoint, which waits for other ranks.
     `line` is the nearest `file:line` of the user's code, `call` the function of torch.distributed.
@@ -60,7 +71,7 @@ def stack_of(thread: int, helpers: Collection[int] = ()) -> Stack:
     """Returns where the thread is; where it runs, a helper of it may be in a collective of the user's."""
     frames = sys._current_frames()
     own = _stack(frames.get(thread))
-    if own.where != "runs":
+    if own.where not in ("runs", "backward"):
         return own
     if _awaits_saver(frames.get(thread)) and any(_waits(frames.get(one)) for one in _savers()):
         return replace(own, where="saves")
@@ -106,8 +117,16 @@ def _stack(frame: FrameType | None) -> Stack:
         is_ours = calls < len(names) and is_outsize_file(names[calls])
         call = f"torch.distributed.{functions[-1]}" if functions else ""
         return Stack("waits" if is_ours else "collective", line, call, text)
-    waits = is_outsize_file(names[0]) and any(part in names[0] for part in _WAITING_FILES)
-    return Stack("waits" if waits else "runs", line, "", text)
+    return Stack(_where(frame), line, "", text)
+
+
+def _where(innermost: FrameType) -> Where:
+    """Returns what a thread does that is in no collective, by its innermost frame."""
+    name = innermost.f_code.co_filename
+    if is_outsize_file(name) and any(part in name for part in _WAITING_FILES):
+        return "waits"
+    is_backward = name.endswith(_BACKWARD_FILES) and "backward" in innermost.f_code.co_name
+    return "backward" if is_backward else "runs"
 
 
 def _is_users(name: str) -> bool:

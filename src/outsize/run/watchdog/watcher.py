@@ -27,7 +27,7 @@ from outsize.run.watchdog.options import WatchOptions
 from outsize.run.watchdog.pacing import Pacing
 from outsize.run.watchdog.processes import State, look_at, machine, state_between
 from outsize.run.watchdog.progress import Progress
-from outsize.run.watchdog.reports import Card, RankReport, SilentRank
+from outsize.run.watchdog.reports import BUSY_SHARE, Card, RankReport, SilentRank
 from outsize.run.watchdog.stacks import Stack, stack_of
 from outsize.run.watchdog.waits import awaited
 from outsize.run.watchdog.words import hang, notice, slow
@@ -164,7 +164,14 @@ class Watchdog:
         """Tells whether this rank waits for others; between steps only the youngest engine looks."""
         if not progress.doing and self._run.store.add(f"engines/{self._run.rank}", 0) != self._number:
             return False
-        return self._stack(progress).where in ("waits", "collective", "saves")
+        where = self._stack(progress).where
+        return where in ("waits", "collective", "saves") or (where == "backward" and self._busy <= BUSY_SHARE)
+
+    @property
+    def _busy(self) -> float:
+        """Returns the share of the time since this rank last moved in which it computed."""
+        used_s = time.process_time() - self._stall.cpu_s
+        return used_s / max(self._stall.stalled_s, self._beat_s)
 
     def _stack(self, progress: Progress) -> Stack:
         # Within a step threads of autograd may call what the user has hooked into the backward.
@@ -237,7 +244,6 @@ class Watchdog:
             if stack.where == "waits":
                 found = awaited(runner.schedule, runner.rank, at, lacks_messages=lacks)
                 waits = tuple(type(w)(w.own, w.other, progress.ranks[w.rank]) for w in found)
-        used_s = time.process_time() - stall.cpu_s
         return RankReport(
             card=self._now("card", progress, action),
             where=stack.where,
@@ -246,7 +252,7 @@ class Watchdog:
             stack=stack.text,
             stalled_s=stall.stalled_s,
             limit_s=self._limit_s(progress),
-            busy=used_s / max(stall.stalled_s, self._beat_s),
+            busy=self._busy,
             is_first=progress.done == 0,
             waits=waits,
         )

@@ -91,6 +91,11 @@ def _what(
     if diagnosis.kind == "stuck":
         where = f"{report.card.action or report.card.doing} of step {report.card.step}"
         how = f"has been in {where} for {report.stalled_s:.0f} s and computes nothing"
+        if report.where == "backward":
+            return (
+                f"{several} {how}; it is in torch's backward, where C++ waits for other ranks",
+                "leave out what communicates in the backward: DistributedDataParallel, a hook, a custom op",
+            )
         return f"{several} {how}; it is in {report.line}", "see its stack below"
     return f"{several} and others wait for each other {report.card.place}", "outsize explain E404"
 
@@ -130,6 +135,8 @@ def _line(rank: int, reports: Mapping[int, RankReport], silent: Mapping[int, Sil
         doing = f"waits for its save at {report.line}"
     elif report.is_waiting:
         doing = f"waits in {report.call or 'a message'} at {report.line}"
+    elif report.where == "backward":
+        doing = "is in torch's backward"
     else:
         doing = f"runs {report.line}"
     return f"  rank {rank}  {_place(report.card)}  {doing}"

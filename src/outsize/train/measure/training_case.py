@@ -28,6 +28,7 @@ from outsize.program.tree import map_leaves
 from outsize.run.stage.to_device import device_of_model
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, rejection, warn_of_tables
+from outsize.train.batch.wrapped_models import insist_on_unwrapped
 
 Recorded = TypeVar("Recorded")
 
@@ -87,6 +88,7 @@ class TrainingCase:
         `batch_dims` that the batch does not have, and ExampleRejected.
         """
         insist_on_module(module)
+        insist_on_unwrapped(module)
         batch = _beside(module, batch)
         insist_on_names(batch, batch_dims or {})
         rejects = rejection(module, loss_fn)

@@ -43,6 +43,19 @@ def test_the_end_of_a_chain_is_named() -> None:
     assert (found.kind, found.culprits, found.waiting) == ("stopped", (2,), (0, 1))
 
 
+def test_a_rank_that_is_idle_in_torchs_backward_hangs_also_in_its_first_step() -> None:
+    hidden = replace(report(0, "backward"), stalled_s=21.0, is_first=True)
+    waiting = replace(report(1, "waits", 0), stalled_s=21.0)
+    found = diagnose(of(hidden, waiting), {})
+    assert (found.kind, found.culprits, found.waiting) == ("stuck", (0,), (1,))
+    said = str(hang(found, of(hidden, waiting), {}))
+    assert "it is in torch's backward, where C++ waits for other ranks" in said
+    assert "Next: leave out what communicates in the backward" in said
+    assert diagnose(of(hidden), {}).culprits == (0,), "nobody else has to wait"
+    for fine in (replace(hidden, busy=0.5), replace(hidden, stalled_s=11.0), replace(hidden, where="runs")):
+        assert not diagnose(of(fine, replace(waiting, stalled_s=fine.stalled_s)), {}).is_hang
+
+
 @pytest.mark.parametrize(
     ("state", "is_hang"),
     [

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from patience import until
 from torch.distributed import HashStore, PrefixStore
 
 from outsize.errors import BadOption, RunHung
+from outsize.run.stage.stage import run_backward
 from outsize.run.watchdog.options import WatchOptions
 from outsize.run.watchdog.processes import look_at, state_between
 from outsize.run.watchdog.progress import Progress, watched
@@ -155,6 +157,17 @@ def test_a_thread_in_a_collective_waits_and_one_in_a_loop_runs() -> None:
     assert stack.call == "torch.distributed.all_reduce"
     assert stack.line.startswith("test_watcher.py:")
     assert stack_of(threading.get_ident()).where == "runs"
+
+
+def test_a_thread_in_torchs_backward_is_there() -> None:
+    weight = torch.ones(600, 600, requires_grad=True)
+    product = weight
+    for _ in range(12):
+        product = product @ weight
+    thread = threading.Thread(target=run_backward, args=([product], [torch.ones(600, 600)]), daemon=True)
+    thread.start()
+    until(lambda: stack_of(thread.ident or 0).where == "backward")
+    thread.join()
 
 
 def test_a_process_is_looked_at() -> None:

@@ -1,0 +1,65 @@
+"""Refuses a model that another library has already prepared to train over devices.
+
+Such a wrapper communicates in its own forward and backward, on all ranks at once. In a pipeline each rank has
+other stages, so a rank would wait in the backward for a call that the others never make. By what they hold:
+
+    holds a process group, and all its weights belong to one child    DistributedDataParallel, FSDP, an engine
+    has its weights divided by FSDP2                                   fully_shard
+    copies the model to several devices at each call                   DataParallel
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from outsize.errors import BadOption
+from outsize.run.moves.fsdp import is_fully_sharded
+
+
+def insist_on_unwrapped(model: nn.Module) -> None:
+    """Raises BadOption for a model that is, or has within it, a wrapper which trains over devices by itself.
+
+    All ranks have the same model, so the error is the same on each of them.
+    """
+    for fqn, module in model.named_modules():
+        what = _own_parallelism(module)
+        if what is not None:
+            error = BadOption(
+                f"{f'the part {fqn!r} of the model' if fqn else 'the model'} is a {type(module).__name__}, "
+                f"which {what}, as outsize does",
+                numbers="both would divide one training, and wait for each other",
+                next_step=_next_step(fqn, module),
+            )
+            error.shared = True
+            raise error
+
+
+def _own_parallelism(module: nn.Module) -> str | None:
+    """Returns what a wrapper does over devices; None for any other module."""
+    if isinstance(module, nn.DataParallel):
+        return "copies the model to several devices at each call"
+    if is_fully_sharded(module):
+        return "divides weights over processes (FSDP)"
+    holds_group = dist.is_available() and any(isinstance(v, dist.ProcessGroup) for v in vars(module).values())
+    if holds_group and _only_child(module) is not None:
+        return "adds up gradients over its own process group"
+    return None
+
+
+def _only_child(module: nn.Module) -> str | None:
+    """Returns the name of the child to which all weights of a module belong."""
+    weights = set(module.parameters())
+    return next(
+        (n for n, child in module.named_children() if weights and weights == {*child.parameters()}), None
+    )
+
+
+def _next_step(fqn: str, module: nn.Module) -> str:
+    child = _only_child(module)
+    if is_fully_sharded(module) or child is None:
+        return "leave out fully_shard, and pass dp_shard=2, the number of devices that share the weights"
+    inner = ".".join(part for part in ("model", fqn, child) if part)
+    if fqn:
+        return f"put {inner} in the place of its wrapper; dp_replicate=2 or dp_shard=2 divides the batch"
+    return f"pass {inner} in place of model; dp_replicate=2 or dp_shard=2 divides the batch"
