@@ -129,6 +129,30 @@ def of_one_rank(owner: int, world: World, *, shares_memory: bool) -> list[int]:
         return differing(model, squared, here, expected, world.group)
 
 
+def of_hook_on_rank_0(where: str, world: World) -> list[int]:
+    """A hook of a module looks at every other step on rank 0 alone, and changes nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Scaled(WIDTH, WIDTH))
+    expected = plain(copy.deepcopy(model), squared, lambda n: None, 6)
+    clock = Clock()
+
+    def look(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if world.rank == 0 and clock.step % 2 == 0:
+            clock.seen.append(float(output.detach().abs().max()))
+
+    model.get_submodule(where).register_forward_hook(look)
+    return differing(model, squared, lambda n: setattr(clock, "step", n), expected, world.group)
+
+
+@final
+class Clock:
+    """Holds the number of the step, and what a hook has seen."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.seen: list[float] = []
+
+
 def of_moving_numbers(group: Any) -> list[int]:
     """A factor of the model's own forward changes at each step, and a decision on it falls otherwise once."""
     model = Reading(_moving)
@@ -150,6 +174,7 @@ def main(folder: Path) -> None:
         for owner in (0, 1):
             wrong[f"rank {owner}"] = of_one_rank(owner, world, shares_memory=True)
             wrong[f"rank {owner}, gloo"] = of_one_rank(owner, world, shares_memory=False)
+        wrong |= {f"hook {place}": of_hook_on_rank_0(place, world) for place in ("0", "3")}
     reset()
     (folder / f"rank{world.rank}.json").write_text(json.dumps(wrong))
     leave(world)

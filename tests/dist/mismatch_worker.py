@@ -82,6 +82,8 @@ if case == "activation":
     model.append(nn.ReLU() if rank == "0" else nn.GELU())
 loss_fn = nn.L1Loss() if case == "loss" and rank != "0" else nn.MSELoss()
 parallelize = outsize.parallelize  # the first use of this name imports what it needs
+if case in ("clipped", "rates"):
+    how["optimizer"] = partial(torch.optim.SGD, lr=0.1)
 if case == "closure":
     how["optimizer"] = torch.optim.LBFGS
 value = case.removeprefix("value-").removesuffix("-gloo") if case.startswith("value") else ""
@@ -98,6 +100,16 @@ engine = parallelize(model, (x,), loss_fn=loss_fn, target=x, **how)
 if value:
     engine.step(x, target=x)
     change_on_one_rank(engine, value)
+if case in ("clipped", "rates"):
+    x = torch.ones(16, 4)
+    for _ in range(2):
+        engine.step(x, target=100 * x, update=False)
+        if case == "clipped":
+            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.001)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        if case == "rates" and rank == "0":
+            engine.optimizer.param_groups[0]["lr"] /= 2
 if case == "batch":
     engine.step(x, target=x)
     engine.step(x + int(rank), target=x)

@@ -46,6 +46,11 @@ CASES = {
         2,
         "LBFGS takes each step from all weights together, by evaluating the batch several times; 2 ",
     ),
+    "clipped": (
+        2,
+        "each rank has scaled its gradients by another factor before step 1, as clipping by the norm of one",
+    ),
+    "rates": (2, "learning rates that differ before step 1; group 0: rank 0 has 0.05, rank 1 has 0.1"),
     "value-submodule": (2, f"{PROGRAMS} self.scale ({READ_AT[0]}, read by 0); {NOT_EQUAL[1]}"),
     "value-first-gloo": (3, f"{PROGRAMS} self.scale ({READ_AT[0]}, read by 7); {NOT_EQUAL[0]}"),
     "value-root": (2, f"{PROGRAMS} self.shift ({READ_AT[1]}, read by the model's forward); {NOT_EQUAL[1]}"),
@@ -67,6 +72,8 @@ CASES_OF_LAUNCHERS = (
     "loss",
     "batch",
     "closure",
+    "clipped",
+    "rates",
     *(case for case in CASES if case.startswith("value")),
 )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -84,22 +85,62 @@ def insist_on_model(plan: Plan, graph: ModelGraph) -> None:
         plan.check_model(graph)
 
 
-def made_optimizer(make: Callable[[Any], Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """Returns the user's optimizer over these parameters.
+def made_optimizer(
+    make: Callable[[Any], Any],
+    own: list[nn.Parameter],
+    every: Collection[nn.Parameter],
+    device: torch.device | None = None,
+) -> Optimizer:
+    """Returns the user's optimizer over the parameters that a rank owns, of `every` one of the model.
 
-    Raises BadOption when `make` does not return an optimizer.
+    Where the function makes a group of some weights (those of two dims, say), such a group may have no weight
+    on this rank, which torch refuses: then an empty weight stands in for each form of weight that other ranks
+    have, as for a rank that owns nothing at all. Schedules of learning rates want an optimizer on every rank.
+    Raises BadOption when `make` does not return an optimizer of the model's weights.
     """
     if not callable(make):
         raise BadOption(
             f"optimizer is a {type(make).__name__}; it must be a function from parameters to an optimizer",
             next_step=_OPTIMIZER,
         )
-    optimizer = make(parameters)
+    mine = {id(parameter) for parameter in own}
+    others = [parameter for parameter in every if id(parameter) not in mine]
+    try:
+        optimizer = make(own or [nn.Parameter(torch.empty(0, device=device))])
+    except ValueError:
+        if not others:
+            raise
+        optimizer = make([*own, *_stand_ins(others, device)])
     if not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad")):
         raise BadOption(
             f"the optimizer function returned {type(optimizer).__name__}, no optimizer", next_step=_OPTIMIZER
         )
+    _insist_on_weights_of_the_model(optimizer, own, every)
     return optimizer
+
+
+def _stand_ins(weights: Collection[nn.Parameter], device: torch.device | None) -> list[nn.Parameter]:
+    """Returns an empty parameter for each number of dims, dtype and flag that weights have."""
+    forms = dict.fromkeys((max(1, w.ndim), w.dtype, w.requires_grad) for w in weights)
+    return [
+        nn.Parameter(torch.empty([0] * ndim, dtype=dtype, device=device), requires_grad=trained)
+        for ndim, dtype, trained in forms
+    ]
+
+
+def _insist_on_weights_of_the_model(
+    optimizer: Any, own: Collection[nn.Parameter], every: Collection[nn.Parameter]
+) -> None:
+    """Raises BadOption where an optimizer has weights, and none of them is a weight of the model."""
+    known = {id(parameter) for parameter in (*own, *every)}
+    groups = getattr(optimizer, "param_groups", ())
+    held = [p for group in groups for p in group["params"] if isinstance(p, Tensor) and p.numel()]
+    if held and own and not any(id(parameter) in known for parameter in held):
+        raise BadOption(
+            "no weight of the optimizer is one of the model's, so nothing would be trained",
+            numbers=f"{len(held)} parameters of {type(optimizer).__name__}, {len(own)} of the model here",
+            next_step=_OPTIMIZER,
+        )
 
 
 def wants_closure(optimizer: Optimizer | None) -> bool:

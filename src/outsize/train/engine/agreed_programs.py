@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from hashlib import sha256
 from typing import Any, final
 
 from outsize.ir.plan import Plan
 from outsize.program.python_reads import PythonRead
 from outsize.program.replaying.modes import current_modes
-from outsize.program.tape import Modes
+from outsize.program.tape import Modes, Ref, Weight
+from outsize.program.tree import map_leaves
 from outsize.train.batch.batch import Batch
 from outsize.train.crew.crew import Crew
 from outsize.train.launch.model_facts import text_of
-from outsize.train.ranks.program_agreement import ProgramAgreement, ProgramCard
+from outsize.train.ranks.program_agreement import WHOLE, ProgramAgreement, ProgramCard
 from outsize.train.variants.variant import ProgramChange, Variant
 
 _SHOWN = 80
@@ -55,7 +57,7 @@ class AgreedPrograms:
         tells = change.happened or not waits
         own = self._change_card(variants, _texts(variants, parts, modes), change) if tells else None
         agreed = self._agreement.begin(
-            lambda: self._card(variants, _texts(variants, parts, modes), change.happened), own
+            lambda: self._card(variants, _texts(variants, parts, modes), change), own
         )
         self._channels.update({v.number: c for v, c in zip(variants, agreed, strict=False)})
         self._used = max(self._used, 1 + max(agreed, default=-1))
@@ -84,11 +86,24 @@ class AgreedPrograms:
             _values_of(variants) | _by_place((changed.read, changed.value) for changed, _ in change.values),
             {_place(changed.read): tuple(sorted(stages)) for changed, stages in change.values},
             changes=True,
+            readers={
+                _place(changed.read): tuple(sorted(changed.read.frames)) for changed, _ in change.values
+            },
+            code=_code_of(variants, change.live),
         )
 
-    def _card(self, variants: Sequence[Variant], texts: tuple[str, ...], changes: bool) -> ProgramCard:
+    def _card(
+        self, variants: Sequence[Variant], texts: tuple[str, ...], change: ProgramChange
+    ) -> ProgramCard:
         """Returns the card of all that the programs of this step have read."""
-        return ProgramCard(texts, tuple(self.channels(variants)), _values_of(variants), {}, changes=changes)
+        return ProgramCard(
+            texts,
+            tuple(self.channels(variants)),
+            _values_of(variants),
+            {},
+            changes=change.happened,
+            code=_code_of(variants, change.live),
+        )
 
 
 def _texts(variants: Sequence[Variant], parts: Sequence[Batch], modes: Modes) -> tuple[str, ...]:
@@ -118,6 +133,29 @@ def _values_of(variants: Sequence[Variant]) -> dict[str, str]:
     """Returns the texts of all values that the programs have read, by the places of their reads."""
     distinct = {variant.number: variant for variant in variants}.values()
     return _by_place(pair for variant in distinct for pair in variant.reads.values())
+
+
+def _code_of(variants: Sequence[Variant], live: frozenset[str]) -> dict[str, str]:
+    """Returns digests of the calls that each module's own code makes, but for `live` ones, and of all."""
+    by_module: dict[str, list[str]] = {}
+    for variant in {variant.number: variant for variant in variants}.values():
+        for call in variant.tape.instructions:
+            name = call.target if isinstance(call.target, str) else text_of(call.target)
+            arguments = call.args, call.kwargs
+            for module in {call.frame, call.target if call.is_leaf else call.frame}:
+                apart = text_of(map_leaves(partial(_argument, numbered=False), arguments))
+                by_module.setdefault(str(module), []).append(f"{name} {apart}")
+            if not live:
+                numbered = text_of(map_leaves(partial(_argument, numbered=True), arguments))
+                by_module.setdefault(WHOLE, []).append(f"{name} {numbered} -> {call.out!r}")
+    return {name: _digest("\n".join(calls)) for name, calls in by_module.items() if name not in live}
+
+
+def _argument(leaf: Any, *, numbered: bool) -> str:
+    """Returns the text of an argument; values of the program have numbers only within whole programs."""
+    if isinstance(leaf, Ref):
+        return f"value {leaf.slot}" if numbered else "value"
+    return leaf.name if isinstance(leaf, Weight) else text_of(leaf)
 
 
 def _by_place(reads: Iterable[tuple[PythonRead, Any]]) -> dict[str, str]:

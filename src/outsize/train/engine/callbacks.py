@@ -35,6 +35,7 @@ from outsize.ir.timeline import Timeline
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.watchdog.stragglers import Straggler
 from outsize.train.crew.crew import Crew
+from outsize.train.crew.optimizer_groups import learning_rate
 
 _TELLING_SHARE: Final = 0.01
 
@@ -181,7 +182,7 @@ class Callbacks:
         facts = StepFacts(
             step=step,
             loss=float(loss),
-            learning_rate=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
+            learning_rate=learning_rate(optimizer),
             grad_norm=None if norm is None else float(norm),
             utilisation=utilisation,
             memory_bytes=tuple(one.memory_bytes for one in every),

@@ -76,6 +76,7 @@ from outsize.train.engine.by_modules import ByModules
 from outsize.train.engine.callbacks import Callbacks
 from outsize.train.engine.executor import Executor
 from outsize.train.engine.generate import generate
+from outsize.train.engine.loop_agreement import LoopAgreement
 from outsize.train.engine.loss_watch import LossWatch, warn_of_loss
 from outsize.train.engine.memory_note import noting_what_follows
 from outsize.train.engine.module_names import missing
@@ -115,6 +116,7 @@ class Engine:
         self._loss: Tensor | None = None  # of the last step
         self._callbacks = Callbacks(options.callbacks, crew, plan)
         self.optimizer: Optimizer | None = None
+        self._loop = LoopAgreement(None if crew.mesh is None else crew.mesh.group.host)
         home = _home(model, crew, len(plan.stages))
         is_compiled = options.compiled is not None
         self._tensor = divided_ranks(model, plan, crew.mesh, compiled=is_compiled)
@@ -185,6 +187,7 @@ class Engine:
         self._checkpoints.warn_of_unclaimed()
         grad_scale = None if self._scaling is None else self._scaling.scale()
         parts = self._microbatches(args, kwargs, target)
+        self._loop.before_step()
         self._compare_batches(parts)
         known = self.clip_norm is None or self._speculation is not None
         by_closure = update and wants_closure(self.optimizer)
@@ -209,6 +212,8 @@ class Engine:
         self.steps += 1
         if update:
             self._tell_of_step(norm)
+        else:
+            self._loop.after_backward(parameter for _, parameter in self.named_parameters())
         losses = tuple(self.crew.by_microbatch(trained.own)) if gather else None
         return StepResult(loss, norm, losses, trained.outputs, self._imbalance)
 
@@ -649,6 +654,7 @@ class Engine:
             replicas = self.crew.replicas
             replica = replicas.index if replicas.own_batches else 0
             insist_on_one_batch(self.crew.mesh.group.host, parts, self.steps, replica)
+            self._loop.compare(self.optimizer, self.steps)
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Batch]:
         """Returns the user's microbatches when they are passed as a list, else the plan's."""
@@ -670,8 +676,9 @@ class Engine:
         """
         make_optimizer = self._options.optimizer
         if make_optimizer is not None and self.optimizer is None:
-            own = self._ownership.trained() or [nn.Parameter(torch.empty(0, device=self.crew.device))]
-            self.optimizer = made_optimizer(make_optimizer, own)
+            own, every = self._ownership.trained(), list(self.model.parameters())
+            self.optimizer = made_optimizer(make_optimizer, own, every, self.crew.device)
+            self._loop.begin(self.optimizer)
             insist_on_closure(self.optimizer, self.crew.world_size, scaled=self._scaling is not None)
             insist_on_parts(self.optimizer, self._speculation)
 

@@ -24,6 +24,7 @@ from outsize.ir.offload import HOSTED
 from outsize.ir.timeline import Timeline
 from outsize.run.stage.to_device import device_of_model
 from outsize.run.transport.control_messages import all_gather_json
+from outsize.train.crew.optimizer_groups import learning_rate
 from outsize.train.engine.engine import Engine
 from outsize.train.measure.memory import MemoryWatch, tensor_bytes, with_memory
 
@@ -65,7 +66,7 @@ class RunRecorder:
         if len(self._steps) == 1:  # The first step has made states and buffers.
             self._settle()
         engine, start_s = self._engine, time.perf_counter()
-        rate = None if engine.optimizer is None else float(engine.optimizer.param_groups[0]["lr"])
+        rate = learning_rate(engine.optimizer)
         result = engine.step(*args, target=target, update=not self._splits, **kwargs)
         norm = self._norm_and_update() if self._splits else result.grad_norm
         loss = float(result.loss)
@@ -74,7 +75,7 @@ class RunRecorder:
             step=engine.steps,
             loss=_finite(loss),
             step_s=seconds,
-            learning_rate=None if rate is None else _finite(rate),
+            learning_rate=rate,
             grad_norm=None if norm is None else _finite(float(norm)),
             expert_imbalance=result.expert_imbalance,
         )

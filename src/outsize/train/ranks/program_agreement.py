@@ -13,6 +13,9 @@ makes rank 1 run another program; rank 0 cannot know, and each waits for message
 Where all ranks change programs together, each finds the cards of the others at once. A step without a change
 does nothing here, unless it lasts longer than POLL_S: then a thread looks into the process group's store.
 
+A value that one rank alone reads, as in a hook that prints on rank 0, must not change what is computed: then
+the code of the programs is compared instead of the value.
+
 Source: the out-of-band abort of MPI implementations; torch's own store carries the messages. Complexity: one
 message to the store and one from it for each rank and change. Oracle: tests/dist/test_mismatched_runs.py.
 """
@@ -25,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any, Final, Self, final
@@ -35,6 +38,7 @@ import torch.distributed as dist
 from outsize.errors import WorldMismatch
 from outsize.train.ranks.mesh import Mesh, coordinate
 
+WHOLE: Final = "*"
 POLL_S: Final = 0.2
 _SEEN_S: Final = 3.0  # so long a rank that has found a difference waits until the others know of it
 _KEPT: Final = 32  # keys that a rank leaves in the store
@@ -46,7 +50,9 @@ class ProgramCard:
     """Holds what a rank is about to run: a text and a channel of each microbatch, and values Python reads.
 
     `values` maps the place of a read to the text of its value. On the card of a rank that changes programs
-    `stages` has the values that have changed, and says which stages each of them concerns.
+    `stages` has the values that have changed, and says which stages each of them concerns; `readers` says
+    which modules have read each of them. `code` maps a module to a digest of the calls that its own code
+    makes, and WHOLE to that of the whole program; modules that run live, and then the whole, are left out.
     """
 
     microbatches: tuple[str, ...]
@@ -54,6 +60,14 @@ class ProgramCard:
     values: Mapping[str, str]
     stages: Mapping[str, tuple[int, ...]]
     changes: bool
+    readers: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    code: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def computes_as(self, other: ProgramCard, readers: Sequence[str]) -> bool:
+        """Tells whether two ranks make the same calls: all, or where a module is live, the readers'."""
+        names = (WHOLE,) if WHOLE in self.code and WHOLE in other.code else readers
+        known = [(self.code.get(name), other.code.get(name)) for name in names]
+        return all(ours == theirs for ours, theirs in known if ours is not None and theirs is not None)
 
     def to_json(self) -> str:
         """Returns the card as text."""
@@ -172,10 +186,12 @@ class ProgramAgreement:
     def _difference(self, own: ProgramCard, cards: Mapping[int, ProgramCard]) -> WorldMismatch | None:
         """Returns what differs first: a value that matters to another rank, or the shapes of microbatches."""
         for place, stages in own.stages.items():
-            texts = {r: card.values.get(place, "none") for r, card in sorted(cards.items())}
-            concerned = {r: t for r, t in texts.items() if r == self._rank or self._runs(r, stages)}
-            if len(set(concerned.values())) > 1:
-                return _mismatch(f"in {place}", concerned)
+            concerned = {r: c for r, c in sorted(cards.items()) if r == self._rank or self._runs(r, stages)}
+            texts = {r: card.values[place] for r, card in concerned.items() if place in card.values}
+            others = [card for r, card in concerned.items() if r not in texts]
+            is_alike = all(own.computes_as(card, own.readers.get(place, ())) for card in others)
+            if len(set(texts.values())) > 1 or not is_alike:
+                return _mismatch(f"in {place}", {r: texts.get(r, "none") for r in concerned})
         replica = self._seats[self._rank][1]
         mine = {r: c for r, c in cards.items() if not self._own_batches or self._seats[r][1] == replica}
         counts = {r: str(len(card.microbatches)) for r, card in sorted(mine.items())}

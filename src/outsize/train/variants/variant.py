@@ -117,11 +117,12 @@ class ProgramChange:
 
     Programs that are new, or those of other Python values, count, and so does another number of microbatches;
     shapes that were met before do not. `values` are the reads that have changed, each with the stages whose
-    programs follow from it.
+    programs follow from it. `live` are the modules that run live.
     """
 
     happened: bool = False
     values: list[tuple[ChangedRead, frozenset[int]]] = field(default_factory=list)
+    live: frozenset[str] = frozenset()
 
 
 @final
@@ -157,6 +158,7 @@ class Variants:
         self._counts[outputs] = len(parts)
         found = [self._find(part, f"{state}{outputs}", checked, outputs=outputs) for part in parts]
         self._last = found[-1] if found else self._last
+        self.change.live = self.changes.live
         return found
 
     def _find(self, part: Batch, state: str, checked: dict[int, bool], *, outputs: bool) -> Variant:
