@@ -70,7 +70,8 @@ Optimizer = Annotated[
     str,
     typer.Option(
         "--optimizer",
-        help="Optimizer whose states have to fit: adamw, adam, sgd, momentum, adafactor, adam8bit.",
+        help="Optimizer whose states have to fit: adamw, adam, sgd, momentum, adafactor, adam8bit, muon, "
+        "soap.",
     ),
 ]
 Precision = Annotated[

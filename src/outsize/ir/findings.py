@@ -288,6 +288,21 @@ class NoContextParallel(Finding):
     refused: str
 
 
+@final
+class WholeTensorUpdate(Finding):
+    """Says what an optimizer that needs whole tensors does in a step on its slowest device.
+
+    `flops` are those of its matrix products; `exchanged_bytes` of gradients and weights go to the ranks that
+    own tensors and come back, where ranks have parts of them.
+    """
+
+    code: Literal["whole-tensor-update"] = "whole-tensor-update"
+    optimizer: str
+    update_s: float
+    flops: float
+    exchanged_bytes: int
+
+
 # -- weights, states and values on the host --------------------------------------------------------------
 
 
@@ -496,6 +511,7 @@ Reason = Annotated[
     | ModelTensorPlan
     | ContextParallel
     | NoContextParallel
+    | WholeTensorUpdate
     | WeightsOnHost
     | HostStates
     | HostRoofline

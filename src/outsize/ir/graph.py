@@ -60,6 +60,8 @@ class Parameter(Record):
     """Describes one trainable or frozen tensor; `names` are all its FQNs (more than one when tied).
 
     `experts` is the number of experts along its first dim, which ranks can divide; 0 for any other tensor.
+    `whole` is the shape of the tensor of which a tensor-parallel rank has this part; () where it has all of
+    it. An `outer` tensor is looked up by index, or is of the last layer with weights.
     """
 
     names: tuple[str, ...]
@@ -68,6 +70,8 @@ class Parameter(Record):
     size_bytes: int
     trainable: bool
     experts: int = 0
+    whole: tuple[int, ...] = ()
+    outer: bool = False
 
     @property
     def name(self) -> str:
@@ -81,6 +85,14 @@ class Parameter(Record):
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Tells whether it is a matrix (or one for each expert) between the first and the last layer, which
+        is what optimizers such as Muon are for.
+        """
+        dims = len(self.whole or self.shape)
+        return not self.outer and (dims == 2 or (dims == 3 and self.experts > 0))
 
 
 @final

@@ -87,6 +87,7 @@ from outsize.ir.findings import (
     UntrainedStages,
     WeightsOnHost,
     WholeBatchStatistics,
+    WholeTensorUpdate,
 )
 from outsize.ir.formatting import (
     axes_text,
@@ -344,6 +345,21 @@ def _no_context_parallel(f: NoContextParallel) -> str:
 
 
 # -- weights, states and values on the host --------------------------------------------------------------
+
+
+@sentence.register
+def _whole_tensor_update(f: WholeTensorUpdate) -> str:
+    done = []
+    if f.flops:
+        done.append(f"{f.flops / 1e12:.3g} TFLOP of matrix products")
+    if f.exchanged_bytes:
+        done.append(
+            f"{bytes_text(f.exchanged_bytes)} of gradients and weights to the owners of tensors and back"
+        )
+    return (
+        f"{f.optimizer} needs whole tensors: its step takes {seconds_text(f.update_s)}, "
+        f"with {' and '.join(done)} on a device"
+    )
 
 
 @sentence.register

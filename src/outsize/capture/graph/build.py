@@ -81,7 +81,7 @@ def build_graph(tape: Tape, model: nn.Module, samples: int | None = None) -> Cap
         batch_size=_batch_size(tape) if samples is None else samples,
         units=units,
         values=_values(tape, memory, starts, owned),
-        parameters=parameters,
+        parameters=_with_outer(parameters, units),
         output_bytes=sum(tape.metas[s].size_bytes for s in tape.output_slots()),
         input_bytes=sum(memory.size_bytes[s] for s in {tape.storage(i) for i in tape.inputs}),
         notes=tape.opaque,
@@ -217,6 +217,16 @@ def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
         )
         for key, t in tensors.items()
     )
+
+
+def _with_outer(parameters: tuple[Parameter, ...], units: Sequence[Unit]) -> tuple[Parameter, ...]:
+    """Marks the parameters that are looked up by index, and those of the last layer."""
+    lookups = {
+        name for u in units if any(w.family == "embedding" for w in u.forward) for name in u.parameters
+    }
+    last = next((u.parameters for u in reversed(units) if u.parameters), ())
+    outer = lookups.union(last)
+    return tuple(p if outer.isdisjoint(p.names) else p.model_copy(update={"outer": True}) for p in parameters)
 
 
 def _nbytes(tensor: Tensor) -> int:

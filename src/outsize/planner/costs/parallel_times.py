@@ -164,6 +164,13 @@ class WeightCollectives:
         """
         return sum(self._reduce_s(*part, last=last) for part in self._parts(gradients_bytes))
 
+    def owners_s(self, size_bytes: int) -> float:
+        """Returns the seconds in which a rank gives so many bytes of its parts of tensors to their owners, or
+        gets as many from them.
+        """
+        along = ("tp", *self._sharing(("ep",)))
+        return self._seconds("all_to_all", size_bytes, along) if size_bytes else 0.0
+
     def _parts(self, size_bytes: int) -> Sequence[tuple[int, tuple[str, ...]]]:
         """Returns the bytes of experts, and of all else with the axis of ranks that hold these, too."""
         experts_bytes = int(self.experts * size_bytes)

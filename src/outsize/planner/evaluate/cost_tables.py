@@ -47,9 +47,10 @@ from outsize.planner.layout.layout import Layout, grouped, of_kind
 from outsize.planner.layout.tensor_parallel import of_rank, styled
 from outsize.planner.memory.headroom import with_usable_memory
 from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
-from outsize.planner.memory.range_tables import owned_gradients
+from outsize.planner.memory.range_tables import owned_gradients, owners_update
 from outsize.planner.memory.recomputed_blocks import block_ranges
 from outsize.planner.memory.sharded import KeyBytes, UnshardedBytes, device_tables
+from outsize.planner.memory.update_work import UpdateWork
 from outsize.planner.offload.host_traffic import StreamedBlocks, fetching, hosted
 from outsize.planner.partition.feasibility import none_fits
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
@@ -93,7 +94,7 @@ class CostTables:
         self._ends = dict(ends)
         self._costs: dict[Key, UnitSeconds] = {}
         self._made: dict[int, NDArray[np.int64]] = {}
-        self._moved: dict[Key, float] = {}
+        self._updates: dict[Key, UpdateWork] = {}
         self._ranks: dict[Key, tuple[ModelGraph, Profile]] = {}
         self._expert_ranks: dict[Key, tuple[ModelGraph, Profile]] = {}
         self._shares: dict[tuple[int, bool], Sharing] = {}
@@ -400,7 +401,11 @@ class CostTables:
         optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
         least, sharing = self._least.bytes_of(layout, slice(None)), layout.axes.tp * layout.shards
         graded, weights = least.fixed + least.gradients, least.weights
-        temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / sharing
+        style = style_of(groups.devices[0].kind)
+        together = sum(map(optimizer.list_bytes, graph.parameters)) if style == "foreach" else None
+        temporary = (
+            optimizer.step_bytes(graph.parameters, style) if together is None else together
+        ) / sharing
         updating = graded - least.casts + weights / max(float(weights[-1]), 1.0) * temporary
         model = layout.captured, layout.axes.tp, layout.sequence, layout.axes.ep
         if model not in self._crossing:
@@ -453,18 +458,21 @@ class CostTables:
         """Returns a lower bound of the optimizer's seconds: those of an average device."""
         if layout.hosted:
             return 0.0
-        each = float(self._least.bytes_of(layout)[1]) / layout.axes.pp / layout.updaters
+        axes, pp = layout.axes, layout.axes.pp
+        each = float(self._least.bytes_of(layout)[1]) / pp / layout.updaters
+        works = [(device, self._update_work(layout, device)) for device in self._kinds_of(layout)]
+        units = 0, len(self.graph(layout).units)
         return min(
-            default_of(device).update_s(self._moved_per_gradient(layout, device) * each, device)
-            for device in self._kinds_of(layout)
+            default_of(device).update_s(work.moved_per_gradient * each, device)
+            + work.products_s(units, layout, device) / (pp * axes.tp * axes.ep)
+            for device, work in works
         )
 
-    def _moved_per_gradient(self, layout: Layout, device: Device) -> float:
+    def _update_work(self, layout: Layout, device: Device) -> UpdateWork:
         key = layout.captured, style_of(device.kind)
-        if key not in self._moved:
-            parameters = self.graph(layout).parameters
-            self._moved[key] = optimizer_bytes(self._optimizer).moved_per_gradient(parameters, key[1])
-        return self._moved[key]
+        if key not in self._updates:
+            self._updates[key] = UpdateWork.of(self.graph(layout), optimizer_bytes(self._optimizer), key[1])
+        return self._updates[key]
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns tables of the layout's units on such a device; `selective`: all of them, block by block."""
@@ -488,6 +496,9 @@ class CostTables:
                 whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
             styled, gathered = self.graph(layout).tensor is not None, self._gathered(layout)
             ranges = device_tables(whole.ranges, layout, self._keys(layout, recompute), gathered, styled)
+            optimizer = optimizer_bytes(self._optimizer)
+            if optimizer.couples and layout.shards > 1:
+                ranges = replace(ranges, update=owners_update(whole.graph, optimizer, layout.shards))
             self._cases[base] = replace(whole, ranges=ranges).with_seconds(seconds.merged(self.ends(layout)))
         return replace(self._cases[base], microbatches=layout.microbatches)
 

@@ -7,7 +7,7 @@ tests/unit/planner/evaluate/test_estimate.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
@@ -17,7 +17,7 @@ import numpy as np
 
 from outsize.errors import TooFewSamples
 from outsize.ir.cluster import Device
-from outsize.ir.findings import FullestDevice, SlowestStage, UntrainedStages
+from outsize.ir.findings import FullestDevice, SlowestStage, UntrainedStages, WholeTensorUpdate
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, StageFigures
 from outsize.ir.schedule import Schedule
@@ -235,18 +235,38 @@ def _worst_states(
 
 
 def _update_s(pipeline: Pipeline, cases: Sequence[PricedModel], bounds: Sequence[int]) -> float:
-    """Returns the seconds of the slowest device's optimizer, and of casting its weights for the next step.
+    """Returns the seconds of the slowest device's optimizer, with what goes to owners of whole tensors and
+    back, and of casting its weights for the next step.
 
     All wait for the gradients' norm or for overflows, so none begins earlier.
     """
     spent_s = dict.fromkeys(pipeline.ranks, 0.0)
     for stage, (case, run) in enumerate(zip(cases, pairwise(bounds), strict=True)):
-        if case.after_s is None:
-            size = case.moved_per_gradient * float(case.ranges.gradients[run]) / pipeline.layout.updaters
+        if case.after_s is None and case.update is not None:
+            update, device, layout = case.update, pipeline.device(stage), pipeline.layout
+            size = update.moved_per_gradient * float(case.ranges.gradients[run]) / layout.updaters
             size += MOVED_PER_COPY * float(case.ranges.casts[run])
-            device = pipeline.device(stage)
-            spent_s[pipeline.ranks[stage]] += default_of(device).update_s(size, device)
+            spent_s[pipeline.ranks[stage]] += (
+                default_of(device).update_s(size, device)
+                + update.products_s(run, layout, device)
+                + pipeline.collectives[stage].owners_s(update.exchanged_bytes(run, layout))
+            )
     return max(spent_s.values())
+
+
+def whole_tensor_updates(estimate: Estimate, optimizer: str) -> Iterator[WholeTensorUpdate]:
+    """Yields what products and exchanges of whole tensors the optimizer has; nothing where it has none."""
+    layout, works = estimate.layout, dict[int, tuple[float, int]]()
+    for stage, (case, run) in enumerate(zip(estimate.cases, pairwise(estimate.bounds), strict=True)):
+        if case.after_s is None and case.update is not None:
+            flops, size = works.get(layout.ranks[stage], (0.0, 0))
+            more = case.update.product_flops(run, layout), case.update.exchanged_bytes(run, layout)
+            works[layout.ranks[stage]] = flops + more[0], size + more[1]
+    flops, size = max(works.values(), default=(0.0, 0))
+    if flops or size:
+        yield WholeTensorUpdate(
+            optimizer=optimizer, update_s=estimate.update_s, flops=flops, exchanged_bytes=size
+        )
 
 
 def expected(estimate: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:

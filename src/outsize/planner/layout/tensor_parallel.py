@@ -154,8 +154,8 @@ def _value(value: Value, tp: int) -> Value:
 
 
 def _weight(weight: Parameter, tp: int) -> Parameter:
-    divided_sizes = {"shape": (share(weight.numel, tp),), "size_bytes": share(weight.size_bytes, tp)}
-    return weight.model_copy(update=divided_sizes)
+    part = {"shape": (share(weight.numel, tp),), "size_bytes": share(weight.size_bytes, tp)}
+    return weight.model_copy(update={**part, "whole": weight.shape})
 
 
 def share(size: int, tp: int) -> int:

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from operator import add
 from typing import Any, Final, Self, TypeVar, final
 
 import numpy as np
@@ -327,7 +328,9 @@ def _update(graph: ModelGraph, optimizer: OptimizerBytes, style: Style) -> Bytes
     adjacent pair.
     """
     if style == "foreach":
-        return _spans(_foreach_temporaries(graph, optimizer))
+        alone = _per_unit(graph, optimizer.tensor_bytes, max)
+        together = _spans(_foreach_temporaries(graph, optimizer))
+        return np.maximum(together, largest(alone)) if alone.any() else together
     temporaries = np.zeros(len(graph.units), np.int64)
     trained = [(owner, p) for owner, p in _owners(graph) if p.trainable]
     for (_, before), (owner, parameter) in pairwise([*trained[:1], *trained]):
@@ -338,10 +341,23 @@ def _update(graph: ModelGraph, optimizer: OptimizerBytes, style: Style) -> Bytes
 
 def _foreach_temporaries(graph: ModelGraph, optimizer: OptimizerBytes) -> Bytes:
     """Returns per unit the temporaries of all its tensors at once."""
-    temporaries = np.zeros(len(graph.units), np.int64)
-    for owner, parameter in ((owner, p) for owner, p in _owners(graph) if p.trainable):
-        temporaries[owner] += optimizer.step_bytes([parameter], "foreach")
-    return temporaries
+    return _per_unit(graph, optimizer.list_bytes, add)
+
+
+def owners_update(graph: ModelGraph, optimizer: OptimizerBytes, shards: int) -> Bytes:
+    """Returns the temporaries of a step in which owners have whole tensors and the others step their parts,
+    of one of `shards` devices.
+    """
+    together = _spans(-(-_foreach_temporaries(graph, optimizer) // shards))
+    return np.maximum(together, largest(_per_unit(graph, optimizer.owner_bytes, max)))
+
+
+def _per_unit(graph: ModelGraph, of: Callable[[Parameter], int], join: Callable[[int, int], int]) -> Bytes:
+    """Returns the bytes of the tensors that each unit owns, joined by a sum or a maximum."""
+    joined = np.zeros(len(graph.units), np.int64)
+    for owner, parameter in _owners(graph):
+        joined[owner] = join(int(joined[owner]), of(parameter))
+    return joined
 
 
 def _spans(per_unit: NDArray[Number]) -> NDArray[Number]:

@@ -362,8 +362,10 @@ def updated(graph: ModelGraph, optimizer: OptimizerBytes) -> Seconds:
     """Returns for each unit the bytes that the optimizer reads and writes."""
     moved = np.zeros(len(graph.units))
     trained = (p for p in graph.parameters if p.trainable and p.name in graph.owner_of)
-    for owner, held in ((graph.owner_of[p.name], optimizer.held(p)) for p in trained):
-        moved[owner] += optimizer.moved_bytes(held, "fused")
+    for parameter in trained:
+        moved[graph.owner_of[parameter.name]] += optimizer.moved_bytes(
+            parameter, optimizer.held(parameter), "fused"
+        )
     return moved
 
 

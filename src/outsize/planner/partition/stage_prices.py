@@ -44,6 +44,7 @@ from outsize.planner.memory.account import component_table, peaks_of_components
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
 from outsize.planner.memory.range_tables import Bytes, RangeTables, Seconds
+from outsize.planner.memory.update_work import UpdateWork
 from outsize.planner.partition.chain_dp import SAME
 from outsize.planner.partition.sparse_chain_dp import Runs
 from outsize.planner.partition.stage_weights import Demand
@@ -66,7 +67,7 @@ class PricedModel:
 
     `base` names the units and says what they save; `seconds` are those of a layout. `after_s`: seconds that a
     stage needs after its last backward, for all runs; None where only replicas wait for each other.
-    `moved_per_gradient`: bytes that the optimizer reads and writes for each byte of gradients on a device.
+    `update` is the work of the optimizer's step.
     `split_units`: how many units with a gradient of weights each has; None where each is one unit.
     `copies`: the link over which activations go to the host; `seconds` do not include it.
     """
@@ -80,7 +81,7 @@ class PricedModel:
     recompute: Recompute = "none"
     after_s: Seconds | None = None
     copies: Link | None = None
-    moved_per_gradient: float = 0.0
+    update: UpdateWork | None = None
     split_units: Bytes | None = None
 
     @classmethod
@@ -98,8 +99,8 @@ class PricedModel:
         kind, states = profile.device, optimizer_bytes(optimizer)
         ranges = RangeTables.of(graph, profile, states)
         case = cls(graph, profile, flows(graph), UnitSeconds.of(profile), ranges, microbatches)
-        moved = states.moved_per_gradient(graph.parameters, style_of(kind))
-        return replace(case, moved_per_gradient=moved).with_recompute(recompute)
+        update = UpdateWork.of(graph, states, style_of(kind))
+        return replace(case, update=update).with_recompute(recompute)
 
     def with_seconds(self, seconds: UnitSeconds) -> Self:
         """Returns the case with other seconds."""

@@ -44,7 +44,7 @@ from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Axes, Expected, Plan, Recompute, ScheduleName, stages_from_bounds
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons
+from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons, whole_tensor_updates
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.plan_findings import device_kinds
 from outsize.planner.evaluate.ranking import (
@@ -511,6 +511,7 @@ def _why_best(
     layout = best.layout
     yield from (CaptureNote(note=note) for note in graph.notes if graph.form == "modules")
     yield from reasons(best, graph, bounds)
+    yield from whole_tensor_updates(best, request.optimizer)
     if best.step_s > best.fastest_step_s * (1 + TOLD) > 0:
         yield CutsBetweenBlocks(step_s=best.step_s, fastest_step_s=best.fastest_step_s)
     yield from device_kinds(graph, bounds, best.devices, cluster, layout.group)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from outsize.errors import BadOption
 from outsize.ir.graph import Parameter
@@ -136,6 +138,77 @@ def test_a_foreach_step_moves_what_its_operations_access(name: str) -> None:
     assert counted.elements / weight.numel() == pytest.approx(told, rel=0.02 if name == "adafactor" else 0)
 
 
+MATRICES = ((256, 512), (512, 256), (256, 256))
+
+
+def muon_step(shape: tuple[int, ...], *modes: Any) -> torch.optim.Optimizer:
+    """Muon of torch after its second step, which runs under these modes."""
+    weight = torch.nn.Parameter(torch.ones(shape))
+    optimizer = torch.optim.Muon([weight], lr=0.1)
+    for counted in ((), modes):
+        weight.grad = torch.randn(shape)
+        with ExitStack() as stack:
+            for mode in counted:
+                stack.enter_context(mode)
+            optimizer.step()
+    return optimizer
+
+
+class ElementwiseAccesses(Accesses):
+    """The same without views, and without products, whose seconds follow from their FLOPs."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if op.overloadpacket in (aten.mm, aten.addmm, aten.t, aten.permute):
+            return op(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(op, types, args, kwargs)
+
+
+@pytest.mark.parametrize("shape", MATRICES)
+def test_muon_is_counted_as_torch_runs_it(shape: tuple[int, int]) -> None:
+    flops, moved, muon = FlopCounterMode(display=False), ElementwiseAccesses(), optimizer_bytes("muon")
+    optimizer, matrix = muon_step(shape, flops, moved), parameter(shape)
+    assert sum(t.numel() * 4 for t in tensors_of(optimizer)) == muon.held(matrix).state
+    assert flops.get_total_flops() == muon.product_flops(matrix)
+    told = muon.moved_per_gradient([matrix], "foreach")
+    assert moved.elements / matrix.numel == pytest.approx(told, rel=0.02)
+    weight = optimizer.param_groups[0]["params"][0]
+    meter = Newborn([weight, weight.grad, *tensors_of(optimizer)])
+    with meter:
+        optimizer.step()
+    assert meter.peak == muon.step_bytes([matrix], "loop") == muon.step_bytes([matrix], "foreach")
+
+
+def test_muon_leaves_lookups_and_the_last_layer_to_adamw() -> None:
+    muon, adamw = optimizer_bytes("muon"), optimizer_bytes("adamw")
+    outer = parameter((100, 64)).model_copy(update={"outer": True})
+    for other in (outer, parameter((64,)), parameter((8, 4, 3, 3))):
+        assert muon.held(other) == adamw.held(other)
+        assert muon.product_flops(other) == 0.0
+        assert muon.exchanged_bytes(other) == 0
+    experts = parameter((4, 32, 64)).model_copy(update={"experts": 4})
+    assert muon.product_flops(experts) == 4 * muon.product_flops(parameter((32, 64)))
+    both = [parameter((64, 64)), outer]
+    assert muon.step_bytes(both, "foreach") == max(muon.tensor_bytes(both[0]), outer.size_bytes)
+
+
+def test_owners_of_whole_tensors_share_states_and_products() -> None:
+    """Two tensor-parallel ranks have halves of a matrix; the factors of its halves would be others."""
+    whole = parameter((64, 48))
+    half = whole.model_copy(
+        update={"shape": (32 * 48,), "size_bytes": whole.size_bytes // 2, "whole": (64, 48)}
+    )
+    for name in ("adafactor", "muon", "soap", "adam8bit"):
+        optimizer = optimizer_bytes(name)
+        assert optimizer.held(half).state == optimizer.held(whole).state // 2
+        assert optimizer.product_flops(half) == optimizer.product_flops(whole) / 2
+        assert optimizer.exchanged_bytes(half) == 3 * whole.size_bytes // 2
+        assert optimizer.tensor_bytes(half) >= 2 * whole.size_bytes
+    adamw = optimizer_bytes("adamw")
+    assert adamw.exchanged_bytes(half) == adamw.owner_bytes(half) == 0
+    assert adamw.held(half) == adamw.held(parameter((32, 48)))
+
+
 def test_a_fused_step_moves_each_tensor_once() -> None:
     adamw = optimizer_bytes("adamw")
     weights = [parameter((1000,)), parameter((9,), trainable=False)]
@@ -183,6 +256,6 @@ def test_a_frozen_parameter_has_no_gradient_master_or_state() -> None:
 
 
 def test_an_unknown_optimizer_names_the_known_ones() -> None:
-    known = "known: sgd, momentum, adam, adamw, adafactor, adam8bit"
+    known = "known: sgd, momentum, adam, adamw, adafactor, adam8bit, muon, soap"
     with pytest.raises(BadOption, match=rf"'lion' is not known; {known}\. Next:"):
         optimizer_bytes("lion")
