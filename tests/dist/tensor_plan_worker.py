@@ -249,7 +249,7 @@ def features(folder: Path, world: World) -> dict[str, Any]:
     again = WeightFiles(folder / "saved")
     names = {n: torch.empty_like(t) for n, t in alone.state_dict().items() if n in again}
     for name, into in names.items():
-        again.read(name, into)
+        into.copy_(again.box(name))
     before = {n: p.detach().clone() for n, p in engine.named_parameters()}
     engine.step(**batch.kwargs, update=False)
     grads = [p.grad for _, p in engine.named_parameters() if p.grad is not None]

@@ -48,7 +48,7 @@ from outsize.program.objects import model_copy
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.stage.batchnorm import use_local_statistics
 from outsize.run.watchdog.options import WatchOptions
-from outsize.run.weights.load import load_weights
+from outsize.run.weights.load import load_weights, source_for
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.families import DEFAULT
 from outsize.schedules.refine import by_blocks
@@ -137,7 +137,7 @@ def parallelize(
     _check_plan(plan, options)
     devices = options.get("devices")
     named = None if devices is None else places_of(devices)
-    engine_options = _engine_options(options)
+    engine_options = _engine_options(options, model)
     kind = device_type() if plan is None or is_accelerator(plan.stages[0].device) else CPU
     world = join(kind, backend=options.get("backend"))
     group, host = world.group, world.host
@@ -273,16 +273,16 @@ def check(
 def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
     """Returns a copy of the model with all its weights."""
     model = model_copy(model)
-    load_weights(model, WeightFiles(weights), torch.device("cpu"), set())
+    load_weights(model, source_for(model, WeightFiles(weights)), torch.device("cpu"), set())
     return model
 
 
-def _engine_options(options: ParallelizeOptions) -> EngineOptions:
+def _engine_options(options: ParallelizeOptions, model: nn.Module) -> EngineOptions:
     """Returns the options of `parallelize` that the engine reads. Raises BadWeights and BadOption."""
     read = {field.name for field in fields(EngineOptions)}
     chosen: dict[str, Any] = {name: value for name, value in options.items() if name in read}
     if chosen.get("weights") is not None:
-        chosen["weights"] = WeightFiles(chosen["weights"])
+        chosen["weights"] = source_for(model, WeightFiles(chosen["weights"]))
     chosen.pop("device_graphs", None)
     compiled = chosen.get("compiled")
     chosen["compiled"] = _COMPILED.get(compiled, compiled)

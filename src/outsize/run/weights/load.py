@@ -25,10 +25,20 @@ from torch import Tensor, nn
 
 from outsize.errors import BadWeights
 from outsize.run.stage.rng import borrowed_generators, seeder
+from outsize.run.weights.dequantized import DequantizedWeights, insist_on_values
 from outsize.run.weights.ownership import like, places, replace
-from outsize.run.weights.safetensors import TensorPart, WeightSource
+from outsize.run.weights.pretrained_names import PretrainedWeights, is_pretrained
+from outsize.run.weights.source import TensorPart, WeightSource, copy_weight, few
 
-_SHOWN = 3
+
+def source_for(model: nn.Module, files: WeightSource) -> WeightSource:
+    """Returns the weights of files under the model's names, and with values in the place of codes.
+
+    Called while the model has all its weights, on meta or not. Raises BadWeights.
+    """
+    names = frozenset(model.state_dict(keep_vars=True))
+    source = DequantizedWeights(files, names)
+    return PretrainedWeights(source, model) if is_pretrained(model) else source
 
 
 @torch.no_grad()
@@ -52,20 +62,24 @@ def load_weights(
     tensors = {name: tensor for table, key, name in places(model) if (tensor := table[key]) is not None}
     saved_name = {first: name for first, name in saved_name.items() if first in tensors}
     parts = {first: part_of(first) for first in saved_name}
-    _insist_on_shapes(
-        files, saved_name, {first: _shape(tensors[first], parts[first]) for first in saved_name}
-    )
-    loaded, dtypes = {}, Counter[tuple[str, str]]()
+    wanted = {first: _shape(tensors[first], parts[first]) for first in saved_name}
+    described = files.described(saved_name.values())
+    _insist_on_shapes(files, saved_name, wanted, described)
+    pairs = {first: (described[name].dtype, tensors[first].dtype) for first, name in saved_name.items()}
+    known = {name for names in aliases.values() for name in names}
+    insist_on_values(files, {name: tensors[first].dtype for first, name in saved_name.items()}, known)
+    dtypes = Counter(pair for pair in pairs.values() if pair[0] != pair[1])
+    for first in saved_name:
+        _insist_on_one_value(files, [name for name in aliases[first] if name in files])
+    loaded = {}
     for first, name in saved_name.items():
         tensor = tensors[first]
         values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach()
-        other = files.read(name, values, parts[first])
-        if other is not None:
-            dtypes[other, str(tensor.dtype).removeprefix("torch.")] += 1
+        copy_weight(files, name, values, parts[first])
         if tensor.is_meta:
             loaded[id(tensor)] = like(tensor, values)
     replace(model, loaded)
-    return (*_unknown(files, aliases), *(_converted(n, *pair) for pair, n in dtypes.items()))
+    return (*files.notes, *_unknown(files, aliases), *(_converted(n, *pair) for pair, n in dtypes.items()))
 
 
 def saved_names(model: nn.Module) -> dict[str, list[str]]:
@@ -87,7 +101,7 @@ def _insist_on_all(model: nn.Module, files: WeightSource, missing: list[str]) ->
     near = near or [n for n in files.names if n.endswith(missing[0]) or missing[0].endswith(n)][:2]
     raise BadWeights(
         f"{files.path} lacks weights of {type(model).__name__}",
-        numbers=f"{len(missing)} missing: {_few(missing)}; nearest to the first: {_few(near) or 'none'}",
+        numbers=f"{len(missing)} missing: {few(missing)}; nearest to the first: {few(near) or 'none'}",
         next_step="model.save_pretrained(FOLDER, save_original_format=False) writes the model's own names"
         if hasattr(model, "save_pretrained")
         else "build the class that was saved, or save its state_dict under the model's names",
@@ -95,9 +109,12 @@ def _insist_on_all(model: nn.Module, files: WeightSource, missing: list[str]) ->
 
 
 def _insist_on_shapes(
-    files: WeightSource, saved_name: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]
+    files: WeightSource,
+    saved_name: Mapping[str, str],
+    wanted: Mapping[str, tuple[int, ...]],
+    described: Mapping[str, Tensor],
 ) -> None:
-    shapes = files.shapes(saved_name.values())
+    shapes = {name: tuple(tensor.shape) for name, tensor in described.items()}
     wrong = [first for first, name in saved_name.items() if shapes[name] != wanted[first]]
     if wrong:
         first = wrong[0]
@@ -109,6 +126,16 @@ def _insist_on_shapes(
         )
 
 
+def _insist_on_one_value(files: WeightSource, names: list[str]) -> None:
+    """Raises BadWeights for names of one tied weight that have different values in the files."""
+    for other in names[1:]:
+        if not torch.equal(files.box(names[0]), files.box(other)):
+            raise BadWeights(
+                f"{names[0]} and {other} are one weight in the model and differ in {files.path}",
+                next_step="build the model without tying them (config.tie_word_embeddings=False)",
+            )
+
+
 def _shape(tensor: Tensor, part: TensorPart | None) -> tuple[int, ...]:
     return tuple(tensor.shape) if part is None else part.whole(tensor.shape)
 
@@ -116,15 +143,12 @@ def _shape(tensor: Tensor, part: TensorPart | None) -> tuple[int, ...]:
 def _unknown(files: WeightSource, aliases: Mapping[str, list[str]]) -> list[str]:
     known = {name for names in aliases.values() for name in names}
     extra = [name for name in files.names if name not in known]
-    return [f"{files.path}: {len(extra)} names are not the model's: {_few(extra)}"] if extra else []
+    return [f"{files.path}: {len(extra)} names are not the model's: {few(extra)}"] if extra else []
 
 
-def _converted(count: int, file: str, model: str) -> str:
-    return f"{count} weights are {file} in the file and were copied into the model's {model}"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+def _converted(count: int, file: torch.dtype, model: torch.dtype) -> str:
+    words = [str(dtype).removeprefix("torch.") for dtype in (file, model)]
+    return f"{count} weights are {words[0]} in the file and were copied into the model's {words[1]}"
 
 
 def make_buffers(model: nn.Module, others: set[str], device: torch.device) -> None:

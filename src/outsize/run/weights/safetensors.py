@@ -8,10 +8,9 @@ resident memory of the process until it is closed. Opening costs about 1 ms for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,52 +18,17 @@ from torch import Tensor
 
 from outsize.errors import BadWeights
 from outsize.files.strict_json import parse_object, read_text
+from outsize.run.weights.source import Sizes, few
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LONGEST_NAME = 255
-
-
-@final
-@dataclass(frozen=True)
-class TensorPart:
-    """Selects the ranges [start, stop) along `dim` of a tensor whose `dim` is `size` long."""
-
-    dim: int
-    size: int
-    ranges: Sequence[tuple[int, int]]
-
-    def of(self, slices: Any) -> Tensor:
-        """Reads the part from a safetensors slice; nothing else of the tensor is copied."""
-        before = (slice(None),) * self.dim
-        return torch.cat([slices[(*before, slice(start, stop))] for start, stop in self.ranges], self.dim)
-
-    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the whole tensor, given the shape of the part."""
-        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
-
-
-class WeightSource(Protocol):
-    """Where the weights of a model on meta come from; `path` is its name in messages."""
-
-    path: Path
-
-    def __contains__(self, name: str) -> bool:
-        """Tells whether it has a tensor of this name."""
-        ...
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Returns the names of all tensors."""
-        ...
-
-    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Maps names to shapes of whole tensors."""
-        ...
-
-    def read(self, name: str, into: Tensor, part: TensorPart | None = None) -> str | None:
-        """Copies a tensor, or the part of it that `into` holds, and returns its dtype where it is another."""
-        ...
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
 
 
 @final
@@ -86,33 +50,25 @@ class WeightFiles:
         """Returns the names of all tensors, in the order of the file."""
         return tuple(self._file_of)
 
-    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Maps names to shapes, read from the files' headers."""
+    def described(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Maps names to tensors on meta with their shapes and dtypes, read from the files' headers."""
         members: dict[Path, list[str]] = {}
         for name in names:
             members.setdefault(self._file_of[name], []).append(name)
-        shapes = {}
+        found = {}
         for file, inside in members.items():
             with _opened(file) as handle:
                 present = set(handle.keys())
                 _insist_on_fresh_index(file, [n for n in inside if n not in present])
-                shapes |= {n: tuple(handle.get_slice(n).get_shape()) for n in inside}
-        return shapes
+                found |= {n: _described(n, handle.get_slice(n)) for n in inside}
+        return found
 
-    def read(self, name: str, into: Tensor, part: TensorPart | None = None) -> str | None:
-        """Copies a tensor into one of the same shape and returns the file's dtype if it differs.
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Returns nothing: the tensors are those of the files."""
+        return ()
 
-        The values are converted to the dtype of `into`. With `part`, only its ranges are read, which `into`
-        holds one after the other.
-        """
-        with _opened(self._file_of[name]) as handle:
-            tensor = handle.get_tensor(name) if part is None else part.of(handle.get_slice(name))
-            into.copy_(tensor)
-            return str(tensor.dtype).removeprefix("torch.") if tensor.dtype != into.dtype else None
-
-    def box(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
+    def box(self, name: str, offsets: Sizes | None = None, sizes: Sizes | None = None) -> Tensor:
         """Returns a box of a tensor, or all of it, on the CPU."""
         with _opened(self._file_of[name]) as handle:
             if offsets is None or sizes is None or not sizes:
@@ -122,16 +78,31 @@ class WeightFiles:
 
 
 def _found(path: Path) -> Path:
-    candidates = [path / SINGLE, path / INDEX] if path.is_dir() else [path]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+    """Returns the file or index that a path means; in a folder without one of the usual name, its only one.
+
+    So the folders of other libraries are read as well (diffusers writes `diffusion_pytorch_model`). A name
+    with another dot is a variant (`.fp16`), which is read when it is asked for by its own name.
+    """
     if not path.is_dir():
+        if path.is_file():
+            return path
         raise BadWeights(f"no weights at {path}", next_step=f"ls {path.parent}")
+    for usual in (path / SINGLE, path / INDEX):
+        if usual.is_file():
+            return usual
+    files = [f for f in sorted(path.glob("*.safetensors")) if f.is_file()]
+    indices = [f for f in sorted(path.glob("*.safetensors.index.json")) if f.is_file()]
+    for candidates in (indices, files):
+        plain = [f for f in candidates if "." not in f.name.partition(".safetensors")[0]]
+        if len(plain or candidates) == 1:
+            return (plain or candidates)[0]
+    several = [f.name for f in (*indices, *files)]
     raise BadWeights(
-        f"no weights in {path}",
-        numbers=f"neither {SINGLE} nor {INDEX} is there",
-        next_step=f"ls {path}, and give the .safetensors file or its index",
+        f"several weights in {path}" if several else f"no weights in {path}",
+        numbers=few(several) if several else f"neither {SINGLE} nor {INDEX} is there",
+        next_step="weights= one of these files"
+        if several
+        else f"ls {path}, and give the .safetensors file or its index",
     )
 
 
@@ -173,6 +144,17 @@ def _insist_on_fresh_index(file: Path, lost: list[str]) -> None:
             numbers=f"{len(lost)} such names",
             next_step="write files and index again: engine.full_state_dict(to=FOLDER), or save_pretrained",
         )
+
+
+def _described(name: str, entry: Any) -> Tensor:
+    code = entry.get_dtype()
+    if code not in DTYPES:
+        raise BadWeights(
+            f"{name} is saved as {code}, which outsize does not read",
+            numbers=f"it reads {', '.join(DTYPES)}",
+            next_step="save it again in one of these",
+        )
+    return torch.empty(entry.get_shape(), dtype=DTYPES[code], device="meta")
 
 
 def _opened(file: Path) -> Any:

@@ -25,14 +25,9 @@ from torch import Tensor
 from outsize.errors import BadOption, BadWeights
 from outsize.files.file_system import DISK, Buffer, FileSystem
 from outsize.files.replace import write_synced
-from outsize.run.weights.safetensors import INDEX, SINGLE
+from outsize.run.weights.safetensors import DTYPES, INDEX, SINGLE
 
-_CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.bool: "BOOL", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNED = 8
 _PIECE_BYTES = 16 << 20
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from outsize.errors import BadWeights, ModelMismatch
 from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.weights.dequantized import DequantizedWeights, insist_on_values
 from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.load import saved_names
 from outsize.run.weights.ownership import places
-from outsize.run.weights.safetensors import TensorPart, WeightFiles
+from outsize.run.weights.source import WeightSource
 from outsize.train.checkpoint.regions import Division, Located, Region, Sizes, located
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.weight_ownership import Ownership
@@ -165,10 +166,13 @@ class HeldWeights:
 class FileTensors:
     """The weights of safetensors files, as the tensors of a checkpoint are read; tied ones by any name."""
 
-    def __init__(self, files: WeightFiles, model: nn.Module) -> None:
-        """Raises BadWeights where the files lack a weight of the model."""
+    def __init__(self, source: WeightSource, model: nn.Module) -> None:
+        """Raises BadWeights where the files lack a weight of the model, or have codes in its place."""
+        aliases = saved_names(model)
+        known = {name for names in aliases.values() for name in names}
+        files = DequantizedWeights(source, known)
         self.folder, self._files = files.path, files
-        named = {first: [n for n in names if n in files] for first, names in saved_names(model).items()}
+        named = {first: [n for n in names if n in files] for first, names in aliases.items()}
         lacking = [first for first, found in named.items() if not found]
         if lacking:
             raise BadWeights(
@@ -176,7 +180,10 @@ class FileTensors:
                 numbers=f"{len(lacking)} missing: {', '.join(lacking[:_SHOWN])}",
                 next_step="a folder of engine.full_state_dict(to=FOLDER) or engine.save_pretrained(FOLDER)",
             )
-        self._names = {f"{MODEL}/{first}": found[0] for first, found in named.items()}
+        held = {first: found[0] for first, found in named.items()}
+        dtypes = {name: table[key].dtype for table, key, name in places(model)}
+        insist_on_values(files, {name: dtypes[first] for first, name in held.items()}, known)
+        self._names = {f"{MODEL}/{first}": name for first, name in held.items()}
 
     def insist_on_shape(self, name: str, shape: Sizes) -> None:
         """Raises BadWeights where a weight has another shape in the files."""
@@ -193,11 +200,14 @@ class FileTensors:
 
     def shape(self, name: str) -> Sizes:
         """Returns the shape of a whole tensor."""
-        return self._files.shapes([self._names[name]])[self._names[name]]
+        return tuple(self._described(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the dtype of a tensor."""
-        return self._files.box(self._names[name]).dtype
+        return self._described(name).dtype
+
+    def _described(self, name: str) -> Tensor:
+        return self._files.described([self._names[name]])[self._names[name]]
 
     def read(self, name: str, offsets: Sizes | None = None, sizes: Sizes | None = None) -> Tensor:
         """Returns a box of a tensor, or all of it, on the CPU."""
@@ -221,24 +231,22 @@ class CheckpointWeights:
         """Returns the names of all weights."""
         return self._names
 
-    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Maps names to shapes of whole weights."""
-        return {name: tuple(self._saved.shape(f"{MODEL}/{name}")) for name in names}
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Returns nothing: the weights are those of the model."""
+        return ()
 
-    def read(self, name: str, into: Tensor, part: TensorPart | None = None) -> str | None:
-        """Copies a weight, or a part of it, into a tensor; returns the saved dtype if it is another one."""
-        full = f"{MODEL}/{name}"
-        if part is None:
-            into.copy_(self._saved.read(full))
-        else:
-            shape, done = part.whole(into.shape), 0
-            for start, stop in part.ranges:
-                offsets = (*((0,) * part.dim), start, *((0,) * (len(shape) - part.dim - 1)))
-                sizes = (*shape[: part.dim], stop - start, *shape[part.dim + 1 :])
-                into.narrow(part.dim, done, stop - start).copy_(self._saved.read(full, offsets, sizes))
-                done += stop - start
-        dtype = self._saved.dtype(full)
-        return str(dtype).removeprefix("torch.") if dtype != into.dtype else None
+    def described(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Maps names to tensors on meta with their shapes and dtypes."""
+        full = {name: f"{MODEL}/{name}" for name in names}
+        return {
+            name: torch.empty(self._saved.shape(at), dtype=self._saved.dtype(at), device="meta")
+            for name, at in full.items()
+        }
+
+    def box(self, name: str, offsets: Sizes | None = None, sizes: Sizes | None = None) -> Tensor:
+        """Returns a box of a weight, or all of it, on the CPU."""
+        return self._saved.read(f"{MODEL}/{name}", offsets, sizes)
 
 
 def _shape(sizes: Sizes | None) -> str:

@@ -24,7 +24,7 @@ from outsize.run.moves.fsdp import may_be_sharded
 from outsize.run.weights.load import load_weights
 from outsize.run.weights.ownership import free_foreign, move_weights, places
 from outsize.run.weights.placement import Holders, Placement
-from outsize.run.weights.safetensors import TensorPart, WeightSource
+from outsize.run.weights.source import TensorPart, WeightSource
 from outsize.train.crew.crew import Crew, device_of
 from outsize.train.crew.pretrained import refuse_parts
 from outsize.train.ranks.divided_weights import DividedWeights

@@ -17,7 +17,7 @@ from outsize.ir.answers.compilation import Compilation, GraphUse
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
-from outsize.run.weights.safetensors import WeightSource
+from outsize.run.weights.source import WeightSource
 from outsize.train.batch.batch_dims import Asked
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting
 from outsize.train.crew.grad_clip import Clipping

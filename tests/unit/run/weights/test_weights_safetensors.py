@@ -142,18 +142,32 @@ def test_a_folder_a_file_and_an_index_are_the_same_weights(tmp_path: Path) -> No
     ("place", "said"),
     [
         ("gone", r"no weights at .*gone. Next: ls"),
-        ("", r"no weights in .*; neither model.safetensors nor model.safetensors.index.json is there"),
+        ("empty", r"no weights in .*; neither model.safetensors nor model.safetensors.index.json is there"),
+        ("two", r"several weights in .*two; a.safetensors, b.safetensors. Next: weights= one of these files"),
         ("text.safetensors", r"text.safetensors cannot be read as safetensors"),
         ("list.json", r"list.json is no index of safetensors; KeyError"),
         ("index.json", r"index.json names files that are not there; 1: part.safetensors"),
     ],
 )
 def test_what_cannot_be_read_is_said(tmp_path: Path, place: str, said: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "two").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "two" / f"{name}.safetensors").touch()
     (tmp_path / "text.safetensors").write_text("no header here, sorry")
     (tmp_path / "list.json").write_text('{"names": []}')
     (tmp_path / "index.json").write_text('{"weight_map": {"w": "part.safetensors"}}')
     with pytest.raises(BadWeights, match=said):
         WeightFiles(tmp_path / place)
+
+
+def test_a_folder_of_another_library_is_read_by_its_only_plain_name(tmp_path: Path) -> None:
+    model = linear()
+    for name, scale in (("diffusion_pytorch_model", 1.0), ("diffusion_pytorch_model.fp16", 2.0)):
+        save_file({n: t * scale for n, t in model.state_dict().items()}, tmp_path / f"{name}.safetensors")
+    found = on_meta(linear)
+    loaded(found, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found.parameters(), strict=True))
 
 
 def test_a_stale_index_is_said(tmp_path: Path) -> None:
@@ -216,6 +230,16 @@ def test_a_tied_weight_is_found_under_any_name_and_stays_one(tmp_path: Path, nam
     assert loaded(found, tmp_path) == ()
     assert found.head.weight is found.embed.weight
     assert torch.equal(found.head.weight, torch.ones(5, 3))
+
+
+def test_a_tied_weight_with_two_values_is_refused(tmp_path: Path) -> None:
+    names = ("embed.weight", "head.weight")
+    save_file({name: torch.ones(5, 3) for name in names}, tmp_path / SINGLE)
+    assert loaded(on_meta(tied), tmp_path) == ()
+    save_file({name: torch.full((5, 3), float(at)) for at, name in enumerate(names)}, tmp_path / SINGLE)
+    said = r"embed.weight and head.weight are one weight in the model and differ in"
+    with pytest.raises(BadWeights, match=said):
+        loaded(on_meta(tied), tmp_path)
 
 
 def test_an_lstm_computes_with_what_was_loaded(tmp_path: Path) -> None:
