@@ -353,8 +353,8 @@ class _FunctionWriter:
 
     def _weight(self, weight: Weight) -> str:
         if weight.kind == "attribute":
-            owner, key, steps = attribute_place(self._modules, weight.name)
-            return self._part(f"{self._bind(owner.__dict__, 't')}[{key!r}]", steps)
+            table, key, steps = attribute_place(self._modules, weight.name)
+            return self._part(f"{self._bind(table, 't')}[{key!r}]", steps)
         path, _, key = weight.name.rpartition(".")
         owner = self._modules[path]
         table = owner._parameters if weight.kind == "parameter" else owner._buffers

@@ -62,7 +62,7 @@ CLOSED: Final[Mapping[type, str]] = {
 
 _CLOSED: Final = tuple(CLOSED)
 _CODE: Final = (FunctionType, MethodType, functools.partial)
-_CONTAINERS: Final = (list, tuple, dict, set, frozenset)
+_CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
 # What torch itself keeps in every module: tables and hooks. `training` is the user's.
 MODULE_TABLES: Final = frozenset(vars(nn.Module())) - {"training"}
 
@@ -85,7 +85,8 @@ class Scope:
     `modules`: whether a root that is a module is closed too, or has its attributes looked into without or
     with torch's own tables (parameters, buffers, children, hooks). `writes`: whether a tensor that was
     written in place counts as a change. `key_order`: whether keys in another order count as a change, as when
-    a key is removed and added again.
+    a key is removed and added again. `tensors`: the attributes that somebody has set on tensors, such as
+    `weight.scale`.
     """
 
     attributes: bool = True
@@ -93,11 +94,14 @@ class Scope:
     modules: Literal["closed", "attributes", "attributes and tables"] = "closed"
     writes: bool = False
     key_order: bool = False
+    tensors: bool = False
 
     def opens(self, value: Any, *, is_root: bool = False) -> bool:
         """Whether a walk looks into this value."""
         if isinstance(value, _CONTAINERS):
             return True
+        if isinstance(value, Tensor):
+            return self.tensors and bool(vars(value))
         if isinstance(value, _CODE):
             return self.functions
         if isinstance(value, nn.Module):
@@ -109,6 +113,8 @@ class Scope:
         if isinstance(value, nn.Module) and is_root:
             hidden = MODULE_TABLES if self.modules == "attributes" else frozenset[str]()
             return {name: part for name, part in vars(value).items() if name not in hidden}
+        if isinstance(value, Tensor):
+            return dict(vars(value)) if self.tensors else None
         is_open = self.attributes and not isinstance(value, _CLOSED) and hasattr(value, "__dict__")
         return dict(vars(value)) if is_open else None
 
@@ -141,15 +147,20 @@ class ObjectSnapshot:
         return ABSENT if held is None else held.parts.get(path[-1], ABSENT)
 
     def restore(self) -> None:
-        """Gives every list, dict, set and object the parts back that it had, in their order."""
+        """Gives every container and object that has other parts now those back that it had, in their order.
+
+        What is as it was is not touched: another thread may be using it.
+        """
         for holder in self.holders.values():
-            value, parts = holder.value, holder.parts
-            attributes = self.scope.attributes_of(value, is_root=len(holder.path) == 1)
+            value, parts, is_root = holder.value, holder.parts, len(holder.path) == 1
+            if _are_same(parts, _parts(value, self.scope, is_root=is_root)):
+                continue
+            attributes = self.scope.attributes_of(value, is_root=is_root)
             if attributes is not None:
                 for name in attributes:
                     del vars(value)[name]
                 vars(value).update(_keyed(parts, ATTRIBUTE))
-            if isinstance(value, list):
+            if isinstance(value, list | deque):
                 refill(value, _keyed(parts, ITEM).values())
             elif isinstance(value, dict | set):
                 refill(value, _keyed(parts, ITEM) if isinstance(value, dict) else _members(parts))
@@ -204,13 +215,28 @@ def model_copy(model: nn.Module) -> nn.Module:
     """A deep copy of the model, also where a module holds a tensor of a graph, which torch refuses to copy.
 
     Such a tensor (the weight that torch.nn.utils.weight_norm has computed) is copied as a value. Weights that
-    share memory share that of the copy.
+    share memory share that of the copy, and have copies of the attributes that were set on them.
     """
-    copies: dict[int, Any] = dict(copies_that_share((*model.parameters(), *model.buffers())))
+    weights = (*model.parameters(), *model.buffers())
+    copies: dict[int, Any] = dict(copies_that_share(weights))
     for _, part in walk(list(model.modules()), Scope(modules="attributes and tables")):
         if isinstance(part, Tensor) and part.grad_fn is not None:
             copies[id(part)] = part.detach().clone().requires_grad_(part.requires_grad)
-    return copy.deepcopy(model, copies)
+    copied = copy.deepcopy(model, copies)
+    copy_attributes(weights, copies)
+    return copied
+
+
+def copy_attributes(tensors: Iterable[Tensor], copies: dict[int, Any]) -> None:
+    """Gives the copies of tensors, by the ids of these, copies of attributes such as `weight.scale`.
+
+    The deep copy of a torch.nn.Parameter leaves them out. `copies` is the memo of that deep copy.
+    """
+    for tensor in tensors:
+        twin = copies.get(id(tensor))
+        for name, value in vars(tensor).items() if twin is not None and twin is not tensor else ():
+            if name not in vars(twin):
+                vars(twin)[name] = copy.deepcopy(value, copies)
 
 
 def look_up(roots: Sequence[Any], path: Path) -> Any:
@@ -229,7 +255,7 @@ def fits(roots: Sequence[Any], path: Path) -> bool:
     holder, (kind, key) = look_up(roots, path[:-1]), path[-1]
     if kind == ATTRIBUTE:
         return holder is not ABSENT and hasattr(holder, "__dict__")
-    if isinstance(holder, list):
+    if isinstance(holder, list | deque):
         return isinstance(key, int) and key <= len(holder)
     return isinstance(holder, set if kind == MEMBER else dict)
 
@@ -276,7 +302,7 @@ def _parts(value: Any, scope: Scope, *, is_root: bool) -> dict[Step, Any]:
     parts: dict[Step, Any] = {}
     if isinstance(value, dict):
         parts = {(ITEM, key): part for key, part in items_of(value)}
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         parts = {(ITEM, index): part for index, part in enumerate(elements_of(value))}
     elif isinstance(value, set | frozenset):
         parts = {(MEMBER, number): part for number, part in enumerate(elements_of(value))}
@@ -311,6 +337,12 @@ def _keyed(parts: Mapping[Step, Any], kind: str) -> dict[Any, Any]:
 
 def _members(parts: Mapping[Step, Any]) -> frozenset[Any]:
     return frozenset(_keyed(parts, MEMBER).values())
+
+
+def _are_same(before: Mapping[Step, Any], now: Mapping[Step, Any]) -> bool:
+    """Whether two tables have the same keys in one order, and the same objects under them."""
+    pairs = zip(before.items(), now.items(), strict=False)
+    return len(before) == len(now) and all(a == b and one is other for (a, one), (b, other) in pairs)
 
 
 def _changes(
@@ -360,7 +392,7 @@ def _change(holder: Any, step: Step, value: Any) -> None:
         refill(holder, value)
     elif value is ABSENT:
         base.__delitem__(table, key)
-    elif isinstance(table, list) and key == len(table):
-        list.append(table, value)
+    elif isinstance(table, list | deque) and key == len(table):
+        base.append(table, value)
     else:
         base.__setitem__(table, key, value)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from outsize.program.tree import Steps, accessor, part_at, paths
+from outsize.program.tree import FIELD, Steps, accessor, part_at, paths
 
 
 def weight_named(model: nn.Module, name: str) -> Tensor:
-    """Returns a parameter, a buffer or a tensor in an attribute (`cfg.rates[0]`) by name.
+    """Returns a parameter, a buffer or a tensor in an attribute (`cfg.rates[0]`, `weight.scale`) by name.
 
     Callers look it up at each call, since it may have been replaced. Raises KeyError where there is none.
     """
@@ -24,23 +24,37 @@ def weight_named(model: nn.Module, name: str) -> Tensor:
         found = owner._buffers.get(key) if found is None else found
         if found is not None:
             return found
-    holder, attribute, steps = attribute_place(dict(model.named_modules()), name)
-    return part_at(holder.__dict__[attribute], steps)
+    table, key, steps = attribute_place(dict(model.named_modules()), name)
+    return part_at(table[key], steps)
 
 
-def attribute_place(modules: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str, Steps]:
-    """Returns the module, its attribute, and the steps in it that lead to a tensor of this name.
+def attribute_place(modules: Mapping[str, nn.Module], name: str) -> tuple[dict[str, Any], str, Steps]:
+    """Returns the table of a module (its attributes, parameters or buffers), the key in it, and the steps
+    from there that lead to a tensor of this name.
 
     Raises KeyError where there is none.
     """
     for fqn, module in modules.items():
         prefix = f"{fqn}." if fqn else ""
-        for key, value in module.__dict__.items() if name.startswith(prefix) else ():
-            if name.startswith(prefix + key):
-                for steps, _ in paths(value, lambda leaf: isinstance(leaf, Tensor)):
+        if not name.startswith(prefix):
+            continue
+        for table in (module.__dict__, module._parameters, module._buffers):
+            for key, value in table.items():
+                if not name.startswith(prefix + key):
+                    continue
+                for steps in _steps_to_tensors(value):
                     if name == f"{prefix}{key}{accessor(steps)}":
-                        return module, key, steps
+                        return table, key, steps
     raise KeyError(name)
+
+
+def _steps_to_tensors(value: Any) -> Iterator[Steps]:
+    """Yields the steps to the tensors in a value, and in the attributes of a tensor."""
+    for steps, tensor in paths(value, lambda leaf: isinstance(leaf, Tensor)):
+        yield steps
+        for name, held in vars(tensor).items():
+            inner = paths(held, lambda leaf: isinstance(leaf, Tensor))
+            yield from ((*steps, (FIELD, name), *further) for further, _ in inner)
 
 
 @final

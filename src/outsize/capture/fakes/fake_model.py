@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch._subclasses
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outsize.program.objects import NUMBERS_AND_TEXT, Comparison, Scope, fingerprint, snapshot, walk
 from outsize.program.tape import Weight
@@ -26,7 +27,7 @@ _CHILDREN = "_modules"
 # These attributes are not state: tables have their own names, and a set holds the names of buffers.
 _NO_STATE = (*_TABLES, _CHILDREN, "_non_persistent_buffers_set")
 _CONTAINERS = Scope(attributes=False)
-_MODULES = Scope(attributes=False, modules="attributes and tables")
+REACHABLE: Final = Scope(modules="attributes and tables", tensors=True)
 # Dtypes and objects are not compared: a forward that stores one keeps no numbers in it.
 _BINDINGS = Comparison(by_value=NUMBERS_AND_TEXT, of_tensor=id, of_object=lambda _: None)
 
@@ -54,6 +55,7 @@ class FakeModel:
         self._planted: dict[str, dict[str, Any]] = {}
         self._at_rest: dict[int, dict[str, Any]] = {}
         self._parameters: dict[int, list[int]] = {}
+        self.carried: dict[int, dict[str, Any]] = {}  # fake -> what its tensor carries, as `weight.scale`
         self.strays: list[Tensor] = []  # real tensors of probes; their values are arbitrary
         self.left: dict[str, Any] = {}  # leaf that rebinds its attributes -> their values after its last call
 
@@ -159,6 +161,13 @@ class FakeModel:
         self._fake_of[id(tensor)] = fake
         self.weights[id(tensor)] = self.weights[id(fake)] = weight
         self.real[weight.name] = tensor
+        if vars(tensor) and not is_traceable_wrapper_subclass(tensor):  # Such a class keeps its parts there.
+            carried = {
+                name: self._fake_tree(value, f"{weight.name}.{name}") if _holds_tensor(value) else value
+                for name, value in vars(tensor).items()
+            }
+            vars(fake).update(carried)
+            self.carried[id(fake)] = carried
         return fake
 
 
@@ -187,8 +196,10 @@ def _parameter_ids(module: nn.Module) -> list[int]:
 
 
 def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Returns a function that restores the modules' present attributes, tables, lists and dicts."""
-    return snapshot(modules, _MODULES).restore
+    """Returns a function that restores what the modules hold at present: attributes, tables, the contents of
+    containers, the attributes of objects and of tensors.
+    """
+    return snapshot(modules, REACHABLE).restore
 
 
 def _identities(module: nn.Module) -> dict[str, Any]:

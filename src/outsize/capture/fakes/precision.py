@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from outsize.capture.fakes.accelerator_autocast import accelerator_lists
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
+from outsize.program.objects import copy_attributes
 from outsize.program.tree import map_leaves
 
 PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8")
@@ -48,9 +49,10 @@ def in_precision(model: nn.Module, precision: str) -> nn.Module:
     """Returns the model itself, or for bf16 and fp8 a copy whose weights are on meta and need no memory."""
     if precision not in IN_BF16:
         return model
-    swapped = {id(p): _half_parameter(p) for p in model.parameters()}
+    swapped: dict[int, Any] = {id(p): _half_parameter(p) for p in model.parameters()}
     swapped |= {id(b): _half(b) for b in model.buffers()}
     half = copy.deepcopy(model, swapped)
+    copy_attributes(model.parameters(), swapped)
     return in_eight_bits(half) if precision == EIGHT_BITS else half
 
 

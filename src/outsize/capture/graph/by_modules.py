@@ -11,7 +11,6 @@ where its weights have values.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from outsize.capture.costs.fused_attention import KERNEL_FLOPS
-from outsize.capture.fakes.fake_model import remember
+from outsize.capture.fakes.untouched import untouched
 from outsize.capture.graph.build import Captured, build_graph, fingerprint_of, parameters_of
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn, record
@@ -82,7 +81,8 @@ def _by_modules(
     seen = {name: _ModuleCosts() for name in unit_modules(model)}
     outputs = 0
     if not any(p.is_meta for p in model.parameters()):
-        with untouched(model), without_writes(model.forward):
+        generators = restored_python_generators(), torch.random.fork_rng(devices=[])
+        with generators[0], generators[1], untouched(model, weights=True), without_writes(model.forward):
             # A forward may write into its inputs; the user's stay as they are.
             outputs = _watch(model, seen, *with_copied_tensors((args, kwargs)))
     note = f"runs by modules, without overlap, and microbatches count by samples: {reason}"
@@ -174,22 +174,6 @@ def _add_output(costs: _ModuleCosts, out: Any) -> None:
     costs.out_bytes += sum(map(_nbytes, tensors))
     if tensors:
         costs.shape, costs.dtype = tuple(tensors[0].shape), str(tensors[0].dtype).removeprefix("torch.")
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores buffers, attributes, hooks and generators after the context."""
-    # Buffers on meta have no values, such as those of other ranks.
-    buffers = [(b, b.clone()) for b in model.buffers() if not b.is_meta]
-    restore = remember(m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
-    try:
-        with restored_python_generators(), torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        restore()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 def _units(model: nn.Module, seen: dict[str, _ModuleCosts]) -> Iterator[Unit]:

@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.capture.graph.by_modules import untouched
+from outsize.capture.fakes.untouched import untouched
 from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.recording.fallbacks import LossFn, find_loss, record
+from outsize.capture.recording.python_random import restored_generators
 from outsize.errors import BadOption, NotCapturable
 from outsize.program.tape import Ref, Tape
 from outsize.program.tree import map_leaves
@@ -98,7 +99,7 @@ def _output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _real_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with untouched(model), torch.no_grad():
+    with restored_generators(), untouched(model, weights=True), torch.no_grad():
         return model(*args, **kwargs)
 
 

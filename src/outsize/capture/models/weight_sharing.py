@@ -7,12 +7,16 @@ from typing import Any
 
 from torch import nn
 
+from outsize.program.objects import copy_attributes
+
 
 def sharing_weights(model: nn.Module) -> nn.Module:
     """Returns a copy of the modules whose tensors are the memory of the model's own."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     memo |= {id(buffer): buffer for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    copy_attributes(model.parameters(), memo)
+    return copied
 
 
 def frozen(model: nn.Module) -> nn.Module:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.capture.costs.weight_casts import known_casts
-from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes, remember
+from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes
 from outsize.capture.fakes.lru_caches import Caches
+from outsize.capture.fakes.untouched import untouched
 from outsize.capture.guards.consumed import Consumed, is_random_generator, stood_in
 from outsize.capture.guards.notes import Notes, roots_of
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
@@ -457,13 +458,12 @@ def _explained(call: _RecordedCall, error: Exception) -> Exception:
 def _rejection(call: _RecordedCall) -> ExampleRejected | None:
     """Runs the real model, restores weights, buffers and generators, and returns the error if it fails."""
     model = call.model
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    restore = remember(m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
     at_fault = "model"
     try:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
+            untouched(model, weights=True),
             without_writes(model.forward, call.loss_fn),
         ):
             # The forward may write into its inputs.
@@ -474,10 +474,6 @@ def _rejection(call: _RecordedCall) -> ExampleRejected | None:
                 call.loss_fn(output, *target)
     except Exception as error:
         return _rejected(call, error, at_fault)
-    finally:
-        restore()
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
     return None
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -73,7 +73,7 @@ def probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel, *, saved:
     def fake(leaf: Any) -> Any:
         return fake_like(leaf, fakes.mode, fakes.device) if isinstance(leaf, Tensor) else leaf
 
-    first, second = _ProbeRun(_SMALL, saved=saved), _ProbeRun(_LARGE, saved=saved)
+    first, second = (_ProbeRun(values, fakes.carried, saved=saved) for values in (_SMALL, _LARGE))
     out, draws = first(module, args, kwargs)
     loose = _loose(out, _other(second, module, args, kwargs))
     # Fakes are made first: the autograd graph of the real results would reference everything.
@@ -118,14 +118,15 @@ class _ProbeRun:
     FlopCounterMode is not used, since it hooks all modules and fails on some views of weights.
     """
 
-    def __init__(self, world: _ProbeValues, *, saved: bool) -> None:
+    def __init__(self, world: _ProbeValues, carried: Mapping[int, dict[str, Any]], *, saved: bool) -> None:
+        """`carried` has the attributes of weights, such as `weight.scale`, by the ids of their fakes."""
         self.cost = Cost()
         # Each entry says whether autograd saves a tensor of arguments and output, in order.
         self.keeps: list[bool] = []
         self._meter: CostMeter | None = None
         self._world, self._generator = world, torch.Generator().manual_seed(world.integer)
         self._made: list[weakref.ref[Tensor]] = []
-        self._saved = saved
+        self._saved, self._carried = saved, carried
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Returns the output, and whether random numbers were drawn.
@@ -179,6 +180,9 @@ class _ProbeRun:
             real = self._real(fake)
             is_parameter = isinstance(fake, nn.Parameter)
             memo[id(fake)] = nn.Parameter(real, requires_grad=fake.requires_grad) if is_parameter else real
+        for fake in (*module.parameters(), *module.buffers()):
+            carried = map_leaves(self._given, self._carried.get(id(fake), {}))
+            vars(memo[id(fake)]).update(copy.deepcopy(carried, memo))
         return memo
 
     def _given(self, leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def refill(container: Any, items: Mapping[Any, Any] | Iterable[Any]) -> None:
-    """Gives a list, a dict or a set these items in place of its own."""
+    """Gives a list, a dict, a set or a deque these items in place of its own."""
     base = builtin_type(container)
     if isinstance(items, Mapping):
         base.clear(container)
@@ -24,6 +24,9 @@ def refill(container: Any, items: Mapping[Any, Any] | Iterable[Any]) -> None:
     elif base is set:
         set.clear(container)
         set.update(container, items)
+    elif base is deque:
+        deque.clear(container)
+        deque.extend(container, items)
     else:
         list.__setitem__(container, slice(None), list(items))
 

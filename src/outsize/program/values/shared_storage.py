@@ -55,6 +55,5 @@ def copies_that_share(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
         made = made.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        vars(made).update(vars(tensor))
         copies[id(tensor)] = made
     return copies

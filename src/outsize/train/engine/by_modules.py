@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from outsize.capture.graph.by_modules import module_graph, untouched
+from outsize.capture.fakes.untouched import untouched
+from outsize.capture.graph.by_modules import module_graph
 from outsize.capture.recording.fallbacks import find_loss
 from outsize.errors import BadOption, NotCapturable, OutsizeError
 from outsize.ir.plan import Plan

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from outsize.capture.graph.by_modules import untouched
+from outsize.capture.fakes.untouched import untouched
 from outsize.device.accelerators import is_accelerator
 from outsize.errors import BadOption
 from outsize.ir.answers.compilation import Compilation, GraphUse

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from outsize.capture.graph.by_modules import untouched
+from outsize.capture.fakes.untouched import untouched
 from outsize.errors import BadOption
 from outsize.run.by_module.run import OwnedRun
 

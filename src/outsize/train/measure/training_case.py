@@ -24,6 +24,7 @@ from outsize.device.accelerators import CPU
 from outsize.errors import BadOption, ExampleRejected
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
+from outsize.program.objects import copy_attributes
 from outsize.program.tree import map_leaves
 from outsize.run.stage.to_device import device_of_model
 from outsize.train.batch.batch import Batch, as_target
@@ -263,7 +264,9 @@ def _copied(module: nn.Module, device: torch.device) -> Any:
         memo[id(parameter)] = there
     memo.update((id(buffer), buffer.detach().to(device, copy=True)) for buffer in module.buffers())
     # Tensors that are neither parameters nor buffers follow, too, where the module knows them.
-    return copy.deepcopy(module, memo).to(device)
+    copied = copy.deepcopy(module, memo).to(device)
+    copy_attributes(module.parameters(), memo)
+    return copied
 
 
 def _runs(module: nn.Module, batch: Batch) -> bool:
