@@ -152,6 +152,7 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     own_batches: bool
     offload_folder: str | Path | None
     resume: str | Path | None
+    checkpoint: str | Path | None
     compiled: bool | str | None
     device_graphs: bool | str
     backend: str | None

@@ -114,6 +114,8 @@ def parallelize(
     - `offload_folder`: the folder for the files of weights, gradients or states that a plan puts on the host.
     - `resume`: a folder of `engine.save`: goes on from its newest complete checkpoint, which may be of
       another layout; begins where there is none. Without a plan, that of the checkpoint is used if it fits.
+    - `checkpoint`: the folder in which the run will save itself (that of `resume` by default): what could not
+      go on from there, such as an optimizer whose `state_dict()` lacks something, is an error now.
     - `captures`: how many shapes of a microbatch keep their recorded programs.
     - `compiled`: a backend of torch.compile for the stages' functions: "inductor" (or True) fuses kernels,
       "aot_eager" keeps every bit. "auto" compiles where devices are expected to wait for their host
@@ -192,8 +194,7 @@ def parallelize(
     share.enforce(plan, engine.crew, world)
     replica_count = engine.crew.replicas.count if engine.crew.replicas.own_batches else 1
     engine.prepare(case.batch.resized(max(1, plan.batch_size // replica_count)))
-    if saved is not None:
-        engine.resume(saved.folder)
+    _go_on(engine, options, saved)
     watch(engine.crew.progress, world, _watch_options(options, world))
     return engine
 
@@ -339,6 +340,15 @@ def _saved(
             stacklevel=4,
         )
     return saved
+
+
+def _go_on(engine: Engine, options: ParallelizeOptions, saved: CheckpointReader | None) -> None:
+    """Sets the engine to what was saved, once it is known that it can save itself in such a way."""
+    saves_in = options.get("checkpoint") or options.get("resume")
+    if saves_in is not None:
+        engine.insist_on_resumable(saves_in)
+    if saved is not None:
+        engine.resume(saved.folder)
 
 
 def _with_weights(options: EngineOptions, model: nn.Module, saved: CheckpointReader) -> EngineOptions:

@@ -16,6 +16,7 @@ facts of each rank as JSON, and publishes the folder when all have written their
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,9 @@ from outsize.train.checkpoint.copies import copy_rule
 from outsize.train.checkpoint.generators import generator_states, set_generator_states
 from outsize.train.checkpoint.loaders import CountedLoader
 from outsize.train.checkpoint.module_states import ModuleStates, merged_states, restore_modules
-from outsize.train.checkpoint.optimizers import NamedOptimizer, merged
+from outsize.train.checkpoint.optimizer_documents import groups_of
+from outsize.train.checkpoint.optimizer_trial import MakeOptimizer, insist_on_resumable
+from outsize.train.checkpoint.optimizers import NamedOptimizer, is_of_layout, merged
 from outsize.train.checkpoint.plain_values import read, written
 from outsize.train.checkpoint.weights import (
     MODEL,
@@ -72,12 +75,16 @@ class ResumeNote(UserWarning):
 @final
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Holds the plan, seed, loss and scaler of the run, which a checkpoint records besides tensors."""
+    """Holds the plan, seed, loss and scaler of the run, which a checkpoint records besides tensors.
+
+    `make_optimizer` makes one like the engine's, to find out whether it can go on.
+    """
 
     plan: Plan
     seed: int
     loss_fn: Callable[..., Any] | None = None
     scaler: GradScaler | None = None
+    make_optimizer: MakeOptimizer | None = None
 
 
 @final
@@ -112,6 +119,7 @@ class Checkpoints:
         self._attached, self._background, self._mapped = _Attached(), BackgroundSaves(), MappedWriter()
         self._resumed: CheckpointReader | None = None
         self._code: dict[str, str] = {}
+        self._is_tried = False
         self._unclaimed: list[str] = []
         self._restored: list[tuple[NamedOptimizer, Facts]] = []
 
@@ -121,6 +129,24 @@ class Checkpoints:
         return None if mesh is None else mesh.group.host
 
     # -- saving ------------------------------------------------------------------------------------------
+
+    def insist_on_resumable(self, root: Path | None = None) -> None:
+        """Raises BadOption where a run could not be saved in `root`, or not go on from there.
+
+        It is found out once, by a trial on small weights. All ranks call this together.
+        """
+
+        def insist() -> None:
+            if root is not None:
+                insist_on_writable(root)
+            self._try_optimizer()
+
+        shared_facts(self._group, insist)
+
+    def _try_optimizer(self) -> None:
+        if self._settings.make_optimizer is not None and not self._is_tried:
+            insist_on_resumable(self._settings.make_optimizer)
+        self._is_tried = True
 
     def save(self, root: Path, moment: Moment, keep: int | None, *, wait: bool = True) -> Path:
         """Writes the run's state to a new folder in `root` and returns it; all ranks call this together.
@@ -166,6 +192,7 @@ class Checkpoints:
         if mapped is None or not self._code:  # It is the same in all copies.
             self._code = code_of(self._held.model, self._settings.loss_fn)
         values = {**self._values(cards, apart), "modules": merged_states(states)}
+        self._warn_of_one_layout(values["optimizers"])
         values["weights"] = moment.has_weights
         make = begin if mapped is None else begin_over
         folder = Path(shared_facts(group, lambda: str(make(root, moment.steps)) if rank == 0 else "")[0])
@@ -200,6 +227,7 @@ class Checkpoints:
         """
         if moment.optimizer is not None:
             insist_on_no_gradients(moment.optimizer)
+            self._try_optimizer()
         self._warn_of_schedulers(moment.optimizer)
         facts = {name: optimizer.facts() for name, optimizer in optimizers.items()}
         for optimizer in optimizers.values():
@@ -216,10 +244,20 @@ class Checkpoints:
         return {"optimizers": facts, "also": states, "loaders": loaders, "digests": digests}
 
     def _warn_of_schedulers(self, optimizer: Optimizer | None) -> None:
-        scheduled = optimizer is not None and any("initial_lr" in g for g in optimizer.param_groups)
+        scheduled = optimizer is not None and any("initial_lr" in g for g in groups_of(optimizer))
         if scheduled and not self._attached.objects and self._held.crew.global_rank == 0:
             warnings.warn(
                 "the optimizer's learning rate scheduler is not saved: engine.attach(scheduler=scheduler)",
+                ResumeNote,
+                stacklevel=6,
+            )
+
+    def _warn_of_one_layout(self, optimizers: Mapping[str, Facts]) -> None:
+        kinds = [facts["class"] for facts in optimizers.values() if is_of_layout(facts)]
+        if kinds and self._held.crew.global_rank == 0:
+            warnings.warn(
+                f"{', '.join(kinds)} keeps a state of all weights of a rank together: this run goes on in "
+                "the same layout only",
                 ResumeNote,
                 stacklevel=6,
             )
@@ -253,7 +291,7 @@ class Checkpoints:
             "plan": settings.plan.model_dump(mode="json"),
             "code": self._code,
             "optimizers": {
-                name: merged(card["optimizers"][name] for card in cards) for name in cards[0]["optimizers"]
+                name: merged([card["optimizers"][name] for card in cards]) for name in cards[0]["optimizers"]
             },
             "scaler": scaler,
             "loaders": [card["loaders"] for card in cards],
@@ -456,12 +494,23 @@ def insist_on_keep(keep: int | None) -> None:
 
 def insist_on_no_gradients(optimizer: Optimizer) -> None:
     """Raises BadOption where gradients are accumulated for a step that is not yet taken."""
-    weights = (p for group in optimizer.param_groups for p in group["params"])
+    weights = (p for group in groups_of(optimizer) for p in group["params"])
     grads = (weight.grad for weight in weights if weight.grad is not None)
     if any(bool(local_of(grad).count_nonzero()) for grad in grads):
         raise BadOption(
             "gradients are accumulated for a step that is not taken yet, and a checkpoint has none",
             next_step="engine.save(...) after engine.update(), or after a step without update=False",
+        )
+
+
+def insist_on_writable(root: Path) -> None:
+    """Raises BadOption where a folder of checkpoints cannot be made, or not be written to."""
+    there = next(each for each in (root.absolute(), *root.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise BadOption(
+            f"checkpoints cannot be written to {root}",
+            numbers=f"{there} is {'not writable' if there.is_dir() else 'a file'}",
+            next_step="a folder that this user can write to",
         )
 
 

@@ -85,6 +85,11 @@ class HeldWeights:
         self.model, self.crew, self._ownership, self._ranks = model, crew, ownership, ranks
         self._placed: dict[tuple[Any, ...], Located] = {}
 
+    @property
+    def rank(self) -> int:
+        """Returns the number of this rank in the run."""
+        return self.crew.global_rank
+
     def division(self, name: str) -> Division | None:
         """Returns how ranks divide a weight; None where each has all of it."""
         share = None if self._ranks is None else self._ranks.share(name)

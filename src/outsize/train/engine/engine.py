@@ -126,7 +126,7 @@ class Engine:
         self._dims = BatchDims(rejects, options.batch_dims)
         self._scaling = Scaling(scaler, crew, _loss_device(model, crew, plan)) if scaler is not None else None
         held = HeldWeights(model, crew, self._ownership, self._tensor)
-        settings = RunSettings(plan, options.seed, options.loss_fn, scaler)
+        settings = RunSettings(plan, options.seed, options.loss_fn, scaler, options.optimizer)
         # An engine in a cycle would keep what it has recorded until the garbage is collected.
         itself = weakref.ref(self)
         self._checkpoints = Checkpoints(held, settings, lambda: engine.steps if (engine := itself()) else 0)
@@ -418,6 +418,12 @@ class Engine:
         folder = self._checkpoints.save(Path(root), moment, keep, wait=wait)
         self._callbacks.after_save(self.steps, folder)
         return folder
+
+    def insist_on_resumable(self, root: str | Path) -> None:
+        """Raises BadOption where the run could not be saved in `root`, or could not go on from there: its
+        optimizer's state, tried on small weights, is not all that its steps need. Every rank calls this.
+        """
+        self._checkpoints.insist_on_resumable(Path(root))
 
     def checkpoint(
         self, root: str | Path, *, every: int | str | None = None, keep: int | None = None
