@@ -44,7 +44,12 @@ from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.background import BackgroundSaves, WrittenSave
 from outsize.train.checkpoint.copies import copy_rule
-from outsize.train.checkpoint.generators import generator_states, set_generator_states
+from outsize.train.checkpoint.generators import (
+    LoopGenerators,
+    States,
+    generator_states,
+    set_generator_states,
+)
 from outsize.train.checkpoint.loaders import CountedLoader
 from outsize.train.checkpoint.module_states import ModuleStates, merged_states, restore_modules
 from outsize.train.checkpoint.optimizer_documents import groups_of
@@ -117,6 +122,7 @@ class Checkpoints:
         """Takes `steps`, which tells how many steps the engine has taken."""
         self._held, self._settings, self._steps = held, settings, steps
         self._attached, self._background, self._mapped = _Attached(), BackgroundSaves(), MappedWriter()
+        self._loop, self._at_begin = LoopGenerators(), States()
         self._resumed: CheckpointReader | None = None
         self._code: dict[str, str] = {}
         self._is_tried = False
@@ -266,6 +272,7 @@ class Checkpoints:
         """Returns the generators of this rank, and the tensors of attached objects that it writes."""
         rank = self._held.crew.global_rank
         named = {f"{RANDOM}/{rank}/{name}": t for name, t in generator_states(self._devices()).items()}
+        named |= {f"{RANDOM}/{rank}/begin/{name}": t for name, t in self._at_begin.items()}
         for number, loader in enumerate(self._attached.loaders):
             named |= {f"{RANDOM}/{rank}/loader{number}/{n}": t for n, t in loader.generators().items()}
         for name, tensor in tensors.items():
@@ -332,12 +339,32 @@ class Checkpoints:
             self._restore_optimizer(NamedOptimizer(optimizer, self._held, OWN), OWN)
         if settings.scaler is not None and values["scaler"]:
             settings.scaler.load_state_dict(read(values["scaler"], saved.read))
-        set_generator_states(self._random(saved, ""), self._devices())
+        self._restore_generators(saved)
         self._unclaimed = [*values["also"], *(n.partition("/")[2] for n in values["optimizers"] if n != OWN)]
         for number, _ in enumerate(self._attached.loaders):
             self._place_loader(number)
         for name in self._attached.objects:
             self._restore_object(name)
+
+    def _restore_generators(self, saved: CheckpointReader) -> None:
+        """Sets generators to where the run began, for the code before its loop; and to the save in the loop.
+
+        Where the loop is not over `engine.batches`, nobody knows where it begins, so it is here.
+        """
+        states, self._at_begin = self._random(saved, ""), self._random(saved, "begin/")
+        if self._at_begin and any(saved.values["loaders"]):
+            set_generator_states(self._at_begin, self._devices())
+            self._loop.hold(states, self._devices())
+        else:
+            set_generator_states(states, self._devices())
+
+    def begin(self) -> None:
+        """Notes the states of generators where the run begins; all code before its loop draws from there."""
+        self._at_begin = self._at_begin or generator_states(self._devices())
+
+    def begin_loop(self) -> None:
+        """Sets generators to the states of the save, where a run goes on and no loader has done so."""
+        self._loop.begin()
 
     @torch.no_grad()
     def load_weights(self, files: WeightFiles) -> None:
@@ -455,12 +482,15 @@ class Checkpoints:
             )
         self._unclaimed = []
 
-    def counted(self, loader: Iterable[Any]) -> CountedLoader:
-        """Returns the loader with its position, which is saved; the same one for the same loader."""
+    def counted(self, loader: Iterable[Any], *, trial: bool = True) -> CountedLoader:
+        """Returns the loader with its position, which is saved; the same one for the same loader.
+
+        A `trial` finds out whether a run can go on within its batches.
+        """
         for known in self._attached.loaders:
             if known.loader is loader:
                 return known
-        self._attached.loaders.append(CountedLoader(loader, self._steps))
+        self._attached.loaders.append(CountedLoader(loader, self._steps, self._loop, trial=trial))
         if self._resumed is not None:
             self._place_loader(len(self._attached.loaders) - 1)
         return self._attached.loaders[-1]

@@ -2,12 +2,23 @@
 
 Numbers that the model draws are none of these: they follow from seed, step, microbatch and unit
 (run/stage/rng.py). These are what shuffles and augments the data in the user's own loop.
+
+    engine = parallelize(..., resume=)      the states that the run had here when it began
+    train, val = random_split(data, ...)    so this is what it was then
+    for x, y in engine.batches(loader):     the states of the save
+
+A run that draws in a loop of its own, without `engine.batches`, has the states of the save at once.
 """
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any, Final, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,3 +43,98 @@ def set_generator_states(states: Mapping[str, Tensor], devices: Iterable[torch.d
     for number, device in enumerate(accelerators):
         if f"device{number}" in states:
             set_generator_state(states[f"device{number}"], device)
+
+
+@final
+class LoopGenerators:
+    """Sets the generators of a run that goes on to the states of the save, once its loop begins."""
+
+    def __init__(self) -> None:
+        self._states: States = {}
+        self._devices: list[torch.device] = []
+        self._begun, self._placed = False, False
+
+    def hold(self, states: States, devices: list[torch.device]) -> None:
+        """Takes the states that hold where the loop goes on."""
+        self._states, self._devices = states, devices
+        self._begun = self._placed = not states
+
+    def begin(self) -> None:
+        """Sets the states where the loop begins; the first call counts."""
+        if not self._begun and self._states:
+            set_generator_states(self._states, self._devices)
+        self._begun = True
+
+    def place(self) -> None:
+        """Sets them where the first loader begins within a pass, whatever was drawn on the way there."""
+        self._begun = self._begun and self._placed
+        self.begin()
+        self._placed = True
+
+
+ITEMS: Final = 64  # A longer container holds data.
+_DEPTH: Final = 8
+Held = dict[str, Any]
+
+
+def objects_in(root: Any) -> Held:
+    """Returns what an object holds, by path: attributes and items of small containers, each object once."""
+    found: Held = {"": root}
+    seen, waiting = {id(root)}, [("", root, 0)]
+    while waiting:
+        path, each, depth = waiting.pop()
+        for name, part in _parts_of(each) if depth < _DEPTH else ():
+            if id(part) not in seen:
+                seen.add(id(part))
+                where = f"{path}.{name}".lstrip(".")
+                found[where] = part
+                waiting.append((where, part, depth + 1))
+    return found
+
+
+def _parts_of(each: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(each, Tensor | np.ndarray | str | bytes | type | ModuleType) or hasattr(each, "__code__"):
+        return []
+    items: Iterable[tuple[Any, Any]] = getattr(each, "__dict__", {}).items()
+    if isinstance(each, list | tuple | dict) and len(each) <= ITEMS:
+        items = each.items() if isinstance(each, dict) else enumerate(each)
+    return [(str(name).replace("/", "|"), part) for name, part in items]
+
+
+def generators_in(root: Any) -> Held:
+    """Returns the random generators that an object holds besides the global ones, by path."""
+    kinds = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+    shared = {id(torch.default_generator), id(getattr(np.random.mtrand, "_rand", None))}
+    return {
+        path: each
+        for path, each in objects_in(root).items()
+        if isinstance(each, kinds) and id(each) not in shared
+    }
+
+
+def state_of(generator: Any) -> Tensor:
+    """Returns the state of any generator as bytes."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        state: Any = generator.getstate()
+    elif isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+    else:
+        state = generator.bit_generator.state
+    text = json.dumps(state, default=lambda part: part.tolist())
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def set_state_of(generator: Any, state: Tensor) -> None:
+    """Sets a generator to what `state_of` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+        return
+    found = json.loads(bytes(state.tolist()).decode())
+    if isinstance(generator, random.Random):
+        generator.setstate((found[0], tuple(found[1]), found[2]))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(found)
+    else:
+        generator.bit_generator.state = found

@@ -155,6 +155,7 @@ class Engine:
         with borrowed_generators():
             self._executor.prepare(self._parts(batch))
         self._equip()
+        self._checkpoints.begin()
 
     @watched("step")
     def step(
@@ -185,6 +186,7 @@ class Engine:
         insist_on_own_weights()
         self.crew.insist_on_ended_steps()
         self._checkpoints.warn_of_unclaimed()
+        self._checkpoints.begin_loop()
         grad_scale = None if self._scaling is None else self._scaling.scale()
         parts = self._microbatches(args, kwargs, target)
         self._loop.before_step()
@@ -494,12 +496,14 @@ class Engine:
         """
         self._checkpoints.attach(objects)
 
-    def batches(self, loader: Iterable[Any]) -> CountedLoader:
+    def batches(self, loader: Iterable[Any], *, trial: bool = True) -> CountedLoader:
         """Returns the loader with its position, which is saved: a run goes on behind the batches it has used.
 
         `epoch` counts the passes that are over: `for epoch in range(batches.epoch, 10): for x, y in batches`.
+        A trial on copies of the loader finds out whether that can hold, and warns where it cannot; it reads a
+        few batches of a stream, and nothing of a dataset with indices. `trial=False` leaves it out.
         """
-        return self._checkpoints.counted(loader)
+        return self._checkpoints.counted(loader, trial=trial)
 
     def timeline(self) -> Timeline:
         """Returns the measured timeline of the last step, over all ranks; every rank must call this."""
