@@ -1,14 +1,16 @@
-"""Writes a model of transformers, or the adapters of peft, from ranks that have a part of it each.
+"""Writes a folder that the `from_pretrained` of a model's class reads, from ranks that have parts of it.
 
 `model.save_pretrained` on one rank would write what that rank has, without a word. So it raises on a model
 whose weights are divided, and `engine.save_pretrained` writes all of it.
 
-    transformers   weights stream to rank 0 tensor by tensor; its configs are written beside them
-    peft           rank 0 gathers all names, and peft writes those of the adapters with their config
+    transformers            weights stream to rank 0 tensor by tensor; its configs are written beside them
+    diffusers, peft, the    rank 0 gathers all weights, and the class's own save_pretrained writes a copy of
+    Hub's mixin, others     the model that has them
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +18,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
+from outsize.run.weights.ownership import like, places
 
 
 def refuse_parts(model: nn.Module) -> None:
@@ -28,26 +31,38 @@ def insist_on_pretrained(model: nn.Module) -> None:
     """Raises BadOption for a model that has no `save_pretrained`."""
     if not hasattr(type(model), "save_pretrained"):
         raise BadOption(
-            f"{type(model).__name__} is no model of transformers or peft",
-            next_step="engine.full_state_dict(to=FOLDER)",
+            f"{type(model).__name__} has no save_pretrained", next_step="engine.full_state_dict(to=FOLDER)"
         )
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Tells whether the model is one of peft, which saves its adapters alone."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def save_with_configs(model: nn.Module, folder: Path, state: Mapping[str, Tensor] | None) -> None:
-    """Writes the adapters of a model of peft, given its whole state; else the configs beside the weights."""
-    if state is not None:
-        kind: Any = type(model)  # The model's own attribute of this name may be the refusal above.
-        kind.save_pretrained(model, str(folder), state_dict=dict(state))
-        return
+def save_configs(model: nn.Module, folder: Path) -> None:
+    """Writes the configs of a model of transformers beside its weights."""
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if config is not None:
             config.save_pretrained(str(folder))
+
+
+def save_whole(model: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Lets the model's class write a copy of the model with all weights, which `state` has by their names.
+
+    Raises BadOption, before anything is written, where the model cannot be copied.
+    """
+    held = {id(table[key]): table[key] for table, key, _ in places(model)}
+    whole: dict[int, Any] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in held and id(tensor) not in whole:
+            whole[id(tensor)] = like(tensor, state[name])
+    try:
+        complete = copy.deepcopy(model, whole)
+    except Exception as error:
+        raise BadOption(
+            f"{type(model).__name__} cannot be copied, so its save_pretrained gets no whole model",
+            numbers=f"{type(error).__name__}: {error}",
+            next_step="engine.full_state_dict(to=FOLDER)",
+        ) from error
+    kind: Any = type(model)  # The model's own attribute of this name may be the refusal above.
+    kind.save_pretrained(complete, str(folder))
 
 
 def _refused(*args: Any, **kwargs: Any) -> NoReturn:

@@ -38,6 +38,7 @@ from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.watchdog.progress import watched
+from outsize.run.weights.pretrained_names import is_pretrained
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.batch.batch import Batch, as_target, microbatches_in
 from outsize.train.batch.batch_dims import BatchDims, rejection
@@ -69,7 +70,7 @@ from outsize.train.crew.devices import insist_on_one_device
 from outsize.train.crew.grad_clip import clip_by_global_norm, speculation_for
 from outsize.train.crew.grad_scaler import Scaling
 from outsize.train.crew.module_view import own_module
-from outsize.train.crew.pretrained import has_adapters, insist_on_pretrained, save_with_configs
+from outsize.train.crew.pretrained import insist_on_pretrained, save_configs, save_whole
 from outsize.train.crew.state_dict import gathered, save
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.by_modules import ByModules
@@ -380,18 +381,22 @@ class Engine:
         return {}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a folder that `from_pretrained` reads: a model of transformers, or the adapters of peft.
+        """Writes a folder that the `from_pretrained` of the model's class reads.
 
-        Every rank calls this. Raises BadOption for another model, BadWeights.
+        A model of transformers streams to rank 0; any other with a `save_pretrained` (diffusers, peft, the
+        Hub's mixin) is gathered there, and its class writes it. Every rank calls this. Raises BadOption for a
+        model without one, BadWeights.
         """
         insist_on_pretrained(self.model)
-        adapters = has_adapters(self.model)
-        state = self.full_state_dict(None if adapters else folder)
+        streams = is_pretrained(self.model)
+        state = self.full_state_dict(folder if streams else None)
         host = None if self.crew.mesh is None else self.crew.mesh.group.host
 
         def write() -> None:
-            if self.crew.global_rank == 0:
-                save_with_configs(self.model, Path(folder), state if adapters else None)
+            if self.crew.global_rank == 0 and streams:
+                save_configs(self.model, Path(folder))
+            elif self.crew.global_rank == 0:
+                save_whole(self.model, Path(folder), state)
 
         shared_facts(host, write)
 
