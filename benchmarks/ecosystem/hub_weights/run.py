@@ -1,6 +1,6 @@
 """Question: which classes of transformers does `weights=` load as `from_pretrained` does?
 
-    python benchmarks/ecosystem/hub_weights/run.py [--only Bert] [--out results/transformers.json]
+    python benchmarks/ecosystem/hub_weights/run.py [--only '^Bert'] [--out results/transformers.json]
 
 For each class: a tiny model with random weights is saved by `save_pretrained`, read by its `from_pretrained`,
 and read by outsize into the same class on meta. Every parameter and buffer must be equal. `own names` is the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -69,7 +70,7 @@ def result_of(model: nn.Module, cls: Any, own_names: bool) -> str:
 def main() -> None:
     """Runs all classes, or those whose names hold `--only`, and writes and counts the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="a regular expression; other results stay as they are")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "transformers.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -77,8 +78,10 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     results: dict[str, dict[str, str]] = {}
+    if options.only and options.out.exists():
+        results = json.loads(options.out.read_text())["classes"]
     for name, cls, kind in models():
-        if options.only not in name:
+        if not re.search(options.only, name):
             continue
         model = built(cls, kind)
         if model is None:
@@ -86,11 +89,17 @@ def main() -> None:
             continue
         results[name] = {"saved": result_of(model, cls, False), "own names": result_of(model, cls, True)}
         print(f"{name}: {results[name]}", flush=True)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"versions": versions, "classes": results}, indent=1) + "\n")
+        write(options.out, results)
     for column in ("saved", "own names"):
         print(column, dict(Counter(row[column].partition(":")[0] for row in results.values())))
+
+
+def write(path: Path, results: dict[str, dict[str, str]]) -> None:
+    """Writes the results so far with the versions that they hold for."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    classes = dict(sorted(results.items()))
+    path.write_text(json.dumps({"versions": versions, "classes": classes}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

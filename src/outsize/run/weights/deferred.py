@@ -108,7 +108,15 @@ def _twins(tree: Any) -> Any:
 
 
 def _values(tree: Any) -> Any:
-    return pytree.tree_map(lambda x: x.read(x.whole()) if isinstance(x, DeferredTensor) else x, tree)
+    return pytree.tree_map(lambda leaf: _laid_out(leaf) if isinstance(leaf, DeferredTensor) else leaf, tree)
+
+
+def _laid_out(tensor: DeferredTensor) -> Tensor:
+    """Returns all values in the strides that the operator was told; `view`, for one, depends on them."""
+    values, strides = tensor.read(tensor.whole()), tensor.twin.stride()
+    if values.stride() == strides:
+        return values
+    return torch.empty_strided(values.shape, strides, dtype=values.dtype).copy_(values)
 
 
 def _cut(tensor: Tensor, box: Box) -> Tensor:

@@ -27,6 +27,7 @@ CASES: dict[str, Make] = {
     "selected": lambda t: t[0][2],
     "squeezed": lambda t: t[0][:, :1].squeeze(1).unsqueeze(-1),
     "cast": lambda t: t[0].to(torch.bfloat16)[...],
+    "a view of what was transposed": lambda t: t[0].transpose(0, 1).contiguous().view(3, -1).t(),
     "any other operator": lambda t: t[0].reshape(2, -1, 3).flip(0),
 }
 
