@@ -40,7 +40,7 @@ CASES = {
     "loss": (2, "the ranks of this run have models or losses that differ in loss_fn"),
     "batch": (
         2,
-        "the ranks of this run were given different batches in step 1; tensor 0: rank 0 has (8, 4) ",
+        "the ranks of this run were given different batches in step 1; value 0: rank 0 has (8, 4) ",
     ),
     "closure": (
         2,

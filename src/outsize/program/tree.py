@@ -2,19 +2,30 @@
 
 `map_leaves(fn, tree)` rebuilds the same structure with `fn` applied to every leaf. Containers keep their
 type, so a transformers `ModelOutput` or `BatchEncoding` comes back as one. Objects of other types are leaves.
+`parts(batch)` and `map_parts` walk a whole batch, the arguments of a step, and open such objects as well.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
-from typing import Any, Final
+import hashlib
+import pickle
+import weakref
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from enum import Enum
+from functools import lru_cache, partial
+from pathlib import PurePath
+from types import MethodType, ModuleType, NoneType
+from typing import Any, Final, NamedTuple, final
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
 
+from outsize.program.values.attributes import attributes_of, blank_like, is_plain_class, with_attributes
 from outsize.program.values.containers import refill
 
 Fn = Callable[[Any], Any]
@@ -29,17 +40,27 @@ def map_leaves(fn: Fn, tree: Any) -> Any:
     """Returns the tree with `fn(leaf)` for every leaf."""
     if _walk_of(type(tree)) is None:
         return fn(tree)
+    return map_items(partial(map_leaves, fn), tree)
+
+
+def map_items(fn: Fn, tree: Any) -> Any:
+    """Returns the container with `fn(item)` for each of its own items, which may be containers."""
     if isinstance(tree, tuple | list):
         return _sequence(fn, tree)
     if isinstance(tree, dict | UserDict):
         return _mapping(fn, tree)
     if isinstance(tree, slice):
-        return slice(map_leaves(fn, tree.start), map_leaves(fn, tree.stop), map_leaves(fn, tree.step))
+        return slice(fn(tree.start), fn(tree.stop), fn(tree.step))
     return _record(fn, tree)
 
 
+def is_container(tree: Any) -> bool:
+    """Returns whether this is one of the containers that are walked, and no leaf."""
+    return _walk_of(type(tree)) is not None
+
+
 def _sequence(fn: Fn, tree: tuple[Any, ...] | list[Any]) -> Any:
-    items = [map_leaves(fn, item) for item in tree]
+    items = [fn(item) for item in tree]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         # A subclass may check or compute in its own `__new__`, so that of tuple is called.
         return tuple.__new__(type(tree), items)
@@ -48,7 +69,7 @@ def _sequence(fn: Fn, tree: tuple[Any, ...] | list[Any]) -> Any:
 
 
 def _mapping(fn: Fn, tree: dict[Any, Any] | UserDict[Any, Any]) -> Any:
-    items = {key: map_leaves(fn, value) for key, value in tree.items()}
+    items = {key: fn(value) for key, value in tree.items()}
     if type(tree) is dict:
         return items
     if dataclasses.is_dataclass(tree):
@@ -65,7 +86,7 @@ def _mapping(fn: Fn, tree: dict[Any, Any] | UserDict[Any, Any]) -> Any:
 def _record(fn: Fn, tree: Any) -> Any:
     clone = copy.copy(tree)
     for field in dataclasses.fields(tree):
-        object.__setattr__(clone, field.name, map_leaves(fn, getattr(tree, field.name)))
+        object.__setattr__(clone, field.name, fn(getattr(tree, field.name)))
     return clone
 
 
@@ -138,15 +159,219 @@ def accessor(steps: Steps) -> str:
     return "".join(f"[{key!r}]" if kind == ITEM else f".{key}" for kind, key in steps)
 
 
-def with_copied_tensors(tree: Any) -> Any:
-    """Returns the tree with copies of its tensors; tensors that share memory share it in the copy, too."""
+# -- batches -------------------------------------------------------------------------------------------
+#
+#     (args, kwargs, target)
+#     args[0]              a Data of torch_geometric   an object: its attributes and slots
+#     args[0]._store       a storage                   an object in it
+#     args[0]._store['x']  a tensor                    a part
+#
+# What is given to a model is opened further than what its own calls pass on, which may be an object that is
+# written in the call (a cache) and must stay the same one. Types in torch's pytree registry are opened by the
+# functions that their authors have registered, containers as above, and other objects of Python classes by
+# their attributes and slots. An object is copied only where a part of it changes.
+
+IsWhole = Callable[[Steps, Any], bool]
+_BUILT_IN: Final = (tuple, list, dict, OrderedDict, defaultdict)  # Opened here, with subclasses of their own.
+_CLOSED: Final = (Tensor, nn.Module, Enum, type, ModuleType, PurePath)
+_VALUES: Final = (str, bytes, int, bool, NoneType, torch.dtype, torch.device, torch.layout, Enum, type, range)
+_OF_SLICE: Final = ("start", "stop", "step")
+_BACK: Final = (weakref.ref, MethodType)  # They lead back to an object that may be a part of the batch.
+_ROUNDED: Final = (float, complex)  # 0.0 == -0.0, and NaN != NaN, but not for a program.
+
+
+@final
+class _Node(NamedTuple):
+    """What the walk has opened: its items with their steps, how it is made again, and what else it says."""
+
+    items: list[tuple[Step, Any]]
+    rebuilt: Callable[[list[Any]], Any]
+    facts: Any = None
+    is_object: bool = False
+
+
+def parts(batch: Any, is_whole: IsWhole | None = None) -> list[tuple[Steps, Any]]:
+    """Returns the parts of a batch in order, with the steps to each; a node that `is_whole` is one part."""
+    found: list[tuple[Steps, Any]] = []
+
+    def keep(steps: Steps, part: Any) -> Any:
+        found.append((steps, part))
+        return part
+
+    _BatchWalk(keep, is_whole).of(batch)
+    return found
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Returns the tensors of a batch, in the order of its parts."""
+    return [part for _, part in parts(batch) if isinstance(part, Tensor)]
+
+
+def map_parts(fn: Callable[[Steps, Any], Any], batch: Any, is_whole: IsWhole | None = None) -> Any:
+    """Returns the batch with `fn(steps, part)` in place of each part; `parts` has them in the same order."""
+    return _BatchWalk(fn, is_whole).of(batch)
+
+
+def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
+    """Returns the batch with `fn(tensor)` in place of each tensor."""
+    return map_parts(lambda _, part: fn(part) if isinstance(part, Tensor) else part, batch)
+
+
+def with_copied_tensors(batch: Any) -> Any:
+    """Returns the batch with copies of its tensors; tensors that share memory share it in the copy, too."""
     copies: dict[int, Any] = {}
 
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if leaf.grad_fn is not None:  # torch copies no tensor of a graph
-            return leaf.detach().clone().requires_grad_()
-        return copy.deepcopy(leaf, copies)
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is not None:  # torch copies no tensor of a graph
+            return tensor.detach().clone().requires_grad_()
+        return copy.deepcopy(tensor, copies)
 
-    return map_leaves(copied, tree)
+    return map_tensors(copied, batch)
+
+
+def key_of(batch: Any, of_tensor: Callable[[Tensor], Hashable], *, values: bool = True) -> Hashable:
+    """Returns what is equal for batches of one structure whose tensors agree in `of_tensor`.
+
+    Numbers, texts and arrays count by value. An object that cannot be looked into counts by identity, and
+    lives as long as the key. Without `values`, all that is no tensor counts by its type alone.
+    """
+    numbers: dict[int, int] = {}
+
+    def key(value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            return of_tensor(value)
+        node = _opened(value)
+        if node is None:
+            return _key_of_leaf(value, numbers) if values else type(value)
+        if node.is_object:
+            if id(value) in numbers:
+                return numbers[id(value)]
+            numbers[id(value)] = len(numbers)
+        if type(value) in (tuple, list):
+            return type(value), *(key(item) for _, item in node.items)
+        facts = None if node.facts is None else key(node.facts)
+        return type(value), facts, *((step, key(item)) for step, item in node.items)
+
+    return key(batch)
+
+
+def _key_of_leaf(value: Any, numbers: Mapping[int, int]) -> Hashable:
+    kind = type(value)
+    if isinstance(value, _VALUES):
+        return kind, value
+    if isinstance(value, _ROUNDED):
+        return kind, repr(value)
+    if isinstance(value, np.ndarray | np.generic):
+        digest = hashlib.blake2b(value.tobytes() if not value.dtype.hasobject else pickle.dumps(value))
+        return kind, value.dtype.str, value.shape, digest.digest()
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(_key_of_leaf(item, numbers) for item in value)
+    if isinstance(value, _BACK):
+        owner = _owner_of(value)
+        return kind, numbers.get(id(owner), Identity(owner)), getattr(value, "__func__", None)
+    return kind, Identity(value)
+
+
+def _owner_of(value: weakref.ref[Any] | MethodType) -> Any:
+    """Returns the object of a weak reference or of a bound method."""
+    return value() if isinstance(value, weakref.ref) else value.__self__
+
+
+@final
+class Identity:
+    """Equals itself for one and the same object alone, which it keeps alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@final
+class _BatchWalk:
+    """Walks one batch and applies `fn` to its parts; an object that is met again is the same copy."""
+
+    def __init__(self, fn: Callable[[Steps, Any], Any], is_whole: IsWhole | None) -> None:
+        self._fn, self._is_whole = fn, is_whole
+        self._met: dict[int, tuple[Any, Any]] = {}  # An object's id: the object, and what stands for it.
+        self._changes = 0
+
+    def of(self, value: Any, steps: Steps = ()) -> Any:
+        if self._is_whole is not None and self._is_whole(steps, value):
+            return self._noted(value, self._fn(steps, value))
+        node = _opened(value)
+        if node is None:
+            part = self._followed(value) if isinstance(value, _BACK) else self._fn(steps, value)
+            return self._noted(value, part)
+        if node.is_object:
+            return self._object(value, node, steps)
+        return node.rebuilt([self.of(item, (*steps, step)) for step, item in node.items])
+
+    def _noted(self, old: Any, new: Any) -> Any:
+        self._changes += new is not old
+        return new
+
+    def _object(self, value: Any, node: _Node, steps: Steps) -> Any:
+        if id(value) in self._met:
+            return self._noted(value, self._met[id(value)][1])
+        clone, before = blank_like(value), self._changes
+        self._met[id(value)] = value, clone
+        items = [self.of(item, (*steps, step)) for step, item in node.items]
+        if self._changes == before:
+            self._met[id(value)] = value, value
+            return value
+        with_attributes(clone, {name: item for ((_, name), _), item in zip(node.items, items, strict=True)})
+        return clone
+
+    def _followed(self, value: Any) -> Any:
+        """Returns a weak reference to, or a method of, what stands for its object in the new batch."""
+        owner = _owner_of(value)
+        met, clone = self._met.get(id(owner), (None, None))
+        if met is not owner or owner is None or clone is owner:
+            return value
+        return weakref.ref(clone) if isinstance(value, weakref.ref) else MethodType(value.__func__, clone)
+
+
+def _opened(value: Any) -> _Node | None:
+    """Returns what is in a value, or None for a part that is not looked into."""
+    kind = type(value)
+    registered = None if kind in _BUILT_IN else _pytree.SUPPORTED_NODES.get(kind)
+    if registered is not None:
+        return _of_registered(value, registered)
+    if is_container(value):
+        of_slice = [((FIELD, name), getattr(value, name)) for name in _OF_SLICE] if kind is slice else None
+        return _Node(of_slice or children(value), lambda new: map_items(_next_of(new), value))
+    if isinstance(value, _CLOSED) or not is_plain_class(kind):
+        return None
+    attributes = attributes_of(value)
+    if not attributes:
+        return None
+    return _Node([((FIELD, name), item) for name, item in attributes.items()], list, is_object=True)
+
+
+def _of_registered(value: Any, registered: Any) -> _Node:
+    """Opens a value by the functions that are registered for its type."""
+    items, context = registered.flatten_fn(value)
+    steps: list[Step] = [(ITEM, number) for number in range(len(items))]
+    if registered.flatten_with_keys_fn is not None:
+        steps = [_step(key) for key, _ in registered.flatten_with_keys_fn(value)[0]]
+    pairs = list(zip(steps, items, strict=True))
+    return _Node(pairs, lambda new: registered.unflatten_fn(new, context), context)
+
+
+def _step(key: Any) -> Step:
+    """Returns the step of a key of torch's pytree: an attribute, an index or a key of a mapping."""
+    if hasattr(key, "name"):
+        return FIELD, key.name
+    return ITEM, key.idx if hasattr(key, "idx") else getattr(key, "key", key)
+
+
+def _next_of(items: list[Any]) -> Fn:
+    left = iter(items)
+    return lambda _: next(left)

@@ -12,7 +12,7 @@ program/tensor_parallel/styles.py derives which weights are divided.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, final
 
@@ -118,7 +118,7 @@ class Divided:
     ) -> None:
         self.together, self._sequence = together, sequence
         self._model, self._roles, self._whole, self._gather = model, roles, whole, gather_output
-        self._known: dict[str, list[_Variant]] = {}
+        self._known: dict[Hashable, list[_Variant]] = {}
         self._changes, self._versions = ChangedValues(), StructureVersions(model)
         # A module that would run as it is has no more than this rank's parts of its weights.
         self._changes.may_run_live = self._changes.may_follow = False
@@ -131,7 +131,7 @@ class Divided:
         self._versions.ran()
         return out
 
-    def _variant(self, batch: Batch, key: str) -> _Variant:
+    def _variant(self, batch: Batch, key: Hashable) -> _Variant:
         known = self._known.get(key, [])
         stale: _Variant | None = None
         for place, variant in enumerate(known):
@@ -144,7 +144,7 @@ class Divided:
             self._changes.note(stale.reads.changed(), _no_stages)
         return self._record(batch, key)
 
-    def keep(self, batch: Batch, tape: Tape, derived: Derived, key: str | None = None) -> _Variant:
+    def keep(self, batch: Batch, tape: Tape, derived: Derived, key: Hashable | None = None) -> _Variant:
         """Compiles the tape of such a batch; what was used longest ago is dropped."""
         modules = dict(self._model.named_modules())
         local = local_tape(tape, derived, modules, self.together, gather=self._gather)
@@ -156,12 +156,12 @@ class Divided:
             self._known.pop(next(iter(self._known)))
         return variant
 
-    def _key(self, batch: Batch) -> str:
+    def _key(self, batch: Batch) -> Hashable:
         """Returns what has a program of its own: hooks and frozen weights are of the model's structure."""
         version = self._versions.number()
-        return f"{batch.signature()}{self._model.training}{version}{current_modes()}"
+        return batch.signature(), self._model.training, version, current_modes()
 
-    def _record(self, batch: Batch, key: str) -> _Variant:
+    def _record(self, batch: Batch, key: Hashable) -> _Variant:
         with self._whole.standing_in(self._model):
             tape = record(self._model, batch.args, batch.kwargs, options=_WITH_GUARDS)
             derived = derive(tape, self._model, self._roles)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import threading
+import weakref
 from collections import OrderedDict, namedtuple
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, final
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree
 
 from outsize.program.tape import Ref
-from outsize.program.tree import accessor, leaves, map_leaves, part_at, paths
+from outsize.program.tree import (
+    accessor,
+    key_of,
+    leaves,
+    map_leaves,
+    map_tensors,
+    part_at,
+    parts,
+    paths,
+    tensors_in,
+)
 
 Pair = namedtuple("Pair", "left right")
 
@@ -73,3 +90,116 @@ def test_references_are_leaves_though_they_are_dataclasses() -> None:
 def test_objects_of_other_types_are_leaves() -> None:
     thing = object()
     assert list(leaves([thing, {1, 2}])) == [thing, {1, 2}]
+
+
+# -- batches -------------------------------------------------------------------------------------------
+
+
+@final
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("x", "y")
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@final
+class Hidden:
+    """Shows its fields through `__getattr__` alone, as atomistic models' batches do."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_fields" or name not in self._fields:
+            raise AttributeError(name)
+        return self._fields[name]
+
+
+@final
+class Registered:
+    """Known to torch's registry of containers, and without attributes of its own."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.table = {"first": first, "second": second, "sum": None}
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    _pytree.register_pytree_node(
+        Registered,
+        lambda value: ([value.table["first"], value.table["second"]], "pair"),
+        lambda items, _: Registered(*items),
+    )
+    yield
+    _pytree.SUPPORTED_NODES.pop(Registered)
+
+
+def of_shape(tensor: Tensor) -> Any:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def test_tensors_are_found_however_deep_they_are() -> None:
+    batch = [Slotted({"k": [Hidden(a=torch.ones(1), b=Slotted(torch.ones(2)))]}), (torch.ones(3),)]
+    names = [accessor(steps) for steps, _ in parts(batch)]
+    assert names == ["[0].x['k'][0]._fields['a']", "[0].x['k'][0]._fields['b'].x", "[1][0]"]
+    assert [tuple(t.shape) for t in tensors_in(batch)] == [(1,), (2,), (3,)]
+
+
+def test_a_changed_part_gives_a_copy_and_leaves_the_object_as_it_was() -> None:
+    inner = Slotted(torch.ones(2))
+    batch = {"one": Hidden(inner=inner, same=[inner]), "options": Hidden(flag=True)}
+    found = map_tensors(lambda tensor: tensor + 1, batch)
+    assert torch.equal(found["one"].inner.x, torch.full((2,), 2.0))
+    assert found["one"].same[0] is found["one"].inner
+    assert torch.equal(inner.x, torch.ones(2))
+    assert found["options"] is batch["options"]  # nothing in it has changed
+    assert not hasattr(found["one"].inner, "y")
+
+
+def test_what_leads_back_to_a_copied_object_leads_to_its_copy() -> None:
+    one = Slotted(torch.ones(2))
+    parent = Hidden(child=one)
+    parent._fields["parent"] = weakref.ref(parent)
+    parent._fields["itself"] = parent
+    found = map_tensors(lambda tensor: tensor + 1, parent)
+    assert found is not parent
+    assert found.parent() is found.itself is found
+
+
+def test_the_functions_of_torchs_registry_come_first(registry: None) -> None:
+    found = map_tensors(lambda tensor: tensor * 2, [Registered(torch.ones(1), torch.ones(2))])
+    assert [t.tolist() for t in (found[0].table["first"], found[0].table["second"])] == [[2.0], [2.0, 2.0]]
+    assert [accessor(steps) for steps, _ in parts(Registered(1, 2))] == ["[0]", "[1]"]
+
+
+def test_the_key_tells_apart_what_is_no_tensor() -> None:
+    def key(value: Any) -> Any:
+        return key_of([Hidden(x=torch.randn(2), facts=value)], of_shape)
+
+    values = [1, True, 1.0, -0.0, 0.0, "1", b"1", None, [1], (1,), {"a": 1}, {1, 2}, np.ones(2), np.zeros(2)]
+    values += [np.float32(1), Slotted(1), Slotted(2), torch.float32, range(2), int]
+    assert len({key(value) for value in values}) == len(values)
+    assert all(key(copy.deepcopy(value)) == key(value) for value in values)
+    assert len({key_of([value], of_shape, values=False) for value in (1, 2, 3)}) == 1
+
+
+def test_an_object_without_parts_counts_by_identity_and_stays_alive() -> None:
+    keys = {key_of([object()], of_shape) for _ in range(20)}
+    assert len(keys) == 20  # none has got the address of another
+    lock = threading.Lock()
+    assert key_of([lock], of_shape) == key_of([lock], of_shape)
+
+
+def test_a_reference_to_a_part_of_the_batch_counts_by_which_part_it_is() -> None:
+    def batch() -> Any:
+        parent = Hidden(x=torch.randn(2))
+        parent._fields["me"] = weakref.ref(parent)
+        return parent
+
+    assert key_of(batch(), of_shape) == key_of(batch(), of_shape)
+    one = batch()
+    one._fields["me"] = weakref.ref(registry)
+    assert key_of(one, of_shape) != key_of(batch(), of_shape)

@@ -25,7 +25,7 @@ from outsize.capture.fakes.accelerator_autocast import accelerator_lists
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
 from outsize.program.objects import copy_attributes
-from outsize.program.tree import map_leaves
+from outsize.program.tree import map_tensors
 
 PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8")
 EIGHT_BITS: Final = "fp8"
@@ -81,7 +81,7 @@ def in_eight_bits(model: nn.Module) -> nn.Module:
 
 def inputs_in_precision(tree: Any, precision: str) -> Any:
     """Returns the arguments, in bf16 and fp8 with their floating tensors in bfloat16."""
-    return map_leaves(_half, tree) if precision in IN_BF16 else tree
+    return map_tensors(_half, tree) if precision in IN_BF16 else tree
 
 
 def is_mixed(precision: str) -> bool:

@@ -29,7 +29,7 @@ from outsize.errors import NotCapturable
 from outsize.ir.graph import ModelGraph, Unit, Value
 from outsize.program.replaying.modes import current_modes
 from outsize.program.tape import Tape
-from outsize.program.tree import leaves, with_copied_tensors
+from outsize.program.tree import leaves, tensors_in, with_copied_tensors
 
 # Broadcasts cost time, but uneven stages cost more: a unit has at most this share of all weights.
 _LARGEST = 1 / 16
@@ -86,7 +86,7 @@ def _by_modules(
             # A forward may write into its inputs; the user's stay as they are.
             outputs = _watch(model, seen, *with_copied_tensors((args, kwargs)))
     note = f"runs by modules, without overlap, and microbatches count by samples: {reason}"
-    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim]
     graph = _graph(model, seen, samples or (tensors[0].shape[0] if tensors else 1), outputs, note)
     tape = Tape((), (), (), {}, None, None, (), current_modes(), (note,))
     return Captured(tape, graph, (0,) * (len(graph.units) + 1))

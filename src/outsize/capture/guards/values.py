@@ -11,12 +11,13 @@ import functools
 from collections import deque
 from itertools import chain
 from types import CodeType, EllipsisType, MethodType, NoneType
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
 
 from outsize.program.objects import ABSENT
+from outsize.program.tree import Identity
 from outsize.program.values.containers import content_of, elements_of, items_of
 
 DEPTH: Final = 6
@@ -24,22 +25,6 @@ ARRAY_BYTES: Final = 65536
 PLAIN: Final = (bool, int, float, complex, str, bytes, NoneType, EllipsisType, CodeType)
 BUFFERS: Final = (np.ndarray, bytearray, array.array)
 CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque, functools.partial, *BUFFERS)
-
-
-@final
-class Identity:
-    """Equals itself for one and the same object alone, which it keeps alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 def is_container(value: Any) -> bool:

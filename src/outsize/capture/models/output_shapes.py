@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from outsize.capture.fakes.fake_model import remember
 from outsize.capture.fakes.lru_caches import Caches
 from outsize.capture.recording.python_random import restored_python_generators
-from outsize.program.tree import map_leaves
+from outsize.program.tree import map_tensors
 
 
 def output_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -22,7 +22,7 @@ def output_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     values.
     """
     caches, restore = Caches(model, None), remember(model.modules())
-    args_on_meta, kwargs_on_meta = map_leaves(_on_meta, (args, kwargs))
+    args_on_meta, kwargs_on_meta = map_tensors(_on_meta, (args, kwargs))
     generators = torch.random.fork_rng(devices=[])
     try:
         with generators, restored_python_generators(), caches.without_fakes(), torch.no_grad():

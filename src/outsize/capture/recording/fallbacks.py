@@ -48,7 +48,7 @@ from outsize.program.python_reads import LOSS
 from outsize.program.replaying.modes import Modes, current_modes
 from outsize.program.source_line import raising_line
 from outsize.program.tape import Ref, Tape
-from outsize.program.tree import leaves, map_leaves, with_copied_tensors
+from outsize.program.tree import map_tensors, tensors_in, with_copied_tensors
 
 LossFn = Callable[..., Tensor]
 
@@ -95,7 +95,7 @@ class _RecordedCall:
     @property
     def tensors(self) -> list[Tensor]:
         """Returns the tensors of the batch, in the order of the tape's inputs."""
-        return [leaf for leaf in leaves((self.args, self.kwargs, self.target)) if isinstance(leaf, Tensor)]
+        return tensors_in((self.args, self.kwargs, self.target))
 
     def __str__(self) -> str:
         shown = [_shape(a) for a in self.args] + [f"{k}={_shape(v)}" for k, v in self.kwargs.items()]
@@ -260,7 +260,7 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
     inputs = recorder.define_inputs([fake_of[id(t)] for t in tensors])
     real.update(zip(inputs, tensors, strict=True))
     batch = call.args, call.kwargs, call.target
-    args, kwargs, target = map_leaves(lambda x: fake_of.get(id(x), x) if isinstance(x, Tensor) else x, batch)
+    args, kwargs, target = map_tensors(lambda tensor: fake_of[id(tensor)], batch)
     planted = nullcontext() if rule.numbers is None else rule.numbers.planted()
     with planted, caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
         fakes.begin(numbers=rule.numbers is not None)

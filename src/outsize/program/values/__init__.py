@@ -1,3 +1,3 @@
-"""Says what Python values hold: items of containers of any type (`containers`), and memory that tensors share
-(`shared_storage`).
+"""Says what Python values hold: attributes of objects (`attributes`), items of containers of any type
+(`containers`), and memory that tensors share (`shared_storage`).
 """

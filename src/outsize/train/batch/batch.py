@@ -1,14 +1,17 @@
-"""Splits a batch into microbatches: tensors along their batch dims, everything else goes to each unchanged.
+"""Splits a batch into microbatches: tensors along their batch dims, lists by items, and objects as they split
+themselves; everything else goes to each microbatch unchanged.
 
-Detection models take the samples as items of lists: images of several sizes, a dict of boxes for each image.
-A list with as many items as there are samples is split by items, unless its tensors have that size along dim
-0.
+    model(x [4, 12], texts=[4 texts], graphs=Batch of 4)  loss_fn(output, y [4])    two microbatches
+    model(x [2, 12], texts=[2 texts], graphs=Batch of 2)  loss_fn(output, y [2])    the first one
+
+A batch is a tree (program/tree.py): its tensors may be anywhere in containers and objects. Detection models
+take the samples as items of lists: images of several sizes, a dict of boxes for each image.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, final
@@ -19,10 +22,28 @@ from torch import Tensor
 
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
-from outsize.program.tree import leaves, map_leaves, with_copied_tensors
+from outsize.program.objects import Scope, walk
+from outsize.program.tree import (
+    Steps,
+    accessor,
+    key_of,
+    map_parts,
+    parts,
+    tensors_in,
+    with_copied_tensors,
+)
 from outsize.train.batch.packed import PackedRows
+from outsize.train.batch.samples import (
+    MICROBATCHES,
+    Rows,
+    divides_itself,
+    lists_in,
+    samples_in,
+    samples_of,
+)
 
 Dims = tuple[int | PackedRows | None, ...]
+_HIDDEN = Scope(functions=True)
 
 
 @final
@@ -32,26 +53,16 @@ class Batch:
 
     `dims` gives, for each of `tensors()`, the dim along which the samples lie, the numbers of rows that
     belong to each sample, or None for a tensor that goes whole to every microbatch. Without `dims`, samples
-    lie along dim 0 of every tensor whose dim 0 has the size of the first tensor's. `listed` holds the
-    positions among `values()` of the lists whose items are
-    samples; None means that they are recognised by their lengths.
+    lie along dim 0 of every tensor whose dim 0 has the size of the first tensor's. `listed` holds the steps
+    from `tree()` to the parts that are taken apart by their samples as a whole: lists, and objects that
+    divide themselves; their tensors have no dims. None means that they are recognised by what they hold.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: tuple[Any, ...] = ()
     dims: Dims | None = None
-    listed: tuple[int, ...] | None = None
-
-    def values(self) -> tuple[Any, ...]:
-        """Returns the arguments one by one; those of the loss function come last."""
-        return (*self.args, *self.kwargs.values(), *self.target)
-
-    def in_lists(self) -> tuple[int, ...]:
-        """Returns `listed`, or the positions of the lists that look like lists of samples."""
-        if self.listed is not None:
-            return self.listed
-        return _lists_of_samples(self.values()) if self.dims is None else ()
+    listed: tuple[Steps, ...] | None = None
 
     def tree(self) -> tuple[Any, ...]:
         """Returns all arguments in the order in which the tape counts its inputs."""
@@ -59,32 +70,59 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors of the batch, which are the tape's inputs."""
-        return [leaf for leaf in leaves(self.tree()) if isinstance(leaf, Tensor)]
+        return tensors_in(self.tree())
+
+    def owner(self, steps: Steps) -> str | int:
+        """Returns the argument that a part is in: its position or name, or "target"."""
+        branch = steps[0][1]
+        return "target" if branch == 2 else steps[1][1]
+
+    def owners(self) -> list[str | int]:
+        """Returns, for each of the batch's tensors, the argument that it came in."""
+        return [self.owner(steps) for steps, part in parts(self.tree()) if isinstance(part, Tensor)]
+
+    def in_lists(self) -> tuple[Steps, ...]:
+        """Returns `listed`, or the steps to what divides itself and to what looks like lists of samples."""
+        if self.listed is not None:
+            return self.listed
+        return _recognised(self.tree()) if self.dims is None else ()
+
+    def listed_parts(self) -> list[tuple[Steps, Any]]:
+        """Returns the parts that `in_lists` leads to, with the steps to each."""
+        wholes = self.in_lists()
+        return [(steps, part) for steps, part in self._parts(wholes) if steps in wholes] if wholes else []
+
+    def is_inside(self) -> list[bool]:
+        """Returns, for each of the batch's tensors, whether it is in one of the listed parts."""
+        wholes = self.in_lists()
+        found: list[bool] = []
+        for steps, part in self._parts(wholes):
+            is_listed = steps in wholes
+            found += [is_listed] * (len(tensors_in(part)) if is_listed else isinstance(part, Tensor))
+        return found
+
+    def _parts(self, wholes: tuple[Steps, ...]) -> list[tuple[Steps, Any]]:
+        return parts(self.tree(), lambda steps, _: steps in wholes)
 
     def batch_dims(self) -> Dims:
         """Returns `dims`, or the batch dims that follow from the sizes of dim 0."""
         if self.dims is not None:
             return self.dims
-        if self.in_lists():
-            return self._dims_outside_lists()
-        first_dims = [t.shape[0] if t.ndim else None for t in self.tensors()]
-        size = next((h for h in first_dims if h is not None), None)
-        return tuple(0 if h is not None and h == size else None for h in first_dims)
+        pairs = list(zip(self.tensors(), self.is_inside(), strict=True))
+        size = next((samples_in(part) for _, part in self.listed_parts()), None)
+        if size is None:
+            size = next((t.shape[0] for t, inside in pairs if t.ndim and not inside), None)
+        return tuple(0 if t.ndim and not inside and t.shape[0] == size else None for t, inside in pairs)
 
     @property
     def size(self) -> int:
-        """Returns the number of samples.
-
-        Raises BadOption when there is no sample, or a value that cannot be split.
-        """
-        for leaf in leaves(self.tree()):
-            _insist_on_splittable(leaf)
+        """Returns the number of samples. Raises BadOption when there is none, or parts disagree."""
         pairs = zip(self.tensors(), self.batch_dims(), strict=True)
         sizes = {_samples_in(t, d) for t, d in pairs if d is not None}
-        sizes |= {len(self.values()[place]) for place in self.in_lists()}
+        sizes |= {samples_in(part) for _, part in self.listed_parts()}
         if not sizes or 0 in sizes:
             what = "no sample" if sizes else "no tensor"
-            is_closure = not sizes and any(inspect.isroutine(leaf) for leaf in leaves(self.tree()))
+            is_closure = not sizes and any(inspect.isroutine(part) for _, part in parts(self.tree()))
             raise BadOption(
                 f"the batch holds {what}{', but a function' if is_closure else ''}",
                 next_step="engine.step(x, target=y), which passes a closure to an optimizer that wants one"
@@ -109,40 +147,30 @@ class Batch:
         edges = [size // count * m + min(m, size % count) for m in range(count + 1)]
         return [self.take(slice(a, b)) for a, b in pairwise(edges)]
 
-    def take(self, rows: slice | Tensor) -> Batch:
-        """Returns a batch of the samples `rows`."""
-        dims = iter(self.batch_dims())
+    def take(self, rows: Rows) -> Batch:
+        """Returns a batch of the samples `rows`. Raises BadOption for a part that cannot be split."""
+        wholes, size = self.in_lists(), self.size
+        dims, taken = iter(self.batch_dims()), list[int | PackedRows | None]()
 
-        def part(leaf: Any) -> Any:
-            dim = next(dims) if isinstance(leaf, Tensor) else None
+        def part(steps: Steps, value: Any) -> Any:
+            if steps in wholes:
+                for _ in tensors_in(value):
+                    next(dims)
+                samples = samples_of(value, rows)
+                taken.extend([None] * len(tensors_in(samples)))
+                return samples
+            if not isinstance(value, Tensor):
+                _insist_on_splittable(steps, value, size)
+                return value
+            _insist_on_splittable(steps, value, size)
+            dim = next(dims)
+            taken.append(dim.taken(rows) if isinstance(dim, PackedRows) else dim)
             if isinstance(dim, PackedRows):
-                return leaf[dim.rows_of(rows).to(leaf.device)]
-            return leaf if dim is None else leaf[(slice(None),) * dim + (rows,)]
+                return value[dim.rows_of(rows).to(value.device)]
+            return value if dim is None else value[(slice(None),) * dim + (rows,)]
 
-        mapped = self.mapped(part)
-        if mapped.dims is not None:
-            taken = (d.taken(rows) if isinstance(d, PackedRows) else d for d in mapped.dims)
-            mapped = replace(mapped, dims=tuple(taken))
-        return mapped._with_items(rows) if mapped.listed else mapped
-
-    def _with_items(self, rows: slice | Tensor) -> Batch:
-        """Returns the batch with only the items `rows` of its lists of samples."""
-        values = list(self.values())
-        for place in self.in_lists():
-            items = values[place]
-            values[place] = items[rows] if isinstance(rows, slice) else [items[int(i)] for i in rows]
-        first, rest = values[: len(self.args)], values[len(self.args) :]
-        kwargs = dict(zip(self.kwargs, rest, strict=False))
-        return replace(self, args=tuple(first), kwargs=kwargs, target=tuple(rest[len(kwargs) :]))
-
-    def _dims_outside_lists(self) -> Dims:
-        """Returns dim 0 for tensors of as many rows as the lists have items, None within the lists."""
-        lists, dims = self.in_lists(), []
-        count = len(self.values()[lists[0]])
-        for place, argument in enumerate(self.values()):
-            is_outside = place not in lists
-            dims += [0 if is_outside and t.shape[:1] == (count,) else None for t in _tensors(argument)]
-        return tuple(dims)
+        args, kwargs, target = map_parts(part, self.tree(), lambda steps, _: steps in wholes)
+        return Batch(args, kwargs, target, tuple(taken), wholes)
 
     def copied(self) -> Batch:
         """Returns the batch with copies of its tensors, for a model that may write into them."""
@@ -154,72 +182,88 @@ class Batch:
         size = self.size
         return self if size == samples else self.take(torch.arange(samples) % size)
 
-    def signature(self) -> str:
-        """Returns a text that is equal for batches that share a tape, guards aside.
+    def signature(self) -> Hashable:
+        """Returns what is equal for batches that share a tape, guards aside.
 
-        It holds shapes, strides, dtypes, devices and the plain Python values.
+        It holds shapes, strides, dtypes, devices and the plain Python values, and objects that cannot be
+        looked into.
         """
+        return key_of(self.tree(), _kind_of)
 
-        def text(leaf: Any) -> str:
-            if isinstance(leaf, Tensor):
-                return f"{tuple(leaf.shape)}{leaf.stride()}{leaf.dtype}{leaf.device}{leaf.requires_grad}"
-            return repr(leaf)
-
-        return repr(map_leaves(text, self.tree()))
+    def shapes(self) -> Hashable:
+        """Returns what is equal for batches whose tensors have the same shapes, whatever else they hold."""
+        return key_of(self.tree(), _kind_of, values=False)
 
     def mapped(self, part: Callable[[Any], Any]) -> Batch:
         """Returns the batch with `part(leaf)` in place of every leaf."""
-        args, kwargs, target = (map_leaves(part, branch) for branch in self.tree())
-        lists = self.in_lists()
-        dims = None if lists else self.batch_dims()
-        return replace(self, args=args, kwargs=kwargs, target=target, dims=dims, listed=lists)
+        args, kwargs, target = map_parts(lambda _, leaf: part(leaf), self.tree())
+        return replace(
+            self, args=args, kwargs=kwargs, target=target, dims=self.batch_dims(), listed=self.in_lists()
+        )
+
+
+def _kind_of(tensor: Tensor) -> Hashable:
+    """Returns what a recorded program depends on of a tensor."""
+    how = tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad
+    if tensor.is_nested:
+        return how, tuple((row.shape, row.stride()) for row in tensor.unbind())
+    return how, tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
 
 
 def _samples_in(tensor: Tensor, dim: int | PackedRows) -> int:
     return len(dim.counts) if isinstance(dim, PackedRows) else tensor.shape[dim]
 
 
-def _lists_of_samples(values: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the positions of the lists that have as many items as there are samples.
+def _recognised(tree: Any) -> tuple[Steps, ...]:
+    """Returns the steps to the parts that divide themselves, and to the lists that have as many items as
+    there are samples.
 
-    The number of samples is that of the first tensor argument, or of the first list of dicts of tensors. A
-    list whose tensors all have that size along dim 0 is taken for a list of whole batches instead.
+    The number of samples is that of the first such part, or of the first tensor outside of lists, or of the
+    first list of dicts or objects with tensors. A list whose tensors all have that size along dim 0 is taken
+    for a list of whole batches instead, and one without tensors is only taken apart beside others.
     """
-    first_dims = [v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim]
-    dicts = [len(v) for v in values if type(v) is list and v and isinstance(v[0], dict) and _tensors(v)]
-    count = next(iter(first_dims or dicts), 0)
-    candidates = [p for p, v in enumerate(values) if type(v) is list and len(v) == count > 0]
-    unequal = [p for p in candidates if any(t.shape[:1] != (count,) for t in _tensors(values[p]))]
-    if first_dims:
-        candidates = [p for p in candidates if p in unequal or not _tensors(values[p])]
-    return tuple(candidates) if unequal else ()
+    found = parts(tree, lambda _, value: divides_itself(value))
+    divided = tuple(steps for steps, part in found if divides_itself(part))
+    lists = [(steps, value, tensors_in(value)) for steps, value in lists_in(tree, divided)]
+    if not lists:
+        return divided
+    wholes = (*divided, *(steps for steps, *_ in lists))
+    free = (part for steps, part in parts(tree, lambda steps, _: steps in wholes) if steps not in wholes)
+    counts = [samples_in(part) for steps, part in found if steps in divided]
+    counts += [part.shape[0] for part in free if isinstance(part, Tensor) and part.ndim]
+    of_records = [len(v) for _, v, tensors in lists if tensors and not isinstance(v[0], Tensor)]
+    count = next(iter(counts or of_records), 0)
+    candidates = [(s, ts) for s, v, ts in lists if len(v) == count and (type(v) is list or not ts)]
+    unequal = [s for s, tensors in candidates if any(t.shape[:1] != (count,) for t in tensors)]
+    if counts:
+        candidates = [(s, tensors) for s, tensors in candidates if s in unequal or not tensors]
+    return (*divided, *(s for s, _ in candidates)) if unequal else divided
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _insist_on_splittable(leaf: Any) -> None:
-    """Raises BadOption for a leaf that cannot be split.
-
-    Arrays and objects would go whole to every microbatch and be recorded as constants.
-    """
-    if isinstance(leaf, np.ndarray) and leaf.ndim:
+def _insist_on_splittable(steps: Steps, part: Any, size: int) -> None:
+    """Raises BadOption for a part that would go whole to every microbatch though it holds samples."""
+    name = accessor(steps[1:])
+    if isinstance(part, np.ndarray) and part.ndim:
         raise BadOption(
-            "the batch holds a NumPy array, which is not split into microbatches",
-            numbers=f"shape {leaf.shape}",
+            f"the batch holds a NumPy array (at {name}), which is not split into microbatches",
+            numbers=f"shape {part.shape}",
             next_step="pass torch.as_tensor(array)",
         )
-    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+    if isinstance(part, Tensor):
+        if part.layout is not torch.strided:
+            raise BadOption(
+                f"the batch holds a tensor of layout {part.layout} (at {name}), which is not split",
+                numbers=f"shape {tuple(part.shape)}",
+                next_step=f"tensor.to_dense(), or {MICROBATCHES}",
+            )
+        return
+    hidden = ((path, t) for path, t in walk([[part]], _HIDDEN) if isinstance(t, Tensor) and t.ndim)
+    found = next(((path, t) for path, t in hidden if t.shape[0] == size), None)
+    if found is not None:
         raise BadOption(
-            f"the batch holds a tensor of layout {leaf.layout}", next_step="pass it dense: tensor.to_dense()"
-        )
-    attributes = getattr(leaf, "__dict__", {}) if not isinstance(leaf, Tensor) else {}
-    tensor_name = next((name for name, value in attributes.items() if isinstance(value, Tensor)), None)
-    if tensor_name is not None:
-        raise BadOption(
-            f"the batch holds a {type(leaf).__name__}, whose tensors (.{tensor_name}) cannot be seen",
-            next_step="pass its tensors as arguments, or make it a dataclass or a dict",
+            f"the batch holds a {type(part).__name__} (at {name}) with a tensor in it, which is not split",
+            numbers=f"shape {tuple(found[1].shape)}, {size} samples",
+            next_step=MICROBATCHES,
         )
 
 

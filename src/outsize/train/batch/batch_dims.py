@@ -9,13 +9,14 @@ candidates that the shapes allow are tried in turn, beginning with those that as
 tensors: the batch is grown from b to b + 1 samples along the candidate's dims and recorded on fake tensors;
 the first candidate that the model accepts is used. A dim in the user's `batch_dims` is used as given. Where
 the rows of a tensor are as many as an integer tensor of the batch says (packed.py), that is tried as soon as
-the model has refused such a tensor whole.
+the model has refused such a tensor whole. A list of texts, numbers or objects that is as long as there are
+samples is tried in the same way: it has an item for each sample if the model takes another number of them.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any, final
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption, ExampleRejected
-from outsize.program.tree import leaves
+from outsize.program.tree import Steps, tensors_in
 from outsize.run.stage.to_device import TapeHome
 from outsize.train.batch.batch import Batch, Dims, evaluating_loss
 from outsize.train.batch.packed import CountRows, PackedBy, PackedRows, insist_on_rows, packed_by_one_of
+from outsize.train.batch.samples import lists_in, samples_in
 
 Asked = Mapping[str | int, int | str | CountRows | None]
 Rule = int | PackedBy | None
@@ -43,52 +45,127 @@ class BatchDims:
     `rejection(batch)` gives the error with which the model rejects the batch, if it does. `asked` maps an
     argument's name or position, or "target", to the batch dim of all its tensors; for a tensor whose rows
     belong to samples, to the name of the argument that counts them, or to a function of the model's arguments
-    that does.
+    that does. For a list, 0 says that it has an item for each sample, and None that it goes to each
+    microbatch.
     """
 
     def __init__(self, rejection: Rejection, asked: Asked | None = None) -> None:
         self._rejection, self._asked = rejection, dict(asked or {})
-        self._found: dict[tuple[Any, ...], Rules] = {}
+        self._found: dict[Hashable, tuple[Rules, tuple[Steps, ...]]] = {}
 
-    def of(self, batch: Batch) -> Batch:
-        """Returns the batch with its dims.
+    def of(self, batch: Batch, *, divides: bool = True) -> Batch:
+        """Returns the batch with its dims; unless it `divides`, it is a microbatch, whose lists stay whole.
 
-        Raises ExampleRejected where several candidates are possible and the model rejects all of them, and
-        the batch as it is.
+        Raises BadOption for parts that disagree about the number of samples, ExampleRejected where several
+        candidates are possible and the model rejects all of them, and the batch as it is.
         """
-        if batch.in_lists() and not self._asked:
-            return replace(batch, listed=batch.in_lists())
-        ranks_and_dtypes = tuple((t.ndim, t.dtype) for t in batch.tensors())
-        if batch.dims is not None and _agree(batch.tensors(), batch.dims):
-            rules = (dim.by if isinstance(dim, PackedRows) else dim for dim in batch.dims)
-            self._found[ranks_and_dtypes] = tuple(rules)
+        if batch.dims is not None and _agree(batch, batch.dims):
+            self._keep(_kind_of(batch), batch, batch.dims)
             return batch
-        known = self._found.get(ranks_and_dtypes)
-        if known is None or not _agree(batch.tensors(), _counted(batch, known)):
-            known = self._find(batch, _fixed(batch, self._asked))
-        self._found[ranks_and_dtypes] = known
-        return replace(batch, dims=_counted(batch, known))
+        batch = replace(batch, dims=None, listed=_listed(batch, self._asked))
+        kind = _kind_of(batch)
+        known = self._of_kind(batch, kind)
+        if known is not None:
+            return known
+        batch = self._find(batch, _fixed(batch, self._asked))
+        if divides:
+            batch = self._with_lists(batch)
+            self._keep(kind, batch, batch.batch_dims())
+        return batch
 
-    def _find(self, batch: Batch, fixed: Mapping[int, Rule]) -> Rules:
+    def _keep(self, kind: Hashable, batch: Batch, dims: Dims) -> None:
+        """Keeps the rules of the tensors outside of lists, which are as many in each batch of the kind."""
+        pairs = zip(dims, batch.is_inside(), strict=True)
+        rules = (dim.by if isinstance(dim, PackedRows) else dim for dim, inside in pairs if not inside)
+        self._found[kind] = tuple(rules), batch.in_lists()
+
+    def _of_kind(self, batch: Batch, kind: Hashable) -> Batch | None:
+        """Returns the batch as one of its kind was read before; None where that does not fit."""
+        if kind not in self._found:
+            return None
+        rules, listed = self._found[kind]
+        batch = replace(batch, listed=listed)
+        inside = batch.is_inside()
+        if inside.count(False) != len(rules):
+            return None
+        left = iter(rules)
+        dims = _counted(batch, tuple(None if is_inside else next(left) for is_inside in inside))
+        return replace(batch, dims=dims) if _agree(batch, dims) else None
+
+    def _find(self, batch: Batch, fixed: Mapping[int, Rule]) -> Batch:
         candidates = _candidates(batch, fixed)
         if not candidates:
-            return tuple(None if isinstance(dim, PackedRows) else dim for dim in batch.batch_dims())
+            dims = (None if isinstance(dim, PackedRows) else dim for dim in batch.batch_dims())
+            return replace(batch, dims=tuple(dims), listed=batch.in_lists())
         candidates = _with_samples_on_both_sides(batch, candidates, fixed)
         is_given = len(candidates) == 1 and all(
             dim == 0 or dim is None or place in fixed for place, dim in enumerate(candidates[0])
         )
-        if is_given or _only_dim_0(batch.tensors(), candidates[0]):
-            return candidates[0]
+        is_listed = bool(batch.in_lists()) and not self._asked
+        if is_given or is_listed or _only_dim_0(batch, candidates[0]):
+            return replace(batch, dims=_counted(batch, candidates[0]))
         packed = _packed(batch, candidates[0], fixed)
         candidates = [candidates[0], *packed, *candidates[1:]]
         for dims in candidates:
-            if self._rejection(_grown(replace(batch, dims=_counted(batch, dims)))) is None:
-                return dims
+            sized = replace(batch, dims=_counted(batch, dims))
+            if any(self._takes_more(other) for other in (*_with_all_lists(sized, self._asked), sized)):
+                return sized
         # The shapes of a microbatch would explain nothing where the batch itself is wrong.
         error = self._rejection(batch)
         if isinstance(error, ExampleRejected):
             raise error
-        return (packed or candidates)[0]
+        return replace(batch, dims=_counted(batch, (packed or candidates)[0]))
+
+    def _with_lists(self, batch: Batch) -> Batch:
+        """Returns the batch with the lists that have an item for each sample, where the model takes more
+        samples with more items; all of them are taken for such where it takes no others.
+        """
+        for with_all in _with_all_lists(batch, self._asked):
+            known = batch.in_lists()
+            lists = [steps for steps in with_all.in_lists() if steps not in known]
+            alone = [replace(batch, listed=(*known, steps)) for steps in lists if len(lists) > 1]
+            tried = (with_all, *alone, batch)
+            return next((reading for reading in tried if self._takes_more(reading)), with_all)
+        return batch
+
+    def _takes_more(self, batch: Batch) -> bool:
+        return self._rejection(_grown(batch)) is None
+
+
+def _with_all_lists(batch: Batch, asked: Asked) -> list[Batch]:
+    """Returns the reading in which every list that is as long as there are samples has an item for each; none
+    where there is no such list.
+    """
+    known = batch.in_lists()
+    found = _lists_without_tensors(batch)
+    if not found:
+        return []
+    count = batch.size
+    more = tuple(steps for steps, v in found if len(v) == count and batch.owner(steps) not in asked)
+    return [replace(batch, dims=batch.batch_dims(), listed=(*known, *more))] if more else []
+
+
+def _lists_without_tensors(batch: Batch) -> list[tuple[Steps, Any]]:
+    """Returns the lists and tuples that are not yet taken apart, and hold anything but tensors."""
+    found = lists_in(batch.tree(), batch.in_lists())
+    return [(steps, value) for steps, value in found if not tensors_in(value)]
+
+
+def _listed(batch: Batch, asked: Asked) -> tuple[Steps, ...]:
+    """Returns the steps to the parts that are taken apart as a whole: those that are recognised, but for the
+    user's word.
+    """
+    lists = [steps for steps, _ in _lists_without_tensors(batch) if asked.get(batch.owner(steps)) == 0]
+    recognised = [s for s in batch.in_lists() if asked.get(batch.owner(s), 0) is not None]
+    return (*recognised, *lists)
+
+
+def _kind_of(batch: Batch) -> Hashable:
+    """Returns what is equal for batches whose samples lie in the same places."""
+    pairs = zip(batch.tensors(), batch.is_inside(), strict=True)
+    ranks_and_dtypes = tuple((t.ndim, t.dtype) for t, inside in pairs if not inside)
+    lists = tuple(steps for steps, v in lists_in(batch.tree()) if not tensors_in(v))
+    return ranks_and_dtypes, lists, tuple(steps for steps in batch.in_lists() if steps not in lists)
 
 
 @final
@@ -102,7 +179,8 @@ def warn_of_tables(batch: Batch, rejection: Rejection, asked: Asked) -> None:
     The model takes it whole next to another number of samples, so nothing but its size speaks for samples.
     Asked are floating-point inputs after the first tensor with samples, where the user has not said it.
     """
-    dims, owners = batch.batch_dims(), _owners(batch)
+    dims, owners = batch.batch_dims(), batch.owners()
+    _warn_of_lists(batch, rejection, asked)
     if batch.in_lists():
         return
     split = [place for place, dim in enumerate(dims) if dim is not None and owners[place] != "target"]
@@ -120,24 +198,34 @@ def warn_of_tables(batch: Batch, rejection: Rejection, asked: Asked) -> None:
             )
 
 
+def _warn_of_lists(batch: Batch, rejection: Rejection, asked: Asked) -> None:
+    """Warns of numbers that are split as one for each sample, and may be a setting of the model."""
+    listed = batch.in_lists()
+    for steps, value in lists_in(batch.tree()):
+        owner = batch.owner(steps)
+        is_asked = steps in listed and owner not in asked and all(isinstance(n, int | float) for n in value)
+        whole = replace(batch, listed=tuple(other for other in listed if other != steps))
+        if is_asked and rejection(_grown(whole)) is None:
+            warnings.warn(
+                f"argument {owner!r}, {len(value)} numbers, is split, because there are as many samples; the "
+                f"model takes it whole as well. Say which: batch_dims={{{owner!r}: None}} for a setting, "
+                f"{{{owner!r}: 0}} for a number of each sample",
+                SplitTable,
+                stacklevel=3,
+            )
+
+
 def insist_on_names(batch: Batch, asked: Asked) -> None:
     """Raises BadOption when `asked` names arguments that the batch does not have."""
-    arguments = dict.fromkeys(_owners(batch))
+    lists = (batch.owner(steps) for steps, _ in lists_in(batch.tree()))
+    arguments = dict.fromkeys((*batch.owners(), *lists))
     unknown = [key for key in asked if key not in arguments]
     if unknown:
         raise BadOption(
-            f"batch_dims names {', '.join(map(repr, unknown))}, which is no tensor of the batch",
+            f"batch_dims names {', '.join(map(repr, unknown))}, which is no tensor or list of the batch",
             numbers=f"there are {', '.join(map(repr, arguments))}",
             next_step="batch_dims={'argument name or position': dim}",
         )
-
-
-def _owners(batch: Batch) -> list[str | int]:
-    """Returns, for each of the batch's tensors, the argument that it came in."""
-    owners: list[str | int] = []
-    for key, value in (*enumerate(batch.args), *batch.kwargs.items(), ("target", batch.target)):
-        owners += [key for leaf in leaves(value) if isinstance(leaf, Tensor)]
-    return owners
 
 
 def _fixed(batch: Batch, asked: Asked) -> dict[int, Rule]:
@@ -145,10 +233,12 @@ def _fixed(batch: Batch, asked: Asked) -> dict[int, Rule]:
 
     Raises BadOption for counts that are not those of a tensor's rows.
     """
-    owners, tensors = _owners(batch), batch.tensors()
+    owners, tensors, inside = batch.owners(), batch.tensors(), batch.is_inside()
     fixed: dict[int, Rule] = {}
     for place, owner in enumerate(owners):
-        if owner in asked:
+        if inside[place]:
+            fixed[place] = None
+        elif owner in asked:
             how = asked[owner]
             fixed[place] = how if how is None or isinstance(how, int) else _rule(how, owners)
         rule = fixed.get(place)
@@ -191,14 +281,16 @@ def _packed(batch: Batch, rules: Rules, fixed: Mapping[int, Rule]) -> list[Rules
     return [tuple(found)] if tuple(found) != rules else []
 
 
-def _agree(tensors: Sequence[Tensor], dims: Dims) -> bool:
-    sizes = set[int]()
-    for tensor, dim in zip(tensors, dims, strict=True):
+def _agree(batch: Batch, dims: Dims) -> bool:
+    """Whether these dims are of the batch's tensors, and all parts have one number of samples."""
+    tensors = batch.tensors()
+    sizes = {samples_in(part) for _, part in batch.listed_parts()}
+    for tensor, dim in zip(tensors, dims, strict=False):
         if isinstance(dim, PackedRows):
             sizes |= {len(dim.counts)} if sum(dim.counts) == tensor.shape[0] else {-1, -2}
         elif dim is not None:
             sizes.add(tensor.shape[dim])
-    return len(sizes) == 1
+    return len(dims) == len(tensors) and len(sizes) == 1
 
 
 def _candidates(batch: Batch, fixed: Mapping[int, Rule]) -> list[Rules]:
@@ -207,11 +299,12 @@ def _candidates(batch: Batch, fixed: Mapping[int, Rule]) -> list[Rules]:
     Ties keep the order of the sizes, so the first tensor's dims come first.
     """
     tensors = batch.tensors()
-    fixed_sizes = [tensors[place].shape[dim] for place, dim in fixed.items() if isinstance(dim, int)]
-    sizes = fixed_sizes[:1] or list(dict.fromkeys(t.shape[0] for t in tensors if t.ndim))
+    known_sizes = [samples_in(part) for _, part in batch.listed_parts()]
+    known_sizes += [tensors[place].shape[dim] for place, dim in fixed.items() if isinstance(dim, int)]
+    sizes = known_sizes[:1] or list(dict.fromkeys(t.shape[0] for t in tensors if t.ndim))
     tables = ([_options(t, p, size, fixed) for p, t in enumerate(tensors)] for size in sizes)
     candidates = list(islice((dims for table in tables for dims in product(*table)), _KNOWN))
-    candidates = [dims for dims in candidates if any(d is not None for d in dims)]
+    candidates = [dims for dims in candidates if known_sizes or any(d is not None for d in dims)]
     return sorted(candidates, key=lambda dims: (dims.count(None), -dims.count(0)))[:_TRIES]
 
 
@@ -222,18 +315,19 @@ def _with_samples_on_both_sides(
 
     Raises BadOption when there are none: a target that every microbatch gets whole is one of another batch.
     """
-    is_target = [owner == "target" for owner in _owners(batch)]
-    tensors = batch.tensors()
+    tensors, owners, inside = batch.tensors(), batch.owners(), batch.is_inside()
+    sizes: dict[bool, list[int]] = {}
     for side in (False, True):
-        places = [p for p, t in enumerate(tensors) if is_target[p] is side and t.ndim]
-        if places and not any(place in fixed for place in places):
+        on_side = [p for p, owner in enumerate(owners) if (owner == "target") is side and not inside[p]]
+        places = [place for place in on_side if tensors[place].ndim]
+        listed = [samples_in(v) for s, v in batch.listed_parts() if (batch.owner(s) == "target") is side]
+        sizes[side] = listed + [tensors[place].shape[0] for place in places]
+        if places and not listed and not any(place in fixed for place in places):
             readings = [dims for dims in readings if any(dims[place] is not None for place in places)]
     if not readings:
-        inputs = [t.shape[0] for t, side in zip(tensors, is_target, strict=True) if not side and t.ndim]
-        targets = [t.shape[0] for t, side in zip(tensors, is_target, strict=True) if side and t.ndim]
         raise BadOption(
             "the target has another number of samples than the inputs",
-            numbers=f"along dim 0 the inputs have {inputs}, the target {targets}",
+            numbers=f"along dim 0 the inputs have {sizes[False]}, the target {sizes[True]}",
             next_step="pass a target for each sample; batch_dims={'target': None} shares one without samples",
         )
     return list(readings)
@@ -246,12 +340,12 @@ def _options(tensor: Tensor, place: int, size: int, fixed: Mapping[int, Rule]) -
     return [*dims, None]
 
 
-def _only_dim_0(tensors: Sequence[Tensor], dims: Rules) -> bool:
+def _only_dim_0(batch: Batch, dims: Rules) -> bool:
     """Tells whether samples lie along dim 0 of every tensor and no other dim has that size."""
-    size = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
-    return all(d == 0 or not t.ndim for t, d in zip(tensors, dims, strict=True)) and not any(
-        size in t.shape[1:] for t in tensors
-    )
+    tensors = batch.tensors()
+    free = [(t, d) for t, d, inside in zip(tensors, dims, batch.is_inside(), strict=True) if not inside]
+    size = free[0][0].shape[0] if free and free[0][0].ndim else 0
+    return all(d == 0 or not t.ndim for t, d in free) and not any(size in t.shape[1:] for t, _ in free)
 
 
 def _grown(batch: Batch) -> Batch:

@@ -26,7 +26,7 @@ from outsize.errors import OutsizeError
 from outsize.program.python_reads import LOSS
 from outsize.program.reader import SlotReader, SlotValues, buffers_behind
 from outsize.program.tape import Ref, Tape, Weight
-from outsize.program.tree import map_leaves
+from outsize.program.tree import map_leaves, map_tensors
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_denominators import (
     Denominators,
@@ -307,12 +307,9 @@ def _adds_up(loss_fn: LossFn | None, tape: Tape, trial: LossTrial) -> tuple[bool
     output = map_leaves(lambda leaf: _drawn(leaf, tape, part.size, draw), tape.output)
     answers = list[bool]()
     for sample in range(min(part.size, _TRIED_SAMPLES)):
-        target = map_leaves(
-            lambda leaf: _moved(leaf, trial.home), part.take(slice(sample, sample + 1)).target
-        )
         try:
-            once = _tried(loss_fn, output, target)
-            twice = _tried(loss_fn, *(map_leaves(_doubled, x) for x in (output, target)))
+            once = _tried(loss_fn, output, _samples(part, [sample], trial.home))
+            twice = _tried(loss_fn, map_leaves(_doubled, output), _samples(part, [sample] * 2, trial.home))
         except DEVICE_ERRORS:
             raise
         except Exception as error:  # any code of the user's may run in a loss function; the engine says what
@@ -343,5 +340,7 @@ def _doubled(leaf: Any) -> Any:
     return torch.cat([leaf, leaf], list(leaf.shape).index(1)) if alone else leaf
 
 
-def _moved(leaf: Any, device: torch.device | None) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) and device is not None else leaf
+def _samples(part: Batch, numbers: list[int], device: torch.device | None) -> tuple[Any, ...]:
+    """The target of these samples, on a device."""
+    target = part.take(torch.tensor(numbers)).target
+    return target if device is None else map_tensors(lambda tensor: tensor.to(device), target)

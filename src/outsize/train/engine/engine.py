@@ -31,7 +31,7 @@ from outsize.ir.formatting import axes_text, microbatches_text
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.replaying.modes import outside_autocast
-from outsize.program.tree import map_leaves
+from outsize.program.tree import map_tensors
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.stage.compile import insist_on_backend
 from outsize.run.stage.rng import borrowed_generators
@@ -263,7 +263,7 @@ class Engine:
         and generators stay unchanged; samples are drawn from rank 0's generator. Raises BadOption.
         """
         run = self._own_run("generate")
-        arguments = map_leaves(self.crew.here, (args, kwargs))
+        arguments = map_tensors(self.crew.here, (args, kwargs))
         with evaluating(self.model), borrowed_generators():
             return generate(self.model, run, *arguments)
 
@@ -675,7 +675,7 @@ class Engine:
         """Returns the user's microbatches when they are passed as a list, else the plan's."""
         microbatches = microbatches_in(args, kwargs, target)
         if microbatches is not None:
-            return [self._dims.of(part) for part in microbatches if part.size]
+            return [self._dims.of(part, divides=False) for part in microbatches if part.size]
         return self._parts(Batch(args, kwargs, as_target(target)))
 
     def _parts(self, batch: Batch) -> list[Batch]:

@@ -25,7 +25,7 @@ from outsize.errors import BadOption, ExampleRejected
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.program.objects import copy_attributes
-from outsize.program.tree import map_leaves
+from outsize.program.tree import map_tensors
 from outsize.run.stage.to_device import device_of_model
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, rejection, warn_of_tables
@@ -283,7 +283,7 @@ def _beside(module: nn.Module, batch: Batch) -> Batch:
     """
     if device_of_model(module).type != CPU:
         return batch
-    args, kwargs, target = (map_leaves(_on_host, branch) for branch in batch.tree())
+    args, kwargs, target = map_tensors(_on_host, batch.tree())
     return dataclasses.replace(batch, args=args, kwargs=kwargs, target=target)
 
 

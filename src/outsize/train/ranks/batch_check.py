@@ -9,6 +9,7 @@ on another's targets. So checksums are compared in the first step and then in ev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outsize.errors import WorldMismatch
+from outsize.program.objects import PLAIN
+from outsize.program.tree import parts as parts_of
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.train.batch.batch import Batch
 
@@ -45,10 +48,10 @@ def insist_on_one_batch(group: dist.ProcessGroup, parts: Sequence[Batch], step: 
 def _mismatch(step: int, one: tuple[int, list[str]], other: tuple[int, list[str]]) -> WorldMismatch:
     (first, expected), (rank, texts) = one, other
     if len(expected) != len(texts):
-        numbers = f"rank {first} has {len(expected)} tensors, rank {rank} has {len(texts)}"
+        numbers = f"rank {first} has {len(expected)} tensors and other values, rank {rank} has {len(texts)}"
     else:
         place = next(place for place, text in enumerate(texts) if text != expected[place])
-        numbers = f"tensor {place}: rank {first} has {expected[place]}, rank {rank} has {texts[place]}"
+        numbers = f"value {place}: rank {first} has {expected[place]}, rank {rank} has {texts[place]}"
     return WorldMismatch(
         f"the ranks of this run were given different batches in step {step}",
         numbers=numbers,
@@ -57,11 +60,19 @@ def _mismatch(step: int, one: tuple[int, list[str]], other: tuple[int, list[str]
 
 
 def _texts(parts: Sequence[Batch]) -> list[str]:
-    """Shape, dtype and checksum of each tensor, microbatch by microbatch."""
-    return [_text(tensor) for part in parts for tensor in part.tensors()]
+    """Shape, dtype and checksum of each tensor, and other plain values, microbatch by microbatch."""
+    return [_text(value) for part in parts for _, value in parts_of(part.tree())]
 
 
-def _text(tensor: Tensor) -> str:
+def _text(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
+    if value.is_nested:
+        return " ".join(map(_text, value.unbind()))
+    return _text_of_tensor(value)
+
+
+def _text_of_tensor(tensor: Tensor) -> str:
     values = tensor.detach()
     values = values.to_dense() if values.layout is not torch.strided else values
     data = values.cpu().contiguous().flatten().view(torch.uint8) if values.numel() else values

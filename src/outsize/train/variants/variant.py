@@ -137,7 +137,7 @@ class Variants:
         options: RecordingOptions = _DEFAULTS,
     ) -> None:
         self._model, self._plan, self._loss_fn, self._options = model, plan, loss_fn, options
-        self._known: OrderedDict[str, list[Variant]] = OrderedDict()
+        self._known: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._made = 0
         self.changes = ChangedValues()
         self.change = ProgramChange()  # of the last call of `find_each`
@@ -162,7 +162,7 @@ class Variants:
         return found
 
     def _find(self, part: Batch, state: str, checked: dict[int, bool], *, outputs: bool) -> Variant:
-        key = f"{part.signature()}{self._model.training}{state}{current_modes()}"
+        key = part.signature(), self._model.training, state, current_modes()
         same = self._known.setdefault(key, [])
         self._known.move_to_end(key)
         stale: Variant | None = None

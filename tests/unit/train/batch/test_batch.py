@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from typing import Any, final
+
 import pytest
 import torch
 
@@ -111,3 +114,118 @@ def test_targets_as_people_pass_them() -> None:
     assert as_target(None) == ()
     assert as_target(y)[0] is y
     assert as_target((y, y)) == (y, y)
+
+
+# -- objects, and parts that divide themselves ---------------------------------------------------------
+
+
+@final
+class Holder:
+    """Any object with attributes."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+@final
+class Joined:
+    """Several samples of any sizes in one tensor, which can be divided again, as joined graphs are."""
+
+    def __init__(self, rows: torch.Tensor, sizes: list[int]) -> None:
+        self.rows, self.sizes = rows, sizes
+
+    def to_data_list(self) -> list[torch.Tensor]:
+        return list(self.rows.split(self.sizes))
+
+    @classmethod
+    def from_data_list(cls, rows: list[torch.Tensor]) -> Joined:
+        return cls(torch.cat(rows), [len(row) for row in rows])
+
+
+@final
+class Sliced:
+    """A table that is sliced by rows, and does not say where its tensors have them."""
+
+    def __init__(self, columns: torch.Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return self.columns.shape[1]
+
+    def __getitem__(self, rows: Any) -> Sliced:
+        return Sliced(self.columns[:, rows])
+
+
+def test_tensors_in_objects_are_split_like_others() -> None:
+    x = torch.arange(12.0).reshape(6, 2)
+    parts = Batch((Holder(inner=Holder(x=x), table={"t": torch.ones(3)}),), {}, (x[:, 0],)).split(3)
+    assert [p.size for p in parts] == [2, 2, 2]
+    assert torch.equal(torch.cat([p.args[0].inner.x for p in parts]), x)
+    assert all(p.args[0].table["t"].shape == (3,) for p in parts)
+
+
+def test_what_divides_itself_is_asked() -> None:
+    lengths, y = [2, 1, 4, 3], torch.arange(4)
+    rows = torch.arange(10.0)
+    nested = torch.nested.nested_tensor(list(rows.split(lengths)), layout=torch.jagged)
+    table = Sliced(torch.arange(8).reshape(2, 4))
+    batch = Batch((Joined(rows, lengths), {"deep": [nested]}), {"table": table}, (y,))
+    parts = batch.split(2)
+    assert [p.size for p in parts] == [2, 2]
+    assert [p.args[0].sizes for p in parts] == [[2, 1], [4, 3]]
+    assert torch.equal(torch.cat([p.args[0].rows for p in parts]), rows)
+    assert torch.equal(torch.cat([p.args[1]["deep"][0].values() for p in parts]), rows)
+    assert torch.equal(torch.cat([p.kwargs["table"].columns for p in parts], 1), table.columns)
+    assert [p.target[0].tolist() for p in parts] == [[0, 1], [2, 3]]
+    assert batch.resized(5).args[0].sizes == [2, 1, 4, 3, 2]
+    assert [q.size for q in parts[1].split(2)] == [1, 1]
+
+
+def test_a_part_that_does_not_give_its_samples_is_refused_with_its_own_error() -> None:
+    joined = Joined(torch.ones(3), [1, 2])
+    vars(joined)["sizes"] = [1, 5]
+    with pytest.raises(BadOption, match=r"a Joined .*RuntimeError: split_with_sizes .*microbatch\("):
+        Batch((joined,), {}, (torch.ones(2),), listed=((("[]", 0), ("[]", 0)),)).split(2)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (
+            lambda: torch.eye(4).to_sparse(),
+            r"layout torch.sparse_coo \(at \['part'\]\).*to_dense.*microbatch",
+        ),
+        (lambda: torch.ones(4).numpy(), r"a NumPy array \(at \['part'\]\).*shape \(4,\).*as_tensor"),
+        (lambda: _closure(torch.ones(4, 2)), r"a function .*shape \(4, 2\), 4 samples.*outsize.microbatch\("),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_the_next_step(part: Any, words: str) -> None:
+    x = torch.ones(4, 3)
+    with pytest.raises(BadOption, match=words):
+        Batch((x,), {"part": part()}).split(2)
+
+
+def _closure(tensor: torch.Tensor) -> Any:
+    return lambda: tensor
+
+
+def test_what_holds_no_samples_goes_to_each() -> None:
+    options = {"lock": threading.Lock(), "scale": _closure(torch.ones(3)), "one": _closure(torch.tensor(1.0))}
+    for part in Batch((torch.ones(4, 3),), options).split(2):
+        assert part.kwargs == options
+
+
+def test_the_signature_sees_into_objects() -> None:
+    def batch(x: torch.Tensor, **facts: Any) -> Any:
+        return Batch((Holder(inner=Holder(x=x, **facts)),), {}).signature()
+
+    x = torch.ones(4, 3)
+    assert batch(x) == batch(torch.zeros(4, 3))
+    others = [
+        batch(x),
+        batch(torch.ones(4, 2)),
+        batch(x, n=1),
+        batch(x, n=2),
+        batch(x, lock=threading.Lock()),
+    ]
+    assert len(set(others)) == len(others)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.errors import BadOption, ExampleRejected
-from outsize.train.batch.batch_dims import SplitTable
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.batch_dims import BatchDims, SplitTable, rejection, warn_of_tables
 
 SAMPLES, CLASSES = 8, 3
 
@@ -110,3 +111,54 @@ def test_a_batch_of_two_sizes_is_refused_with_its_own_shapes() -> None:
     )
     with pytest.raises(ExampleRejected, match=sizes):
         engine.step(torch.randn(6, 8), target=labels(8))
+
+
+# -- lists with an item for each sample ----------------------------------------------------------------
+
+
+@final
+class _OfLists(nn.Module):
+    """Uses a list: an item for each sample, or one setting for all of them."""
+
+    def __init__(self, *, per_sample: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.per_sample = nn.Linear(6, 8), nn.Linear(8, 3), per_sample
+
+    def forward(self, x: Tensor, batch: Any) -> Tensor:
+        numbers = [float(len(one)) if isinstance(one, str) else float(one) for one in batch["list"]]
+        scale = torch.tensor(numbers)
+        return self.last(self.first(x) * (scale[:, None] if self.per_sample else scale.sum()))
+
+
+def dims_of(per_sample: bool, items: Any, asked: Any = None) -> Any:
+    error_of = rejection(_OfLists(per_sample=per_sample), F.cross_entropy)
+    return BatchDims(error_of, asked).of(
+        Batch((inputs(len(items)),), {"batch": {"list": items}}, (labels(len(items)),))
+    )
+
+
+@pytest.mark.parametrize("items", [list("abcd"), (1, 2, 3, 4), [1.0, 2.0, 3.0, 4.0]])
+def test_a_list_is_split_where_the_model_takes_more_samples_with_more_items(items: Any) -> None:
+    parts = dims_of(True, items).split(4)
+    assert [part.kwargs["batch"]["list"] for part in parts] == [items[n : n + 1] for n in range(4)]
+    assert all(type(part.kwargs["batch"]["list"]) is type(items) for part in parts)
+
+
+def test_the_users_word_about_a_list_counts() -> None:
+    parts = dims_of(False, [1, 2, 3, 4], {"batch": None}).split(2)
+    assert [part.kwargs["batch"]["list"] for part in parts] == [[1, 2, 3, 4]] * 2
+    parts = dims_of(False, [1, 2, 3, 4], {"batch": 0}).split(2)
+    assert [part.kwargs["batch"]["list"] for part in parts] == [[1, 2], [3, 4]]
+
+
+def test_numbers_that_may_be_a_setting_are_named() -> None:
+    error_of = rejection(_OfLists(per_sample=False), F.cross_entropy)
+    batch = dims_of(False, [1, 2, 3, 4])
+    with pytest.warns(SplitTable, match=r"'batch', 4 numbers, is split.*\{'batch': None\} for a setting"):
+        warn_of_tables(batch, error_of, {})
+
+
+def test_a_list_of_another_length_goes_to_each() -> None:
+    error_of = rejection(_OfLists(per_sample=False), F.cross_entropy)
+    batch = BatchDims(error_of).of(Batch((inputs(4),), {"batch": {"list": [1, 2, 3]}}, (labels(4),)))
+    assert [part.kwargs["batch"]["list"] for part in batch.split(2)] == [[1, 2, 3]] * 2
