@@ -35,6 +35,12 @@ import outsize
 from outsize.run.transport import same_host
 from torch import nn
 
+if "beside" in sys.argv:  # waits until the other job is here too
+    import os, pathlib, time
+    pathlib.Path(f"not-{sys.argv[-1]}-{os.getpid()}").touch()
+    while not list(pathlib.Path().glob(f"not-{3 - int(sys.argv[-1])}-*")):
+        time.sleep(0.01)
+
 if "apart" in sys.argv:  # as between machines: no memory of the other rank can be opened
     def refuse(cls, pid, file):
         raise OSError("another machine")
@@ -48,7 +54,8 @@ engine = outsize.parallelize(
     microbatches=4,
 )
 losses = [float(engine.step(x, target=y).loss).hex() for _ in range(3)]
-print(f"{type(engine.crew._transport).__name__} {' '.join(losses)}\\n", end="")
+transport = type(getattr(engine.crew, "_transport", None)).__name__
+print(f"{transport} {' '.join(losses)}\\n", end="")
 """
 
 
@@ -109,6 +116,28 @@ def test_a_script_under_mpirun(folder: Path, losses: str) -> None:
         timeout=PATIENCE_S
     )
     assert sorted(out.splitlines()) == [f"SameHostTransport {losses}"] * 2, err
+
+
+@pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="no MPICH here: apt-get install mpich")
+def test_two_jobs_of_mpich_on_one_machine_at_a_time(folder: Path, losses: str) -> None:
+    """Hydra gives its jobs no number; each waits for the other one to be there, so they overlap."""
+    both = [
+        _started(folder, "mpiexec.hydra", "-n", "2", *wrapper, sys.executable, "train.py", "beside", other)
+        for wrapper, other in (((), "2"), (("sh", "-c", '"$@"; exit $?', "sh"), "1"))
+    ]
+    for one in both:
+        out, err = one.communicate(timeout=PATIENCE_S)
+        assert sorted(out.splitlines()) == [f"SameHostTransport {losses}"] * 2, err
+
+
+def test_processes_that_are_many_and_have_no_rank_say_so(folder: Path) -> None:
+    """As `python train.py & python train.py &` of a shell: nothing tells them of each other."""
+    both = [_started(folder, sys.executable, "train.py", "beside", other) for other in ("2", "1")]
+    said = [one.communicate(timeout=PATIENCE_S)[1] for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    for err, other in zip(said, reversed(both), strict=True):
+        assert f"2 have one parent, and no variable gives each a rank (the others: pid {other.pid})" in err
+        assert "Next: outsize run --nproc-per-node 2 train.py" in err
 
 
 def test_two_processes_by_hand_with_open_mpis_variables(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Starts one process per device (`outsize run`), and joins the processes from inside a script.
 
 The launcher is torch's elastic agent with torchrun's options (agent.py says what is added). The same script
-runs alone, under `outsize run`, torchrun, srun and mpirun: `join` detects the launcher (environments.py). A
-run on one machine stays on the loopback interface: the meeting port, gloo and NCCL.
+runs alone, under `outsize run`, torchrun, srun, flux and mpirun: `join` detects the launcher
+(environments.py). A run on one machine stays on the loopback interface: the meeting port, gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from outsize.files.wanted_size import WantedSize, size_wanted
 from outsize.ir.hardware.memory_share import checked_share
 from outsize.run.transport.run_secret import SECRET, RunSecret
 from outsize.run.watchdog.options import ON_HANG, WatchOptions
-from outsize.train.launch.environments import detected
+from outsize.train.launch.environments import TrainsAlone, detected, looks_like_one_of_many
 from outsize.train.launch.exit import end_well_outside_workers
 from outsize.train.launch.failure import KILLED, Failure, signal_name
 from outsize.train.launch.fork_server import ForkServer, can_serve_forks
@@ -128,8 +129,9 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
     The backend is gloo for `cpu`; for another device type its own (NCCL for `cuda`) and gloo for CPU tensors;
     or `backend`, as torch spells it. `timeout_s` bounds each collective. Without the environment of torchrun,
     srun or mpirun it returns World(0, 1, 0, None). From here on an uncaught exception is recorded for
-    torchrun and ends the process without waiting for its peers. Raises BadOption (E106) when the environment
-    is incomplete or names a device or backend that does not exist.
+    torchrun and ends the process without waiting for its peers. Warns (TrainsAlone) where it is alone and was
+    started as one of several. Raises BadOption (E106) when the environment is incomplete or names a device or
+    backend that does not exist.
     """
     env = os.environ
     env.update(detected(env))  # the user's script and torch read RANK too
@@ -137,6 +139,8 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(name, loopback_interface())
     world = join_world(env, device_type, timeout_s, backend)
+    if world.group is None and (why := looks_like_one_of_many(env, Path(sys.argv[0]).name)):
+        warnings.warn(why, TrainsAlone, stacklevel=3)
     world = replace(world, watch=WatchOptions.of_environment(env), is_supervised=ON_HANG in env)
     world = replace(world, sizes=sizes_in(env), on_oom=env.get(ON_OOM, world.on_oom))
     world = replace(world, published=env.get(PUBLISHED))
