@@ -79,8 +79,18 @@ def test_a_plan_for_other_ranks_is_made_again_with_its_microbatches() -> None:
 
 def test_axes_that_do_not_fit_are_given_up() -> None:
     """dp_replicate 2 has no place on three ranks; the run goes on with all samples of the batch."""
-    plan = planned(run(3), {"dp_replicate": 2})
+    with pytest.warns(ResumeNote, match="dp_replicate 2 does not fit 3 ranks and is given up: pp 3"):
+        plan = planned(run(3), {"dp_replicate": 2})
     assert (plan.axes.world_size, plan.batch_size) == (3, BATCH)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_stages_that_leave_out_a_rank_that_has_joined_are_given_up(ranks: int, tmp_path: Path) -> None:
+    alone = planned(run(1, tmp_path), {"stages": 1, "microbatches": 2})
+    assert alone.axes.world_size == 1
+    with pytest.warns(ResumeNote, match=f"pp 1 does not fit {ranks} ranks and is given up: pp {ranks}"):
+        plan = planned(run(ranks, tmp_path, before=alone), {"stages": 1, "microbatches": 2})
+    assert (plan.axes.world_size, plan.microbatches, plan.bit_identical) == (ranks, 2, True)
 
 
 def test_what_no_layout_can_run_is_the_error_of_the_first_wish() -> None:

@@ -74,6 +74,7 @@ def elastic_plan(case: TrainingCase, request: PlanRequest, source: CostSource, r
     for asked in _requests(request, run, total):
         try:
             problem, plan = plan_case(case, asked, run.cluster(run.ranks), source)
+            _insist_on_every_rank(plan, asked, run)
         except REFUSALS as error:
             refused = refused or error
             continue
@@ -83,6 +84,16 @@ def elastic_plan(case: TrainingCase, request: PlanRequest, source: CostSource, r
         return plan
     assert refused is not None
     raise refused
+
+
+def _insist_on_every_rank(plan: Plan, request: PlanRequest, run: ElasticRun) -> None:
+    """Raises BadOption for a plan that leaves out ranks of the run, as `stages=1` does with two ranks."""
+    if plan.axes.world_size != run.ranks:
+        raise BadOption(
+            f"what is asked for leaves out ranks: the plan has {plan.axes.world_size}, the run {run.ranks}",
+            numbers=f"stages={request.stages}, {request.mesh(1).beyond_pp or 'no other axis'}",
+            next_step="leave out stages and axes, which an elastic run chooses for the ranks that are there",
+        )
 
 
 def request_like(plan: Plan) -> PlanRequest:
@@ -128,6 +139,15 @@ def _tell(plan: Plan, request: PlanRequest, run: ElasticRun, refused: OutsizeErr
         warnings.warn(
             f"the plan was for {before.axes.world_size} ranks, and the run has {run.ranks}: "
             f"planned again, {layout_of(plan)}",
+            ResumeNote,
+            stacklevel=6,
+        )
+    asked = {"pp": request.stages or 1, **request.mesh(1).model_dump(exclude={"pp"})}
+    unmet = [name for name, degree in asked.items() if degree > 1 and getattr(plan.axes, name) != degree]
+    if unmet or (request.stages == 1 and plan.axes.pp > 1):
+        wishes = ", ".join(f"{name} {asked[name]}" for name in unmet or ["pp"])
+        warnings.warn(
+            f"{wishes} does not fit {run.ranks} ranks and is given up: {layout_of(plan)}",
             ResumeNote,
             stacklevel=6,
         )

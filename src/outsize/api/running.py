@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Unpack, get_args
 
@@ -137,6 +138,7 @@ def parallelize(
     insist_on_module(model)
     insist_on_unwrapped(model)
     _check_plan(plan, options)
+    _insist_on_paths(options)
     devices = options.get("devices")
     named = None if devices is None else places_of(devices)
     engine_options = _engine_options(options, model)
@@ -276,6 +278,17 @@ def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
     model = model_copy(model)
     load_weights(model, source_for(model, WeightFiles(weights)), torch.device("cpu"), set())
     return model
+
+
+def _insist_on_paths(options: ParallelizeOptions) -> None:
+    """Raises BadOption for an option that names a file or a folder and has no path."""
+    for name, example in {"resume": "run", "weights": "model.safetensors", "offload_folder": "/scratch"}.items():
+        value = options.get(name)
+        if not (value is None or isinstance(value, str | PathLike)):
+            raise BadOption(
+                f"{name}={value!r} is a {type(value).__name__}, no path",
+                next_step=f"{name}={example!r}, or leave it out",
+            )
 
 
 def _engine_options(options: ParallelizeOptions, model: nn.Module) -> EngineOptions:

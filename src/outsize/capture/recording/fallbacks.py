@@ -173,6 +173,20 @@ def insist_on_module(model: Any) -> None:
         )
 
 
+def insist_on_loss_function(loss_fn: Any) -> None:
+    """Raises BadOption for a class where an object of it is wanted, and for whatever else is not called."""
+    if isinstance(loss_fn, type):
+        raise BadOption(
+            f"loss_fn is the class {loss_fn.__name__}, which makes a loss and is none",
+            next_step=f"loss_fn={loss_fn.__name__}(), with its brackets",
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise BadOption(
+            f"loss_fn={str(loss_fn)[:60]!r} is a {type(loss_fn).__name__}, no function",
+            next_step="loss_fn=torch.nn.functional.cross_entropy, or a function of your own (output, target)",
+        )
+
+
 def _insist_on_repeatable(model: nn.Module, seeded: list[str]) -> None:
     if seeded:
         raise BadOption(

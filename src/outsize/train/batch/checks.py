@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outsize.capture.recording.weight_cache import is_caching
-from outsize.errors import BadOption
+from outsize.errors import BadOption, ModelMismatch
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.units.names import prefixes, unroll
@@ -74,15 +74,28 @@ def insist_on_model(plan: Plan, graph: ModelGraph) -> None:
     """Raises ModelMismatch when the plan is of another model, BadPlan where it does not say of which.
 
     The same model has other units with another loss, mode or input; then each stage of the plan still finds
-    some of its own units.
+    some of its own units, and the weights are as many as those that were planned for.
     """
     if plan.fingerprint == graph.fingerprint:
         return
+    planned = _planned_parameters(plan)
+    here = sum(p.numel for p in graph.parameters if p.name in graph.owner_of)
+    if plan.model == graph.model and planned not in (None, here):
+        raise ModelMismatch(
+            f"the plan was made for a {plan.model} of {planned:,} parameters, and this one has {here:,}",
+            numbers=f"fingerprint {plan.fingerprint} against {graph.fingerprint}",
+            next_step="outsize plan MODEL --out plan.json with this model, or leave out plan=",
+        )
     names = {pattern for unit in graph.units for pattern in prefixes(unit.name)}
     most = len(graph.units)
     missing = [s for s in plan.stages if names.isdisjoint(name for p in s.units for name in unroll(p, most))]
     if plan.model != graph.model or missing or not plan.fingerprint:
         plan.check_model(graph)
+
+
+def _planned_parameters(plan: Plan) -> int | None:
+    """Returns the number of parameters that a plan was made for; None for a plan without figures."""
+    return None if plan.expected is None else sum(stage.parameters for stage in plan.expected.stages)
 
 
 def made_optimizer(

@@ -9,7 +9,7 @@ A plan that was made for such devices names them (`cuda:0`, `cpu`; `cuda:0/1` is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -38,7 +38,7 @@ def places_of(devices: Sequence[str | torch.device]) -> tuple[str, ...]:
 
     Raises UnknownDevice, and BadOption for an empty list or a device that is named twice.
     """
-    if isinstance(devices, str | torch.device) or not devices:
+    if isinstance(devices, str | torch.device) or not isinstance(devices, Iterable) or not devices:
         raise BadOption(
             f"devices is {devices!r}; it must be a list with a device for each rank",
             next_step='devices=["cuda:0", "cuda:1"]',

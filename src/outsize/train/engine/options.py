@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -60,11 +60,30 @@ class EngineOptions:
     callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
-        """Raises BadOption when no program would stay."""
+        """Raises BadOption for values with which nothing could be trained, or nothing would stay."""
         if self.captures < 1:
             raise BadOption(
                 f"captures={self.captures} keeps nothing", next_step=f"captures={KEPT}, the default"
             )
+        self._check_clipping()
+        scaler: Any = self.scaler
+        if not (scaler is None or (hasattr(scaler, "unscale_") and hasattr(scaler, "update"))):
+            raise BadOption(
+                f"scaler={scaler!r} is a {type(scaler).__name__}, no GradScaler",
+                next_step='scaler=torch.amp.GradScaler("cuda"), or leave it out: bf16 needs none',
+            )
+
+    def _check_clipping(self) -> None:
+        """Raises BadOption for a norm that is no positive number; torch would turn gradients around."""
+        norm: Any = self.clip_norm
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is None or (is_number and norm > 0):
+            return
+        raise BadOption(
+            f"clip_norm={norm!r} is no norm that gradients can have",
+            numbers="a number above 0; infinity only measures",
+            next_step="clip_norm=1.0, or leave it out to clip nothing",
+        )
 
 
 @final

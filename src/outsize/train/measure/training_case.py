@@ -19,7 +19,7 @@ from outsize.capture.graph.shortened import SizedGraphs, Stacks
 from outsize.capture.models.generation import cache_bytes, forward_arguments, generates
 from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.models.weight_sharing import frozen
-from outsize.capture.recording.fallbacks import LossFn, insist_on_module
+from outsize.capture.recording.fallbacks import LossFn, insist_on_loss_function, insist_on_module
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption, ExampleRejected
 from outsize.ir.cluster import Cluster
@@ -90,6 +90,7 @@ class TrainingCase:
         """
         insist_on_module(module)
         insist_on_unwrapped(module)
+        insist_on_loss_function(loss_fn)
         batch = _beside(module, batch)
         insist_on_names(batch, batch_dims or {})
         rejects = rejection(module, loss_fn)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
@@ -48,8 +50,7 @@ class StepResult:
     expert_imbalance: float | None = None
 
     def __post_init__(self) -> None:
-        # Attributes of this one tensor. Pickles leave them out, so that torch.load(weights_only=True) works.
-        vars(self.loss).update(backward=_no_backward, __getstate__=_no_attributes)
+        object.__setattr__(self, "loss", self.loss.as_subclass(StepLossTensor))
 
 
 @final
@@ -66,26 +67,62 @@ class EvalResult:
 
     def __post_init__(self) -> None:
         if self.loss is not None:
-            vars(self.loss).update(backward=_no_backward_of_evaluation, __getstate__=_no_attributes)
+            object.__setattr__(self, "loss", self.loss.as_subclass(EvaluationLossTensor))
 
 
-def _no_backward(*_: Any, **__: Any) -> NoReturn:
-    raise BadOption(
-        "this loss is a number to look at: engine.step() has run the backward of every microbatch already",
-        next_step="delete .backward(); engine.step(x, target=y, update=False) only adds up gradients, and "
-        "engine.update() then steps the optimizer",
+class _LookedAt(Tensor):
+    """A loss that is only looked at. What is computed from it, `loss / 4`, is of this class as well, so that
+    a backward from that says what is wrong, too.
+    """
+
+    _what: ClassVar[str]
+    _next_step: ClassVar[str]
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.requires_grad:  # a penalty of the user's own was added
+            return _plain(self).backward(*args, **kwargs)
+        raise BadOption(f"this loss is a number to look at: {self._what}", next_step=self._next_step)
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return repr(_plain(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(_plain(self), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return copy.deepcopy(_plain(self), memo)
+
+
+@final
+class StepLossTensor(_LookedAt):
+    """The loss of a step."""
+
+    _what = "engine.step() has run the backward of every microbatch already"
+    _next_step = (
+        "delete .backward(); engine.step(x, target=y, update=False, loss_scale=1 / 4) only adds up a quarter "
+        "of the gradients, and engine.update() then steps the optimizer"
     )
 
 
-def _no_backward_of_evaluation(*_: Any, **__: Any) -> NoReturn:
-    raise BadOption(
-        "this loss is a number to look at: engine.evaluate() keeps nothing for a backward",
-        next_step="engine.step(x, target=y), which runs forward, backward and the optimizer's step",
-    )
+@final
+class EvaluationLossTensor(_LookedAt):
+    """The loss of an evaluation."""
+
+    _what = "engine.evaluate() keeps nothing for a backward"
+    _next_step = "engine.step(x, target=y), which runs forward, backward and the optimizer's step"
 
 
-def _no_attributes() -> None:
-    """Returns the Python state of the tensor that is pickled: none."""
+# Loggers (wandb) know a tensor by the names of its class and module.
+StepLossTensor.__module__ = EvaluationLossTensor.__module__ = Tensor.__module__
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns the tensor itself, as one of torch."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
 
 
 def rebuilt(variant: Variant, values: tuple[Any, ...]) -> Any:
