@@ -24,7 +24,11 @@ KNOW_PLANS = ("ir", "planner", "report", "train", "api", "cli", "demo")
 # The numbers of NoFeasiblePlan are long enough for functions of their own; why devices idled is worded
 # beside its figures, since the engine prints it without report/.
 ERROR_TEXTS = {"planner/fit/nearest.py", "planner/advice/utilisation.py"}
-ERRORS = {node.name for node in ast.walk(parse(PACKAGE / "errors.py")) if isinstance(node, ast.ClassDef)}
+ERRORS = {
+    node.name
+    for node in ast.walk(parse(PACKAGE / "errors" / "__init__.py"))
+    if isinstance(node, ast.ClassDef)
+}
 
 
 def reads_finding(node: ast.AST, names: set[str]) -> bool:

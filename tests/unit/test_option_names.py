@@ -35,11 +35,11 @@ def test_a_misspelt_option_names_the_nearest(function: Callable[..., Any], name:
     with pytest.raises(BadOption) as caught:
         function(nn.Linear(2, 2), (torch.zeros(4, 2),), **{name: 4})
     assert caught.value.what == f"no option `{name}`; did you mean `{nearest}`?"
-    assert caught.value.next_step == f"help(outsize.{function.__name__})"
+    assert caught.value.next_step.startswith(f"{nearest}=")
 
 
 def test_an_option_like_no_other_is_named_alone() -> None:
-    with pytest.raises(BadOption, match=r"no option `zzzz`\. Next: help\(outsize\.plan\)"):
+    with pytest.raises(BadOption, match=r"no option `zzzz` of outsize.plan\. Next: help\(outsize\.plan\)"):
         outsize.plan(nn.Linear(2, 2), (torch.zeros(4, 2),), zzzz=1)  # pyright: ignore[reportCallIssue]
 
 
@@ -67,7 +67,7 @@ def test_none_is_as_if_it_were_not_given() -> None:
 
 
 def test_a_value_that_makes_no_sense_is_named() -> None:
-    with pytest.raises(BadOption, match=r"tp=0 makes no sense; .*Next: another tp, or none"):
+    with pytest.raises(BadOption, match=r"tp=0 makes no sense; .*Next: tp=2, or none"):
         request_of({"tp": 0}, 8)
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, TypeVar, cast
 
 from pydantic import ValidationError
 
 from outsize.errors import BadOption
+from outsize.errors.words import nearest, spoken, value_here
 from outsize.ir.answers.request import LayoutOptions, PlanRequest, RequestOptions
 from outsize.ir.base import first_problem
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
@@ -202,8 +203,17 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
         raise BadOption(
             f"{name}={problem['input']!r} makes no sense",
             numbers=first_problem(error)[1],
-            next_step=f"another {name}, or none",
+            next_step=_value_instead(str(name), problem),
         ) from None
+
+
+def _value_instead(name: str, problem: Any) -> str:
+    """Returns what to type in the place of a value: what other tools call so, or an example."""
+    here = value_here(name, problem["input"])
+    if here is not None:
+        return f"{name}={here!r}"
+    first = re.search(r"'([^']+)'", problem.get("ctx", {}).get("expected", ""))
+    return f"{name}={first[1]!r}, another of these, or none" if first else f"{name}=2, or none"
 
 
 def _own_schedule(schedule: Schedule, fields: dict[str, Any]) -> dict[str, Any]:
@@ -256,6 +266,9 @@ def _with_options(signature: inspect.Signature, options: Any) -> inspect.Signatu
 
 def unknown_option(name: str, function: str, known: Any) -> BadOption:
     """Returns the error for a keyword that a function does not have."""
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
-    question = f"; did you mean `{near[0]}`?" if near else ""
-    return BadOption(f"no option `{name}`{question}", next_step=f"help({function})")
+    row, near = spoken(name), nearest(name, known)
+    is_near = near is not None and (row is None or row.option == near)
+    what = f"no option `{name}`; did you mean `{near}`?" if is_near else f"no option `{name}` of {function}"
+    if row is not None:
+        return BadOption(what, next_step=row.in_python(known))
+    return BadOption(what, next_step=f"{near}=..., or help({function})" if is_near else f"help({function})")

@@ -282,7 +282,11 @@ def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
 
 def _insist_on_paths(options: ParallelizeOptions) -> None:
     """Raises BadOption for an option that names a file or a folder and has no path."""
-    for name, example in {"resume": "run", "weights": "model.safetensors", "offload_folder": "/scratch"}.items():
+    for name, example in {
+        "resume": "run",
+        "weights": "model.safetensors",
+        "offload_folder": "/scratch",
+    }.items():
         value = options.get(name)
         if not (value is None or isinstance(value, str | PathLike)):
             raise BadOption(
@@ -487,6 +491,13 @@ def _made_plan(case: TrainingCase, asked: ParallelizeOptions, cluster: Cluster, 
     """Returns the plan of a run that has none; one process `alone` runs pipelines over its devices."""
     options = planning_options(asked)
     request = request_of(options, case.batch.size).model_copy(update={"every_device": True})
+    if alone and request.has_group_axes and not ("cluster" in asked or asked.get("devices")):
+        count = request.mesh(request.stages or 1).world_size
+        raise BadOption(
+            f"{request.mesh(1).beyond_pp} wants several devices, and this is one process on its own",
+            numbers=f"{count} processes at least",
+            next_step=f"outsize run --nproc-per-node {count} train.py",
+        )
     if alone and not (request.has_group_axes or options.get("axes")):
         request = request.model_copy(update={"exact": True})
     return plan_case(case, request, cluster, CostSource.of(options))[1]

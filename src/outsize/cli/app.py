@@ -9,6 +9,7 @@ Ctrl-C                 130
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, final
 
@@ -36,6 +37,7 @@ from outsize.cli.verbs.run import run as run_verb
 from outsize.cli.verbs.trace import trace
 from outsize.cli.verbs.tune import tune
 from outsize.errors import BadOption, OutsizeError
+from outsize.errors.words import nearest, spoken, value_here
 
 INTERRUPTED = 130
 
@@ -119,4 +121,18 @@ def _misuse(error: Any) -> BadOption:
     if not hasattr(error, "format_message"):
         raise error
     path = error.ctx.command_path if error.ctx is not None else "outsize"
-    return BadOption(error.format_message().rstrip(".?"), next_step=f"{path} --help")
+    what = error.format_message().rstrip(".?")
+    return BadOption(what, next_step=_instead(error, what) or f"{path} --help")
+
+
+def _instead(error: Any, what: str) -> str:
+    """Returns what to type for an option or a value as other tools call them; "" for other mistakes."""
+    parameters = [] if error.ctx is None else error.ctx.command.params
+    flags = {flag for parameter in parameters for flag in parameter.opts}
+    name = getattr(error, "option_name", None)
+    if name is not None and hasattr(error, "possibilities"):  # no such option
+        row, near = spoken(name), nearest(name, flags)
+        return row.in_shell(flags) if row is not None else near or ""
+    parameter, value = getattr(error, "param", None), re.search(r"'([^']*)' is not one of", what)
+    here = value_here(parameter.name, value[1]) if parameter is not None and value is not None else None
+    return f"{parameter.opts[0]} {here}" if parameter is not None and here is not None else ""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from outsize.errors import BadOption
+from outsize.errors.words import value_here
 from outsize.files.strict_json import BadJson, read_text
 from outsize.ir import offload
 from outsize.ir import plan as plans
@@ -264,7 +265,8 @@ def schedule_or_file(text: str | None) -> ScheduleName | Schedule | None:
         raise BadOption(
             f"--schedule {text!r} is neither a schedule nor a file that can be read",
             numbers=f"schedules: {', '.join(offered())}; {error}",
-            next_step="--schedule auto, or a file with a line like 0F0,0F1,0B0,0B1 for each rank",
+            next_step=f"--schedule {value_here('schedule', text) or 'auto'}, or a file with a line like "
+            "0F0,0F1,0B0,0B1 for each rank",
         ) from None
     return read(tuple(line for line in lines if line.strip()))
 

@@ -52,6 +52,9 @@ else:
     model_helpers = import_package("lightning.pytorch.utilities.model_helpers", extra="lightning")
     torchmetrics = import_package("torchmetrics", extra="lightning")
 
+_GROUP_AXES: Final = frozenset(
+    ("dp_replicate", "dp_shard", "tp", "cp", "ep")
+)  # They add up in another order.
 PREFIX: Final = "module."  # of the module's names in the engine's model
 _EFFECTS: Final = frozenset(("logger", "loggers", "print"))  # What a step writes with beside `log`.
 
@@ -128,11 +131,10 @@ class OutsizeStrategy(RankStrategy):
             )
         self._step = TrainingStep(self._module, is_recorded=reason is None)
         count, batch_size = trainer.accumulate_grad_batches, microbatch(batch).size
-        options: dict[str, Any] = {"exact": True, **self._options}
-        if "plan" in options:
-            del options["exact"]
-        else:
-            options = {"microbatches": count, "batch_size": count * batch_size, **options}
+        options = self._options
+        if "plan" not in options:
+            exact = {} if _GROUP_AXES & options.keys() else {"exact": True}
+            options = {"microbatches": count, "batch_size": count * batch_size, **exact, **options}
         self._module._metric_attributes = None  # Lightning's cache by ids, which differ between ranks.
         with self._step.logging():
             engine = parallelize(

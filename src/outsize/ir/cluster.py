@@ -20,6 +20,7 @@ from typing import Final, Self, final
 from pydantic import Field, model_validator
 
 from outsize.errors import BadOption, UnknownDevice
+from outsize.errors.words import value_here
 from outsize.ir.base import Count, Record, Speed
 from outsize.ir.hardware.devices import GIB, STAND_IN, TABLE, Device, DeviceKind, kind_named
 from outsize.ir.hardware.links import NETWORKS, Link
@@ -143,6 +144,8 @@ class Cluster(Record):
 
 _PART = re.compile(r"^(?:([0-9]{1,18})x)?([0-9]{1,18})x([a-z0-9.\-]+)$")
 _SIZE = re.compile(r"^(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)gb$")
+# What people put between a count and a kind: `h100x8`, `8 h100`, `8*h100`, `h100:8`.
+_WORDS = re.compile(r"[^a-z0-9.\-]+|(?<=\d)x(?=[a-z\d]|$)")
 _NETWORK = re.compile(r"^(?:([0-9]{1,6})x)?([a-z]+[0-9]*)$")
 
 
@@ -257,9 +260,32 @@ def _network(network: str, text: str) -> tuple[int | None, Link]:
 
 
 def _unknown(text: str, part: str) -> UnknownDevice:
-    near = difflib.get_close_matches(part.split("x")[-1].lower(), KINDS, n=1, cutoff=0.4)
+    """Returns the error for a name, with the cluster that was most likely meant."""
     return UnknownDevice(
         f"cluster {text!r} is not known",
         numbers=f"known devices: {', '.join(KINDS)}, a size such as 12GB, or local",
-        next_step=f"--cluster 2x{near[0] if near else 'cpu'}",
+        next_step=_meant(part.strip().lower()),
     )
+
+
+def _meant(part: str) -> str:
+    """Returns what to type for a part of a name: its count and its kind of device in our order."""
+    here = next(filter(None, (value_here("cluster", word) for word in (part, *_WORDS.split(part)))), None)
+    if here is not None:
+        return f"--cluster {here}, the devices of this machine, or 8xh100-80gb, others"
+    words = [word for word in _WORDS.split(part) if word]
+    kinds = [word for word in words if not word.isdigit()]
+    model = next((word for word in words if kind_named(f"rtx{word}")), None)
+    counts = [word for word in words if word.isdigit() and int(word) and word != model]
+    count, size = "x".join(counts[:2]) or "2", next(filter(None, map(_SIZE.match, kinds)), None)
+    if size is not None:
+        return f"--cluster {count}x{size[1]}GB"
+    if model is None and not kinds:
+        return f"--cluster {count}x24GB, {count} devices by their memory, {count}xh100-80gb, or {count}xcpu"
+    named = (f"rtx{model}", *(name for kind in kinds[::-1] for name in (kind, kind.replace("-", ""))))
+    known = next(filter(None, map(kind_named, named)), None)
+    if known is not None:
+        return f"--cluster {count}x{known.name}"
+    near = difflib.get_close_matches(kinds[-1], KINDS, n=1, cutoff=0.6)
+    by_memory = f"{count}x32GB, by the memory of a device that is not in the list"
+    return f"--cluster {count}x{near[0]}, or {by_memory}" if near else f"--cluster {by_memory}"

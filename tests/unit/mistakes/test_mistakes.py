@@ -5,10 +5,13 @@ from __future__ import annotations
 import warnings
 
 import pytest
+from command_mistakes import COMMAND_MISTAKES
+from loop_mistakes import LOOP_MISTAKES
 from mistake import Mistake
 from model_mistakes import MODEL_MISTAKES
+from option_mistakes import OPTION_MISTAKES
 
-MISTAKES: dict[str, Mistake] = {**MODEL_MISTAKES}
+MISTAKES: dict[str, Mistake] = {**MODEL_MISTAKES, **OPTION_MISTAKES, **LOOP_MISTAKES, **COMMAND_MISTAKES}
 
 
 def said_to(mistake: Mistake) -> str:

@@ -17,7 +17,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch import nn
 from outsize.capture.models.examples import example
 from outsize.capture.models.imports import import_torchvision
 from outsize.capture.models.on_meta import built_on_meta
-from outsize.capture.models.transformers_classes import transformers_builder
+from outsize.capture.models.transformers_classes import from_hub, transformers_builder
 from outsize.errors import BadOption, ModelNotImportable, OutsizeError, UnknownModel
 from outsize.program.source_line import frames_outside_outsize
 
@@ -75,7 +75,7 @@ def parse_spec(spec: str) -> Spec:
     head, _, query = spec.partition("?")
     provider, colon, name = head.partition(":")
     if not (colon and provider and name):
-        raise UnknownModel(f"{spec!r} is no model spec", next_step=_guess_provider(head))
+        raise UnknownModel(f"{spec!r} is no model spec", next_step=guess_provider(head))
     return Spec(provider, name, _options(query))
 
 
@@ -230,9 +230,11 @@ def _nearest(name: str, names: list[str], prefix: str) -> str:
     return " or ".join(prefix + match for match in close) if close else f"give one of {_FORMS}"
 
 
-def _guess_provider(name: str) -> str:
-    return (
-        f"write torchvision:{name}"
-        if name.startswith(("resnet", "vit_", "swin_"))
-        else f"give one of {_FORMS}"
-    )
+def guess_provider(name: str) -> str:
+    """Returns what to write for a name without a provider: a file, one of torchvision, or one of the Hub."""
+    if name.endswith(".json"):
+        return f"write transformers:{name}"
+    with suppress(ModelNotImportable):
+        if name.lower() in import_torchvision().models.list_models():
+            return f"write torchvision:{name}"
+    return f"give one of {_FORMS}; {from_hub(name)}"

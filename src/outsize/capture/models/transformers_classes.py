@@ -84,6 +84,14 @@ def labels_of(model: nn.Module) -> Labels:
     return fitting[0].labels if fitting else "none"
 
 
+def from_hub(name: str) -> str:
+    """Returns how a model of the Hub is named, which nothing here downloads: by its config, saved once."""
+    return (
+        f'of the Hub: python -c "from transformers import AutoConfig as C; C.from_pretrained({name!r})'
+        ".save_pretrained('.')\", then transformers:./config.json"
+    )
+
+
 # -- configs ---------------------------------------------------------------------------------------
 
 
@@ -92,7 +100,7 @@ def _config(transformers: Any, name: str, fields: dict[str, Any]) -> Any:
     if name not in known:
         raise UnknownModel(
             f"transformers has no config class {name!r}",
-            next_step=_nearest(name, known) or "transformers:LlamaConfig, or transformers:./config.json",
+            next_step=_nearest(name, known) or f"transformers:LlamaConfig; {from_hub(name)}",
         )
     cls = getattr(transformers, name)
     _check_fields(cls, fields, ())

@@ -30,6 +30,7 @@ from outsize.capture.guards.consumed import Consumed, is_random_generator, stood
 from outsize.capture.guards.notes import Notes, roots_of
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.capture.guards.trace import is_traced, without_writes
+from outsize.capture.recording.call_advice import advice_for_loss, advice_for_model
 from outsize.capture.recording.intercept import watching
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_state import (
@@ -496,9 +497,9 @@ def _rejected(call: _RecordedCall, error: Exception, at_fault: str) -> ExampleRe
     return ExampleRejected(
         f"the {at_fault} rejects the example batch: {type(error).__name__}: {error}",
         numbers=f"call {call}{target}, at {raising_line(error)}",
-        next_step="check the shapes and dtypes of the example, or --input and --batch"
+        next_step=advice_for_model(call.model, call.args, call.kwargs, call.target)
         if at_fault == "model"
-        else "check target=... and what the model returns",
+        else advice_for_loss(call.target),
     )
 
 

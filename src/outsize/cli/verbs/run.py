@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, final
 
@@ -40,6 +40,7 @@ _FOR_MODELS: Final = (
     *("exact", "measure", "seed", "report", "trace", "json"),
     *("checkpoint", "every", "keep"),
 )
+_COUNTED: Final = ("nproc_per_node", "nnodes", "nproc", "num_processes")
 _COUNTS: Final = re.compile(r"[0-9]{1,6}(:[0-9]{1,6})?")
 # A run that saves itself gets as long after a signal as SLURM and Kubernetes give it.
 SAVING_S: Final = 30
@@ -404,13 +405,35 @@ def _checked_copies(interval: str | None, max_restarts: int | None) -> str | Non
 def _run_script(place: LaunchPlace, argv: list[str], module: bool) -> None:
     target = argv[0]
     if not module and not Path(target).exists() and not target.endswith(".py"):
+        from outsize.capture.models.load import guess_provider
+
         raise BadOption(
             f"{target!r} is neither a file nor a MODEL",
-            next_step=f"outsize run train.py, outsize run torchvision:{target}, or -m {target}",
+            next_step=f"outsize run train.py, -m {target} for a module; for a MODEL {guess_provider(target)}",
         )
+    if not module:
+        _refuse_flags_of_ours(target, argv[1:])
     code = place.launch(argv, processes_for(place.most_nproc or "1"), module=module)
     if code:
         raise typer.Exit(code)
+
+
+def _refuse_flags_of_ours(script: str, arguments: Sequence[str]) -> None:
+    """Raises BadOption for the number of processes or machines behind a script that does not know the word:
+    it would be the script's, and one process would train.
+    """
+    with suppress(OSError):
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+        for place, argument in enumerate(arguments):
+            flag, _, value = argument.partition("=")
+            word = flag.lstrip("-").replace("-", "_")
+            if argument.startswith("--") and word in _COUNTED and word not in text.replace("-", "_"):
+                value = value or next(iter(arguments[place + 1 :]), "2")
+                raise BadOption(
+                    f"{flag} follows {script}, so it is an argument of the script, and one process would run",
+                    numbers=f"the script does not have the word {word}",
+                    next_step=f"outsize run {flag} {value} {script}",
+                )
 
 
 def _refuse_for_scripts(ctx: typer.Context, names: Sequence[str]) -> None:

@@ -59,6 +59,7 @@ from math import prod
 from typing import Final, Literal, final
 
 from outsize.errors import BadOption
+from outsize.errors.words import nearest, value_here
 from outsize.ir.base import Record
 from outsize.ir.graph import Parameter
 
@@ -388,9 +389,11 @@ def optimizer_bytes(name: str, precision: Precision = AS_CAPTURED) -> OptimizerB
     for known in _KNOWN:
         if known.name == name:
             return replace(known, precision=precision)
-    names = ", ".join(o.name for o in _KNOWN)
+    known_names = [known.name for known in _KNOWN]
     raise BadOption(
-        f"optimizer {name!r} is not known", numbers=f"known: {names}", next_step="--optimizer adamw"
+        f"optimizer {name!r} is not known",
+        numbers=f"known: {', '.join(known_names)}",
+        next_step=f"--optimizer {value_here('optimizer', name) or nearest(name, known_names) or 'adamw'}",
     )
 
 

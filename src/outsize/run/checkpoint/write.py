@@ -303,5 +303,5 @@ def said(path: Path, wanted_bytes: int | None = None) -> Iterator[None]:
         raise NotSaved(
             f"{path} could not be written",
             numbers=numbers,
-            next_step=f"df -h {path.parent}; make room, or save fewer with keep",
+            next_step=f"df -h {path.parent}; make room, or save to another disk",
         ) from error

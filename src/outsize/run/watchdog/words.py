@@ -97,6 +97,12 @@ def _what(
                 "leave out what communicates in the backward: DistributedDataParallel, a hook, a custom op",
             )
         return f"{several} {how}; it is in {report.line}", "see its stack below"
+    calls = {one.card.doing: rank for rank, one in [*reports.items()][::-1] if one.card.doing}
+    if len(calls) > 1:
+        said = ", ".join(f"rank {rank} has called {call}()" for call, rank in sorted(calls.items()))
+        return f"ranks wait in other calls than each other: {said}", (
+            f"call {min(calls)}() on every rank, without `if rank == 0`; rank 0 alone may print its result"
+        )
     return f"{several} and others wait for each other {report.card.place}", "outsize explain E404"
 
 

@@ -9,6 +9,7 @@ resident memory of the process until it is closed. Opening costs about 1 ms for 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -29,6 +30,7 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how files of torch.save begin, and those before torch 1.6
 
 
 @final
@@ -162,5 +164,19 @@ def _opened(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
         raise BadWeights(
-            f"{file} cannot be read as safetensors", numbers=str(error), next_step=f"ls -l {file}"
+            f"{file} cannot be read as safetensors", numbers=str(error), next_step=_instead_of(file)
         ) from error
+
+
+def _instead_of(file: Path) -> str:
+    """Returns what to do with a file that is none of safetensors: one of torch.save can be written as one."""
+    start = b""
+    with suppress(OSError), file.open("rb") as opened:
+        start = opened.read(len(_ZIP))
+    if start.startswith(_PICKLE) or start == _ZIP:
+        as_new = file.with_suffix(".safetensors").name
+        return (
+            f"it is one of torch.save: safetensors.torch.save_file(torch.load({file.name!r}), {as_new!r}), "
+            "or model.load_state_dict(torch.load(...)) before parallelize"
+        )
+    return f"ls -l {file}"

@@ -47,6 +47,20 @@ def insist_on_gradient(loss: Any) -> None:
         )
 
 
+def insist_on_step_options(loss_scale: Any, gather: Any) -> None:
+    """Raises BadOption for options of a step that say nothing."""
+    if not isinstance(loss_scale, int | float):
+        raise BadOption(
+            f"loss_scale={loss_scale!r} is a {type(loss_scale).__name__}, no number",
+            next_step="loss_scale=1 / 4 for a mean over four accumulated steps; fp16 has scaler=GradScaler()",
+        )
+    if gather not in (True, False, "outputs"):
+        raise BadOption(
+            f"gather={gather!r} says nothing",
+            next_step='gather=True for the losses of the microbatches, "outputs" for outputs as well',
+        )
+
+
 def insist_on_own_weights() -> None:
     """Raises BadOption in `parametrize.cached()`, where the backward of the first microbatch frees the graph
     of the weights that the second one uses.

@@ -485,8 +485,13 @@ class Checkpoints:
     def counted(self, loader: Iterable[Any], *, trial: bool = True) -> CountedLoader:
         """Returns the loader with its position, which is saved; the same one for the same loader.
 
-        A `trial` finds out whether a run can go on within its batches.
+        A `trial` finds out whether a run can go on within its batches. Raises BadOption for what has none.
         """
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise BadOption(
+                f"a {type(loader).__name__} gives no batches",
+                next_step="engine.batches(DataLoader(dataset, batch_size=32))",
+            )
         for known in self._attached.loaders:
             if known.loader is loader:
                 return known

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
+from outsize.run.checkpoint.write import said
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.weights.ownership import places
 from outsize.run.weights.save import ShardWriter, shards
@@ -65,12 +66,14 @@ def save(
         for number, part in enumerate(parts):
             values = (fetch(tensors[name]) for name in part)
             if writer is not None:
-                writer.write(number, cast(Iterable[Tensor], values))
+                with said(folder):
+                    writer.write(number, cast(Iterable[Tensor], values))
             else:
                 for _ in values:  # iterating sends each tensor to rank 0
                     pass
         if writer is not None:
-            writer.publish()
+            with said(folder):
+                writer.publish()
     finally:
         if writer is not None:
             writer.discard()

@@ -46,6 +46,7 @@ from outsize.train.batch.checks import (
     insist_on_closure,
     insist_on_own_weights,
     insist_on_parts,
+    insist_on_step_options,
     made_optimizer,
     wants_closure,
 )
@@ -77,7 +78,7 @@ from outsize.train.engine.by_modules import ByModules
 from outsize.train.engine.callbacks import Callbacks
 from outsize.train.engine.executor import Executor
 from outsize.train.engine.generate import generate
-from outsize.train.engine.loop_agreement import LoopAgreement
+from outsize.train.engine.loop_agreement import LoopAgreement, UpdateWatch
 from outsize.train.engine.loss_watch import LossWatch, warn_of_loss
 from outsize.train.engine.memory_note import noting_what_follows
 from outsize.train.engine.module_names import missing
@@ -118,6 +119,7 @@ class Engine:
         self._callbacks = Callbacks(options.callbacks, crew, plan)
         self.optimizer: Optimizer | None = None
         self._loop = LoopAgreement(None if crew.mesh is None else crew.mesh.group.host)
+        self._updates = UpdateWatch()
         home = _home(model, crew, len(plan.stages))
         is_compiled = options.compiled is not None
         self._tensor = divided_ranks(model, plan, crew.mesh, compiled=is_compiled)
@@ -185,12 +187,15 @@ class Engine:
                 next_step="call step() outside of it, or engine.evaluate(...)",
             )
         insist_on_own_weights()
+        insist_on_step_options(loss_scale, gather)
         self.crew.insist_on_ended_steps()
         self._checkpoints.warn_of_unclaimed()
         self._checkpoints.begin_loop()
         grad_scale = None if self._scaling is None else self._scaling.scale()
         parts = self._microbatches(args, kwargs, target)
         self._loop.before_step()
+        if self.optimizer is None:
+            self._updates.before_step(self._own_parameters())
         self._compare_batches(parts)
         known = self.clip_norm is None or self._speculation is not None
         by_closure = update and wants_closure(self.optimizer)
@@ -216,7 +221,9 @@ class Engine:
         if update:
             self._tell_of_step(norm)
         else:
-            self._loop.after_backward(parameter for _, parameter in self.named_parameters())
+            self._loop.after_backward(self._own_parameters())
+        if update and self.optimizer is None:
+            self._updates.after_step(self._own_parameters())
         losses = tuple(self.crew.by_microbatch(trained.own)) if gather else None
         return StepResult(loss, norm, losses, trained.outputs, self._imbalance)
 
@@ -566,6 +573,9 @@ class Engine:
             self.optimizer.zero_grad()
 
     # -- private ----------------------------------------------------------------------------------------
+
+    def _own_parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
 
     def _tell_of_step(self, norm: Tensor | None) -> None:
         def report() -> tuple[Timeline, Utilisation | None]:

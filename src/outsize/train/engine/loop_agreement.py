@@ -15,7 +15,9 @@ ones, by their norms before and after; nothing waits for a device until it is co
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -89,6 +91,42 @@ class LoopAgreement:
         known = [f for f in map(float, self._factors) if math.isfinite(f) and f > 0]
         is_one = len(known) == len(self._factors) > 0 and max(known) - min(known) <= _ALIKE * max(known)
         return known[0] if is_one else None
+
+
+@final
+class NothingUpdates(UserWarning):
+    """Steps follow each other, and nothing changes the weights between them."""
+
+
+@final
+class UpdateWatch:
+    """Says once that nothing updates the weights, neither an engine without an optimizer nor the loop."""
+
+    def __init__(self) -> None:
+        self._versions: tuple[int, ...] = ()
+        self._is_said = False
+
+    def after_step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Notes which writes the weights have had."""
+        if not self._is_said:
+            self._versions = _versions(parameters)
+
+    def before_step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Warns where the weights have had no other since the last step."""
+        if self._versions and not self._is_said and _versions(parameters) == self._versions:
+            self._is_said = True
+            warnings.warn(
+                "two steps have run and nothing has changed the weights: the engine has no optimizer. Next: "
+                "parallelize(..., optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)), or "
+                "step(..., update=False) to add up gradients alone",
+                NothingUpdates,
+                stacklevel=4,
+            )
+
+
+def _versions(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
+    """Returns how often each of the first weights was written."""
+    return tuple(p._version for p in islice(parameters, _GRADIENTS) if not p.is_inference())
 
 
 def insist_on_one_scale(scales: Sequence[tuple[float | None, int]], step: int) -> None:

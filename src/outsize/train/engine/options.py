@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, get_args
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
+from outsize.errors.words import value_here
 from outsize.ir.answers.compilation import Compilation, GraphUse
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.plan import Plan
@@ -66,11 +67,33 @@ class EngineOptions:
                 f"captures={self.captures} keeps nothing", next_step=f"captures={KEPT}, the default"
             )
         self._check_clipping()
+        self._check_callbacks()
+        if self.counting not in get_args(Counting):
+            here = value_here("counting", self.counting) or FROM_LOSS
+            raise BadOption(
+                f"counting={self.counting!r} says nothing",
+                numbers=f"known: {', '.join(get_args(Counting))}",
+                next_step=f"counting={here!r}",
+            )
         scaler: Any = self.scaler
         if not (scaler is None or (hasattr(scaler, "unscale_") and hasattr(scaler, "update"))):
             raise BadOption(
                 f"scaler={scaler!r} is a {type(scaler).__name__}, no GradScaler",
                 next_step='scaler=torch.amp.GradScaler("cuda"), or leave it out: bf16 needs none',
+            )
+
+    def _check_callbacks(self) -> None:
+        """Raises BadOption for what cannot be told of a step."""
+        given: Any = self.callbacks
+        wrong = (
+            next((one for one in given if not hasattr(one, "on_step")), None)
+            if isinstance(given, Iterable)
+            else given
+        )
+        if wrong is not None:
+            raise BadOption(
+                f"callbacks has a {type(wrong).__name__} that cannot be told of steps",
+                next_step="callbacks=[MyCallback()], with class MyCallback(outsize.Callback) and its on_step",
             )
 
     def _check_clipping(self) -> None:

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,10 +54,11 @@ def served_store(address: str, port: int, timeout_s: float) -> TCPStore:
 
     Where the address is not one of this machine's own (it is behind a translation of addresses), or is its
     loopback under another name, the store listens on all interfaces, as torch's own does. Raises BadOption
-    (E106) where the port is in use.
+    (E106) where the port is in use, and RankFailed (E401) as `reach` where nobody knows the name.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+    _await(lambda: _namelessness(address, port), f"{address}:{port}", timeout_s, "rank 0")
     listener = _listener(address, port)
     return TCPStore(
         address,
@@ -102,20 +103,34 @@ def reach(address: str, port: int, timeout_s: float, who: str) -> None:
     Raises RankFailed (E401): after 30 s where the name is unknown, after 45 s where the machine cannot be
     reached, and after `timeout_s` where it refuses (rank 0 may be late).
     """
+    _await(lambda: _refusal(address, port), f"{address}:{port}", timeout_s, who)
+
+
+def _await(refusal: Callable[[], OSError | None], place: str, timeout_s: float, who: str) -> None:
+    """Returns once nothing refuses any more; see `reach`."""
     start, pause_s, warned = time.monotonic(), FIRST_LOOK_S, False
-    while (error := _refusal(address, port)) is not None:
+    while (error := refusal()) is not None:
         waited_s, why = time.monotonic() - start, _in_words(error)
         if waited_s > min(timeout_s, _patience_s(error)):
             raise RankFailed(
-                f"{who} cannot reach the meeting point {address}:{port}",
+                f"{who} cannot reach the meeting point {place}",
                 numbers=f"{why}; waited {waited_s:.0f} s",
                 next_step="MASTER_ADDR and MASTER_PORT of rank 0, from where this machine reaches it",
             ) from error
         if waited_s > WARN_S and not warned:
             warned = True
-            warnings.warn(f"{who} cannot reach {address}:{port} yet: {why}", stacklevel=5)
+            warnings.warn(f"{who} cannot reach {place} yet: {why}", stacklevel=6)
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, LAST_LOOK_S)
+
+
+def _namelessness(address: str, port: int) -> OSError | None:
+    """Returns the error where nobody knows the name; a pod's may become known a while after its start."""
+    try:
+        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return error
+    return None
 
 
 def _refusal(address: str, port: int) -> OSError | None:

@@ -73,7 +73,7 @@ def test_a_cluster_that_is_a_number_is_refused() -> None:
 
 
 def test_a_misspelt_option_is_compared_with_what_is_near() -> None:
-    with pytest.raises(BadOption, match=r"no option `cluster`\. Next"):
+    with pytest.raises(BadOption, match=r"no option `cluster` of outsize.check\. Next"):
         outsize.check(nn.Linear(2, 2), (torch.ones(4, 2),), cluster="2xcpu")
     with pytest.raises(BadOption, match="did you mean `microbatches`"):
         outsize.check(nn.Linear(2, 2), (torch.ones(4, 2),), microbatch=2)

@@ -1,0 +1,119 @@
+"""Loops that are wrong: how a batch is handed over, what is done with a loss, other libraries' calls."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from mistake import Mistake, X, Y, engine
+
+from outsize.run.weights.save import ShardWriter
+
+
+def step(*args: Any, **kwargs: Any) -> Any:
+    """Takes a step of a new engine."""
+    return engine().step(*args, **kwargs)
+
+
+def _loss() -> torch.Tensor:
+    return step(X, target=Y).loss
+
+
+def _without_gradients() -> None:
+    with torch.no_grad():
+        step(X, target=Y)
+
+
+def _on_a_full_disk() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with tempfile.TemporaryDirectory() as folder, patch.object(ShardWriter, "write", side_effect=full):
+        engine().full_state_dict(to=Path(folder) / "weights")
+
+
+def _missing(name: str) -> None:
+    getattr(engine(), name)()
+
+
+_CALLED = "engine.step() has run the backward"
+LOOP_MISTAKES = {
+    "step(x, y)": Mistake(lambda: step(X, Y), "the model rejects", "engine.step(x, target=y)"),
+    "step(x, labels=y)": Mistake(
+        lambda: step(X, labels=Y), "unexpected keyword argument 'labels'", "engine.step(x, target=labels)"
+    ),
+    "step(dict)": Mistake(
+        lambda: step({"x": X, "label": Y}), "rejects", "engine.step(batch['x'], target=batch['label'])"
+    ),
+    "step(dict of the arguments)": Mistake(
+        lambda: step({"input": X}), "rejects the example batch", "engine.step(**batch)"
+    ),
+    "step((x, y))": Mistake(
+        lambda: step((X, Y)), "rejects the example batch", "x, y = batch; engine.step(x, target=y)"
+    ),
+    "step([x, y])": Mistake(
+        lambda: step([X, Y]), "rejects the example batch", "x, y = batch; engine.step(x, target=y)"
+    ),
+    "step(x) without a target": Mistake(
+        lambda: step(X), "the loss function rejects", "engine.step(x, target=y), with a target"
+    ),
+    "evaluate(dict)": Mistake(
+        lambda: engine().evaluate({"x": X}), "the model rejects", "engine.step(batch['x'])"
+    ),
+    "a text for a batch": Mistake(lambda: step("hello", target=Y), "not str", "check the shapes"),
+    "an array for a batch": Mistake(
+        lambda: step(np.ones((8, 8), dtype=np.float32), target=Y), "NumPy array", "torch.as_tensor(array)"
+    ),
+    "a target that is too short": Mistake(
+        lambda: step(X, target=Y[:4]), "another number of samples", "pass a target for each sample"
+    ),
+    "an empty batch": Mistake(lambda: step(X[:0], target=Y[:0]), "no sample", "tensors"),
+    "a batch of another width": Mistake(lambda: step(X[:, :3], target=Y), "rejects", "check the shapes"),
+    "a closure": Mistake(lambda: step(lambda: 0.0), "but a function", "engine.step(x, target=y)"),
+    "a loss_scale of text": Mistake(
+        lambda: step(X, target=Y, loss_scale="a"), "loss_scale='a' is a str", "loss_scale=1 / 4"
+    ),
+    "gather='all'": Mistake(
+        lambda: step(X, target=Y, gather="all"), "gather='all' says nothing", "gather=True"
+    ),
+    "loss.backward()": Mistake(lambda: _loss().backward(), _CALLED, "delete .backward()"),
+    "(loss / 4).backward()": Mistake(lambda: (_loss() / 4).backward(), _CALLED, "loss_scale=1 / 4"),
+    "scaler.scale(loss).backward()": Mistake(
+        lambda: torch.amp.GradScaler("cpu").scale(_loss()).backward(), _CALLED, "delete .backward()"
+    ),
+    "a backward of the mean of losses": Mistake(
+        lambda: torch.stack([_loss(), _loss()]).mean().backward(), _CALLED, "delete .backward()"
+    ),
+    "a backward of an evaluation": Mistake(
+        lambda: (2 * engine().evaluate(X, target=Y).loss).backward(), "nothing for a backward", "engine.step"
+    ),
+    "a step under no_grad": Mistake(_without_gradients, "torch.no_grad()", "engine.evaluate"),
+    "engine(x)": Mistake(lambda: engine()(X), "not called like a module", "engine.step(x, target=y)"),
+    "engine.backward(loss)": Mistake(lambda: _missing("backward"), "has no `backward`", "engine.step"),
+    "engine.zero_grad()": Mistake(lambda: _missing("zero_grad"), "has no `zero_grad`", "engine.step"),
+    "engine.parameters()": Mistake(lambda: _missing("parameters"), "has no", "engine.module.parameters()"),
+    "engine.state_dict()": Mistake(lambda: _missing("state_dict"), "has no", "engine.full_state_dict()"),
+    "engine.eval()": Mistake(lambda: _missing("eval"), "has no `eval`", "engine.evaluate(x)"),
+    "engine.to('cuda')": Mistake(lambda: _missing("to"), "has no `to`", "the plan's devices"),
+    "engine.generate of a plain model": Mistake(
+        lambda: engine().generate(X), "Sequential has no generate()", "engine.evaluate"
+    ),
+    "an interval in epochs": Mistake(
+        lambda: engine().checkpoint("run", every="1 epoch"), "every '1 epoch' is no interval", "500 (steps)"
+    ),
+    "an object without a state": Mistake(
+        lambda: engine().attach(step=3), "step is a int, whose state cannot be saved", "state_dict()"
+    ),
+    "a number for a loader": Mistake(
+        lambda: engine().batches(3), "a int gives no batches", "engine.batches(DataLoader"  # pyright: ignore
+    ),
+    "weights to a file's name": Mistake(
+        lambda: engine().full_state_dict(to="model.pt"), "model.pt is a file's name", "to='model'"
+    ),
+    "weights to a full disk": Mistake(
+        _on_a_full_disk, "weights could not be written; OSError: No space left on device", "df -h"
+    ),
+}  # fmt: skip

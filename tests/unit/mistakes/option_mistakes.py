@@ -1,0 +1,165 @@
+"""Keyword arguments that are wrong: words of other libraries, values of another kind, wishes that differ."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mistake import Mistake, X, Y, engine, mlp
+from torch import nn
+
+import outsize
+from outsize.ir.plan import Plan
+
+
+def planned(layers: int = 3, **options: Any) -> Plan:
+    """Returns a plan of two stages."""
+    wanted: dict[str, Any] = {"cluster": "2xcpu", "loss_fn": F.cross_entropy, "target": Y}
+    return outsize.plan(mlp(layers), (X,), **(wanted | options))
+
+
+def checked(**options: Any) -> Any:
+    """Returns the verdict of a check."""
+    return outsize.check(mlp(), (X,), **({"loss_fn": F.cross_entropy, "target": Y} | options))
+
+
+def _on_meta(weights: Any) -> Any:
+    with torch.device("meta"):
+        model = mlp()
+    return engine(model, weights=weights)
+
+
+def _of_torch_save() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "w.pt"
+        torch.save(mlp().state_dict(), path)
+        return _on_meta(str(path))
+
+
+def _of_another_size(layers: int) -> Any:
+    return engine(mlp(layers), plan=planned(3, stages=2), stages=..., cluster=..., microbatches=...)
+
+
+def _two_steps(**options: Any) -> None:
+    built = engine(**options)
+    for _ in range(2):
+        built.step(X, target=Y)
+
+
+_WORDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
+    (planned, "pp", "stages=2"),
+    (planned, "num_stages", "stages=2"),
+    (planned, "pipeline_model_parallel_size", "stages=2"),
+    (planned, "tensor_parallel_size", "tp=2"),
+    (planned, "fsdp", "dp_shard=2"),
+    (planned, "zero_stage", "dp_shard=2"),
+    (planned, "dp", "dp_replicate=2"),
+    (planned, "gpus", "cluster='2xh100-80gb'"),
+    (planned, "num_processes", "cluster='2xh100-80gb'"),
+    (planned, "bf16", "precision='bf16-mixed'"),
+    (planned, "mixed_precision", "precision='bf16-mixed'"),
+    (planned, "activation_checkpointing", "recompute='full'"),
+    (planned, "cpu_offload", "weights='host'"),
+    (planned, "labels", "target=y"),
+    (planned, "criterion", "loss_fn=torch.nn.functional.cross_entropy"),
+    (engine, "gradient_accumulation_steps", "microbatches=4"),
+    (engine, "accumulate_grad_batches", "microbatches=4"),
+    (engine, "lr", "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"),
+    (engine, "max_grad_norm", "clip_norm=1.0"),
+    (engine, "gradient_clip_val", "clip_norm=1.0"),
+    (engine, "epochs", "for x, y in loader: engine.step(x, target=y)"),
+    (engine, "resume_from_checkpoint", "resume='run'"),
+    (engine, "pretrained", "weights='model.safetensors'"),
+    (engine, "torch_compile", "compiled=True"),
+    (engine, "find_unused_parameters", "leave it out"),
+    (engine, "scheduler", "scheduler.step() on every rank"),
+    (engine, "strategy", "the plan chooses"),
+    (checked, "tp", "outsize.parallelize(..., tp=2)"),
+    (checked, "cluster", "outsize.plan(..., cluster='2x24GB')"),
+)
+_VALUES: tuple[tuple[Callable[..., Any], str, Any, str, str], ...] = (
+    (planned, "precision", "16-mixed", "precision='16-mixed' makes no sense", "precision='fp16-mixed'"),
+    (planned, "precision", torch.bfloat16, "makes no sense", "precision='bf16'"),
+    (planned, "schedule", "Schedule1F1B", "makes no sense", "schedule='1f1b'"),
+    (planned, "schedule", "zbh1", "makes no sense", "schedule='zero-bubble'"),
+    (planned, "recompute", True, "recompute=True makes no sense", "recompute='full'"),
+    (planned, "weights", "cpu", "weights='cpu' makes no sense", "weights='host'"),
+    (planned, "optimizer", torch.optim.AdamW, "makes no sense", "optimizer='adamw'"),
+    (planned, "stages", -1, "stages=-1 makes no sense", "stages=2, or none"),
+    (planned, "stages", 2.5, "stages=2.5 makes no sense", "stages=2, or none"),
+    (planned, "microbatches", 16, "a batch of 8 cannot be cut into 16 microbatches", "--microbatches 8"),
+    (planned, "cluster", 4, "cluster=4 is a int", "cluster='2xcpu'"),
+    (checked, "stages", 50, "50 stages were asked for", "--stages"),
+    (engine, "resume", True, "resume=True is a bool, no path", "resume='run'"),
+    (engine, "weights", True, "weights=True is a bool, no path", "weights='model.safetensors'"),
+    (engine, "scaler", True, "scaler=True is a bool, no GradScaler", 'scaler=torch.amp.GradScaler("cuda")'),
+    (engine, "clip_norm", "foo", "clip_norm='foo' is no norm", "clip_norm=1.0"),
+    (engine, "clip_norm", -1, "clip_norm=-1 is no norm", "clip_norm=1.0"),
+    (engine, "clip_norm", 0, "clip_norm=0 is no norm", "leave it out to clip nothing"),
+    (engine, "clip_norm", True, "clip_norm=True is no norm", "clip_norm=1.0"),
+    (engine, "loss_fn", nn.MSELoss, "loss_fn is the class MSELoss", "loss_fn=MSELoss(), with its brackets"),
+    (engine, "loss_fn", "mse", "loss_fn='mse' is a str, no function", "loss_fn=torch.nn.functional"),
+    (engine, "optimizer", "adamw", "optimizer is a str", "optimizer=lambda parameters: torch.optim.AdamW"),
+    (engine, "optimizer", lambda _: torch.optim.SGD(mlp().parameters(), lr=0.1),
+     "no weight of the optimizer is one of the model's", "optimizer=lambda parameters"),
+    (engine, "counting", "mean", "counting='mean' says nothing", "counting='auto'"),
+    (engine, "callbacks", [print], "a builtin_function_or_method that cannot be told", "on_step"),
+    (engine, "callbacks", print, "cannot be told of steps", "callbacks=[MyCallback()]"),
+    (engine, "compiled", "max-autotune", "torch.compile has no backend", "inductor"),
+    (engine, "device_graphs", "yes", "device_graphs='yes' says nothing", "device_graphs=True"),
+    (engine, "hang_timeout", -1, "a hang timeout of -1 s makes no sense", "--hang-timeout 10"),
+    (engine, "on_hang", "kill", "'kill' is unknown", "--on-hang end, or wait"),
+    (engine, "on_oom", "retry", "on_oom='retry' is unknown", "on_oom='raise', or 'replan'"),
+    (engine, "memory_share", 2, "2 makes no sense", "0.5"),
+    (engine, "captures", 0, "captures=0 keeps nothing", "captures="),
+    (engine, "plan", "plan.json", "plan is a str, no Plan", "outsize.Plan.load('plan.json')"),
+)  # fmt: skip
+
+OPTION_MISTAKES = {
+    f"{make.__name__}({word}=...)": Mistake(partial(make, **{word: 2}), f"no option `{word}`", next_step)
+    for make, word, next_step in _WORDS
+} | {
+    f"{make.__name__}({name}={value!r:.40})": Mistake(partial(make, **{name: value}), answer, next_step)
+    for make, name, value, answer, next_step in _VALUES
+} | {
+    "devices=2": Mistake(
+        lambda: engine(devices=2, cluster=...), "devices is 2", 'devices=["cuda:0", "cuda:1"]'
+    ),
+    "tp=2 in one process": Mistake(
+        lambda: engine(tp=2, stages=..., cluster=...),
+        "tp 2 wants several devices, and this is one process on its own",
+        "outsize run --nproc-per-node 2 train.py",
+    ),
+    "weights of torch.save": Mistake(
+        _of_torch_save, "w.pt cannot be read as safetensors", "save_file(torch.load('w.pt'), 'w.safetensors')"
+    ),
+    "weights that are not there": Mistake(
+        lambda: _on_meta("gone"), "no weights at gone", "ls ."
+    ),
+    "a plan for a smaller model": Mistake(
+        lambda: _of_another_size(6), "made for a Sequential of 484 parameters", "outsize plan"
+    ),
+    "a plan for a larger model": Mistake(
+        lambda: _of_another_size(2), "made for a Sequential of 484 parameters", "outsize plan"
+    ),
+    "no optimizer": Mistake(
+        lambda: _two_steps(optimizer=...), "nothing has changed the weights", "optimizer=lambda parameters"
+    ),
+    "no example": Mistake(
+        lambda: outsize.plan(mlp(), cluster="2xcpu"), "there is no example batch", "(model, (x,), target=y"
+    ),
+    "a tensor for the arguments": Mistake(
+        lambda: outsize.plan(mlp(), X, cluster="2xcpu"), "args is a Tensor", "(model, (x,)) for one tensor"
+    ),
+    "resume from nowhere": Mistake(
+        lambda: outsize.resume("gone", mlp(), (X,)), "no complete checkpoint in gone", "ls gone"
+    ),
+    "a plan that is not there": Mistake(
+        lambda: Plan.load("gone.json"), "cannot read gone.json", "outsize plan MODEL --out"
+    ),
+}  # fmt: skip
