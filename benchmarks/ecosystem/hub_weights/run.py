@@ -49,22 +49,25 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def result_of(model: nn.Module, cls: Any, own_names: bool) -> str:
-    """Returns "equal", "refused: ...", "differs: ..." or why transformers itself does not read the folder."""
+    """Returns an outcome as benchmarks/ecosystem/tried.py knows them."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             model.save_pretrained(folder, save_original_format=not own_names)  # pyright: ignore[reportCallIssue]
             reference = cls.from_pretrained(folder)
         except Exception as error:
-            return f"not read by transformers: {type(error).__name__}: {str(error)[:150]}"
+            return f"theirs: {type(error).__name__}: {str(error)[:150]}"
         try:
             found = loaded(cls, reference.config, folder)
         except OutsizeError as error:
             return f"refused: {str(error).replace(folder, 'FOLDER')}"
         except Exception as error:
-            return f"raw: {type(error).__name__}: {str(error)[:200]}"
+            return f"wrong: {type(error).__name__}: {str(error)[:200]}"
         wrong = differences(reference, found)
-        mended = "" if not differences(model, reference) else " (from_pretrained itself changes weights)"
-        return f"differs: {len(wrong)}, {', '.join(wrong[:3])}{mended}" if wrong else "equal"
+        if not wrong:
+            return "equal"
+        theirs = differences(model, reference)
+        kind = "theirs: from_pretrained does not give back what was saved" if theirs == wrong else "wrong"
+        return f"{kind}: {', '.join(wrong[:3])}"
 
 
 def main() -> None:
@@ -98,8 +101,9 @@ def write(path: Path, results: dict[str, dict[str, str]]) -> None:
     """Writes the results so far with the versions that they hold for."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     path.parent.mkdir(parents=True, exist_ok=True)
-    classes = dict(sorted(results.items()))
-    path.write_text(json.dumps({"versions": versions, "classes": classes}, indent=1) + "\n")
+    question = "do classes of transformers load by `weights=` as by `from_pretrained`?"
+    document = {"question": question, "versions": versions, "classes": dict(sorted(results.items()))}
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
