@@ -87,7 +87,10 @@ def _in_sight(model: nn.Module, loss_fn: Any) -> dict[int, Any]:
     return cached_functions
 
 
-def _globals(module_name: str) -> list[Any]:
+def _globals(module_name: str | None) -> list[Any]:
+    """Returns the values of a module's globals; code that is generated at run time may belong to none."""
+    if module_name is None:
+        return []
     package = module_name.partition(".")[0]
     foreign = package in ("torch", "outsize") or package in sys.stdlib_module_names
     return [] if foreign or module_name not in sys.modules else list(vars(sys.modules[module_name]).values())

@@ -107,6 +107,22 @@ def around_functions(call: Callable[[Callable[..., Any], Any, Any], Any]) -> Ite
         yield
 
 
+@contextmanager
+def copying_tensors(copied: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Lets copy.deepcopy copy each tensor as `copied` does, also in the middle of `on_real_tensors`; where
+    that returns None, as torch does.
+    """
+
+    def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            made = copied(args[0]) if function is Tensor.__deepcopy__ else None
+            # The second argument is the memo of copy.deepcopy, which makes one copy of one object.
+            return function(*args, **kwargs) if made is None else args[1].setdefault(id(args[0]), made)
+
+    with torch._C._EnableTorchFunction(), _AroundMode(call):  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+
+
 @final
 class _DispatchMode(TorchDispatchMode):
     def __init__(self, watcher: Watcher) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from outsize.capture.costs.live_memory import storage_bytes, storage_key
 from outsize.capture.costs.meter import CostMeter
-from outsize.capture.fakes.fake_model import FakeModel, fake_like
-from outsize.capture.recording.intercept import observing_real_ops
+from outsize.capture.fakes.fake_model import FakeModel, fake_like, is_fake
+from outsize.capture.recording.intercept import copying_tensors, observing_real_ops
 from outsize.program.tape import Cost
 from outsize.program.tree import children, leaves, map_leaves
 
@@ -73,7 +73,7 @@ def probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel, *, saved:
     def fake(leaf: Any) -> Any:
         return fake_like(leaf, fakes.mode, fakes.device) if isinstance(leaf, Tensor) else leaf
 
-    first, second = (_ProbeRun(values, fakes.carried, saved=saved) for values in (_SMALL, _LARGE))
+    first, second = (_ProbeRun(world, fakes, saved=saved) for world in (_SMALL, _LARGE))
     out, draws = first(module, args, kwargs)
     loose = _loose(out, _other(second, module, args, kwargs))
     # Fakes are made first: the autograd graph of the real results would reference everything.
@@ -118,15 +118,15 @@ class _ProbeRun:
     FlopCounterMode is not used, since it hooks all modules and fails on some views of weights.
     """
 
-    def __init__(self, world: _ProbeValues, carried: Mapping[int, dict[str, Any]], *, saved: bool) -> None:
-        """`carried` has the attributes of weights, such as `weight.scale`, by the ids of their fakes."""
+    def __init__(self, world: _ProbeValues, fakes: FakeModel, *, saved: bool) -> None:
+        self._fakes = fakes
         self.cost = Cost()
         # Each entry says whether autograd saves a tensor of arguments and output, in order.
         self.keeps: list[bool] = []
         self._meter: CostMeter | None = None
         self._world, self._generator = world, torch.Generator().manual_seed(world.integer)
         self._made: list[weakref.ref[Tensor]] = []
-        self._saved, self._carried = saved, carried
+        self._saved = saved
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Returns the output, and whether random numbers were drawn.
@@ -134,7 +134,7 @@ class _ProbeRun:
         Autograd is on: which results require grad depends on the module, and is known only from a real run.
         """
         with observing_real_ops(self._see), self._asking():
-            clone = copy.deepcopy(module, self._weights(module))
+            clone = self._copy(module)
             args, kwargs = map_leaves(self._given, args), map_leaves(self._given, kwargs)
             with torch.random.fork_rng(devices=[]):
                 before = torch.random.get_rng_state()
@@ -173,17 +173,43 @@ class _ProbeRun:
         if op in _DRAWS and out.numel() == 1:
             out.fill_(self._world.draw)
 
+    def _copy(self, module: nn.Module) -> nn.Module:
+        """Returns a deep copy with real tensors in place of all fakes, in whatever object they are.
+
+        A forward may have left fakes behind, such as the parameters of a distribution that it has made. They
+        have no memory, and torch's own copy of one reads it.
+        """
+
+        def copied(tensor: Tensor) -> Tensor | None:
+            if not is_fake(tensor):
+                return None
+            real = self._value_of(tensor)
+            return real.requires_grad_(tensor.requires_grad and real.is_floating_point())
+
+        with copying_tensors(copied):
+            return copy.deepcopy(module, self._weights(module))
+
     def _weights(self, module: nn.Module) -> dict[int, Any]:
         """Returns the memo that gives a deep copy its real weights."""
-        memo: dict[int, Any] = {id(b): self._real(b) for b in module.buffers()}
+        memo: dict[int, Any] = {id(b): self._value_of(b) for b in module.buffers()}
         for fake in module.parameters():
             real = self._real(fake)
             is_parameter = isinstance(fake, nn.Parameter)
             memo[id(fake)] = nn.Parameter(real, requires_grad=fake.requires_grad) if is_parameter else real
         for fake in (*module.parameters(), *module.buffers()):
-            carried = map_leaves(self._given, self._carried.get(id(fake), {}))
+            carried = map_leaves(self._given, self._fakes.carried.get(id(fake), {}))
             vars(memo[id(fake)]).update(copy.deepcopy(carried, memo))
         return memo
+
+    def _value_of(self, fake: Tensor) -> Tensor:
+        """Returns the value of a buffer or another tensor of the model; of all else, one of this probe.
+
+        Code may check such values (that a range is not empty), which those of a probe need not pass.
+        """
+        weight = self._fakes.weights.get(id(fake))
+        value = None if weight is None else self._fakes.real.get(weight.name)
+        is_there = value is not None and not value.is_meta and value.layout is torch.strided
+        return value.detach().cpu().clone() if value is not None and is_there else self._real(fake)
 
     def _given(self, leaf: Any) -> Any:
         """Returns an alias where a gradient is wanted, since the module may write into an activation."""

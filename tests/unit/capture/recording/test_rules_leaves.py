@@ -93,3 +93,24 @@ def test_rule_11_a_list_that_varies_by_pythons_chance_is_found_at_replay() -> No
     model = two(reading(lambda out: out["states"][-1]), drop=Layerdrop(random.random, 0.5))
     with pytest.raises(ReplayMismatch, match=r"drop returns another Python value.*captured \d, got \d"):
         check_every_cut(model, batch(), microbatches=4, outputs=False)
+
+
+class Jitter(nn.Module):
+    """Scales by a number of a distribution, which it makes in each forward and keeps, as augmentations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.range = torch.tensor([0.5, 2.0])
+        self.of_last_call: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.of_last_call = torch.distributions.Uniform(*self.range)
+        factor = self.of_last_call.sample()
+        return x * factor if factor > 1 else x
+
+
+def test_rule_11_a_leaf_may_keep_objects_with_tensors_of_its_last_call() -> None:
+    """kornia's ColorJitter: torch's copy of a fake tensor, which has no memory, ends the interpreter."""
+    model = two(lambda m, x: m.b(m.jitter(m.a(x))), jitter=Jitter())
+    found = check_every_cut(model, batch(), microbatches=4, outputs=False)
+    assert [u.name for u in found.graph.units] == ["a", "jitter", "b", "sum"]

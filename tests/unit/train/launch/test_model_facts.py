@@ -103,6 +103,26 @@ def test_private_attributes_of_objects_are_no_facts() -> None:
     assert facts_of(one, None) == facts_of(other, None)
 
 
+def with_addresses() -> nn.Module:
+    """Returns a module that keeps what is another number in every process, in each way that libraries do."""
+    block = Block(None)
+    block.own_id, block.keys = id(block), {id(p): 1 for p in block.parameters()}  # type: ignore[assignment]
+    block.memory, block.text = block.linear.weight.data_ptr(), object.__repr__(block)  # type: ignore[assignment]
+    return block
+
+
+def test_addresses_are_no_facts() -> None:
+    """torch.compile keeps the address of what it wraps."""
+    one, other = with_addresses(), with_addresses()
+    assert one.own_id != other.own_id
+    assert facts_of(one, None) == facts_of(other, None)
+    assert facts_of(torch.compile(one), None) == facts_of(torch.compile(other), None)
+
+
+def test_large_numbers_that_are_no_addresses_are_facts() -> None:
+    assert facts_of(Block(2**40 + 1), None) != facts_of(Block(2**40 + 2), None)
+
+
 def test_lists_of_names_may_have_been_made_of_sets() -> None:
     assert facts_of(Block(["a", "b"]), None) == facts_of(Block(["b", "a"]), None)
     assert facts_of(Block([1, 2]), None) != facts_of(Block([2, 1]), None)
