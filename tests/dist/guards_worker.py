@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from bound_functions import FORMS, Odd, Once, Using
 from guard_models import KINDS, WIDTH, WRITES, Reading, ReadingInside, ReadingLoss, Switch, reset, squared
 from guard_runs import batches, plain, plan_of, sgd
+from program_models import OTHERS, Layers, changing
 from recorded_once import always_recorded
 from test_guards_moving import Annealed
 
@@ -153,6 +154,13 @@ class Clock:
         self.seen: list[float] = []
 
 
+def of_programs(mode: str, group: Any) -> list[int]:
+    """The forward is another program at steps two and three, whose weights are on the rank of the first."""
+    model, other = Layers(dropout=0), Layers(dropout=0)
+    expected = plain(model, squared, changing(model, "plain", mode), 4)
+    return differing(other, squared, changing(other, "plain", mode), expected, group)
+
+
 def of_moving_numbers(group: Any) -> list[int]:
     """A factor of the model's own forward changes at each step, and a decision on it falls otherwise once."""
     model = Reading(_moving)
@@ -186,6 +194,7 @@ def everything(group: Any) -> dict[str, list[int]]:
     wrong |= {f"loss, {kind}": of_loss(kind, group) for kind in LOSS}
     wrong |= {f"writes, {kind}": of_writes(kind, group) for kind in WRITTEN}
     wrong |= {f"bound, {form}": of_bound(form, group) for form in BOUND}
+    wrong |= {f"programs, {mode}": of_programs(mode, group) for mode in OTHERS}
     return {**wrong, "annealing": of_annealing(group), "moving numbers": of_moving_numbers(group)}
 
 

@@ -19,7 +19,13 @@ from torch import nn
 from outsize.program.generate import SliceSpec, compile_slice
 from outsize.program.liveness import live, replicable
 from outsize.program.tape import Instruction, Tape, backward_slice
-from outsize.run.stage.boundary import Boundary, find_boundaries
+from outsize.run.stage.boundary import (
+    NO_HOMES,
+    Boundary,
+    WeightHomes,
+    find_boundaries,
+    with_ordered_uses,
+)
 
 
 @final
@@ -39,7 +45,7 @@ class StageProgram:
     sent: tuple[Boundary, ...]
     has_loss: bool
     outputs: tuple[int, ...]
-    weights: frozenset[str]  # every weight that the stage's own modules hold and use
+    weights: frozenset[str]  # every weight that the stage's own modules hold, and use or send
     written: frozenset[str]  # buffers that a forward changes
 
 
@@ -54,19 +60,26 @@ class Cut:
 
 
 def cut(
-    tape: Tape, model: nn.Module, owners: Sequence[int], *, outputs: bool, stages: int | None = None
+    tape: Tape,
+    model: nn.Module,
+    owners: Sequence[int],
+    *,
+    outputs: bool,
+    stages: int | None = None,
+    homes: WeightHomes = NO_HOMES,
 ) -> Cut:
     """Cuts the tape; `owners[i]` is the stage of instruction i (`in_runs`).
 
     There are `stages` programs, by default as many as `owners` names. With `outputs=False` the programs
-    compute what the loss needs, with `outputs=True` also every output of the model.
+    compute what the loss needs, with `outputs=True` also every output of the model. Weights that live
+    somewhere already stay there (`homes`), and no stage before one that has a weight may use it.
     """
     wanted = _wanted(tape, outputs)
-    owner = _owners(tape, owners, wanted)
+    tape, owner = with_ordered_uses(tape, _owners(tape, owners, wanted))
     last = (max(owners, default=0) + 1 if stages is None else stages) - 1
     needs = [_needs(tape, owner, stage, wanted if stage == last else ()) for stage in range(last + 1)]
     trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-    boundaries = find_boundaries(tape, owner, [n.reads for n in needs], trainable)
+    boundaries = find_boundaries(tape, owner, [n.reads for n in needs], trainable, homes)
     programs = tuple(_program(tape, model, need, boundaries) for need in needs)
     return Cut(tape, programs, boundaries)
 
@@ -145,6 +158,6 @@ def _program(tape: Tape, model: nn.Module, need: _Needs, boundaries: Sequence[Bo
         sent=sent,
         has_loss=need.has_loss,
         outputs=need.wanted,
-        weights=frozenset(used - set(foreign)),
+        weights=frozenset((used - set(foreign)).union(b.weight for b in sent if b.weight is not None)),
         written=frozenset(w.name for i in need.instructions for w in i.written_weights),
     )

@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from outsize.device.storage import shares_storage
 from outsize.errors import BoundaryMismatch
 from outsize.program.replaying.modes import casting_devices, outside_autocast
+from outsize.program.weight_lookup import weight_named
 from outsize.run.stage.base import Gradients, Result, RunnableStage
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
@@ -312,7 +313,7 @@ class StageExecutor(RunnableStage):
         return (gradient * self._grad_scale.to(loss.device)).to(loss.dtype)
 
     def tied_parameter(self, key: int) -> Tensor:
-        return self._model.get_parameter(self._own[key])
+        return weight_named(self._model, self._own[key])
 
     def forget_casts(self) -> None:
         if self._cast_weights is not None:

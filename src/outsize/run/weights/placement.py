@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.ir.graph import ModelGraph
+from outsize.run.stage.boundary import WeightHomes
 from outsize.run.stage.cut import Cut
 from outsize.run.weights.ownership import first_stages
 
@@ -45,6 +46,11 @@ class Placement:
     def foreign(self, stages: Iterable[int]) -> set[str]:
         """Returns the weights whose values these stages do not have."""
         return {name for name, stages_with_it in self.holders.items() if stages_with_it.isdisjoint(stages)}
+
+    @property
+    def homes(self) -> WeightHomes:
+        """Returns where the weights are that a program has used."""
+        return WeightHomes({n: s for n, s in self.home.items() if n not in self.unused}, self.holders)
 
     def adopting(self, now: Placement) -> Placement:
         """Returns this placement with newly used weights where placement `now` puts them."""

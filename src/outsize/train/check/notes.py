@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from outsize.capture.graph.build import Captured
 from outsize.ir.plan import Plan
 from outsize.train.check.compare import Differences
-from outsize.train.variants.variant import instruction_owners
+from outsize.train.variants.instruction_owners import instruction_owners
 
 
 def batchnorm_note(plan: Plan, samples: int, whole: Differences) -> str:

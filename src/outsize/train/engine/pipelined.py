@@ -50,6 +50,7 @@ from outsize.train.engine.memory_note import memory_notes, routing_note
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.stage_factory import StageFactory
 from outsize.train.ranks.replicas import Piece
+from outsize.train.variants.instruction_owners import PlacedWeights
 from outsize.train.variants.microbatch_group import GroupOutputs, PipelineInputs
 from outsize.train.variants.model_state import StructureVersions
 from outsize.train.variants.results import BatchLoss, EvalResult, rebuilt
@@ -106,6 +107,7 @@ class Pipelined(Executor):
         self._factory = StageFactory(*parts, forgiving=forgiving, graphs=self._graphs)
         self._programs = AgreedPrograms(crew, plan)
         self._warned = self._warned_of_trial = False  # of shares that cannot be derived
+        self._told: Placement | None = None
         self._counting: list[bool] = []  # for each piece of the last step: does it count?
 
     @property
@@ -287,6 +289,7 @@ class Pipelined(Executor):
     def _adopt(self, variants: Sequence[Variant]) -> None:
         for variant in {v.number: v for v in variants}.values():
             self._ownership.adopt(partial(self._placement, variant))
+        self._tell_placement()
 
     def _ready(self, variants: Sequence[Variant], parts: Sequence[Batch]) -> None:
         self._settle(variants)
@@ -296,6 +299,14 @@ class Pipelined(Executor):
 
     def _settle(self, variants: Sequence[Variant]) -> None:
         self._ownership.settle(partial(self._placement, variants[0]))
+        self._tell_placement()
+
+    def _tell_placement(self) -> None:
+        """Lets programs that are recorded from now on find the weights where they are."""
+        placement = self._ownership.placement
+        if placement is not self._told:
+            self._told = placement
+            self.variants.placed = PlacedWeights(placement.homes, apart=self._crew.world_size > 1)
 
     def _placement(self, variant: Variant) -> Placement:
         """Returns where a variant puts the weights; all ranks have the buffers that a step reads first."""

@@ -8,11 +8,11 @@ every variant is cut the same way. Guards are evaluated on every microbatch befo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Final, final
 
 import torch
@@ -23,11 +23,7 @@ from outsize.capture.guards.check import ChangedRead, ReadGuards
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers, is_number
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.capture.recording.guards import signature_of
-from outsize.errors import BadPlan
-from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
-from outsize.ir.stage_graph import check_quotient
-from outsize.ir.units.names import prefixes, unroll
 from outsize.program.loss_in_pieces.rewrite import in_pieces
 from outsize.program.python_reads import LOSS, PythonRead
 from outsize.program.reader import SlotReader, SlotValues, buffers_behind
@@ -44,10 +40,10 @@ from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares, Lo
 from outsize.train.ranks.context_parallel import ContextRanks
 from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.variants.changed_values import ChangedValues
+from outsize.train.variants.instruction_owners import PlacedWeights, instruction_owners
 from outsize.train.variants.number_inputs import another_number, with_number_inputs
 
 KEPT = 32
-_MOST_UNITS: Final = 1 << 20
 
 
 @final
@@ -141,6 +137,7 @@ class Variants:
         self._made = 0
         self.changes = ChangedValues()
         self.change = ProgramChange()  # of the last call of `find_each`
+        self.placed = PlacedWeights()  # Where programs that are made from now on find their weights.
         self._last: Variant | None = None
         self._counts: dict[bool, int] = {}  # microbatches of the last step, and of the last evaluation
 
@@ -225,8 +222,12 @@ class Variants:
 
     def _stages_of(self, captured: Captured, fqn: str) -> set[int]:
         """The stages that have instructions of this module."""
-        owners = zip(captured.tape.instructions, instruction_owners(self._plan, captured), strict=True)
+        owners = zip(captured.tape.instructions, self._owners(captured), strict=True)
         return {owner for i, owner in owners if f"{i.name}.".replace(":", ".").startswith(f"{fqn}.")}
+
+    def _owners(self, captured: Captured) -> list[int]:
+        trained = frozenset(name for name, p in self._model.named_parameters() if p.requires_grad)
+        return instruction_owners(self._plan, captured, self.placed, trained)
 
     def _make(self, part: Batch, outputs: bool) -> Variant:
         loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
@@ -241,13 +242,20 @@ class Variants:
             captured = replace(captured, tape=planned)
             own = planned if self._options.context is None else self._options.context.local(planned)
             own = own if tensor is None else tensor.local(own)
-        owners = instruction_owners(self._plan, captured)
+        owners = self._owners(captured)
         owners = [owners[instruction.origin] for instruction in own.instructions]
         self._made += 1
         return Variant(
             self._made - 1,
             captured,
-            cut(own, self._model, owners, outputs=outputs, stages=len(self._plan.stages)),
+            cut(
+                own,
+                self._model,
+                owners,
+                outputs=outputs,
+                stages=len(self._plan.stages),
+                homes=self.placed.homes,
+            ),
             InputGuards(tape, self._model, home),
             LossShares(
                 tape,
@@ -302,43 +310,3 @@ class InputGuards:
         args, kwargs = (resolve(tree, *values) for tree in (guard.args, guard.kwargs))
         with torch.no_grad():
             return bool(signature_of(guard.target(*args, **kwargs)) == guard.value)
-
-
-def instruction_owners(plan: Plan, captured: Captured) -> list[int]:
-    """The stage of each instruction.
-
-    The graph the plan was made for is cut at its units. Another signature of the same model (eval, other
-    guards) can have other units: each goes to the stage whose patterns cover it, the rest where its
-    predecessor went; or else no unit goes to an earlier stage than its predecessor.
-    """
-    if captured.graph.fingerprint == plan.fingerprint:
-        owners = plan.owners(captured.graph)
-    else:
-        owners = _by_patterns(plan, captured.graph)
-    runs = zip(owners, pairwise(captured.starts), strict=True)
-    return [stage for stage, run in runs for _ in range(*run)]
-
-
-def _by_patterns(plan: Plan, graph: ModelGraph) -> tuple[int, ...]:
-    find, owners = _pattern_owner(plan), list[int]()
-    for unit in graph.units:
-        owner = find(unit.name)
-        owners.append(owner if owner is not None else owners[-1] if owners else 0)
-    try:
-        check_quotient(graph, owners)
-    except BadPlan:
-        return tuple(accumulate(owners, max))
-    return tuple(owners)
-
-
-def _pattern_owner(plan: Plan) -> Callable[[str], int | None]:
-    table = {pattern: number for number, s in enumerate(plan.stages) for pattern in _unrolled(s.units)}
-
-    def owner(name: str) -> int | None:
-        return next((table[p] for p in prefixes(name) if p in table), None)
-
-    return owner
-
-
-def _unrolled(patterns: Sequence[str]) -> list[str]:
-    return [name for pattern in patterns for name in unroll(pattern, _MOST_UNITS)]
