@@ -84,7 +84,8 @@ clean-venv:  ## remove .venv; the next make builds it again
 	rm -rf $(VENV) $(SITE) $(CLUSTERS)
 
 # torchvision, and what needs it or torch, comes without its dependencies: it must not exchange the pinned torch
-# for another build. The libraries of the extra `zoo` are models for the tests.
+# for another build. So it is the one that is built for CUDA beside a torch for CPUs, and its compiled part may not
+# load: a .pth file lets everything in the venv import it even so. The libraries of the extra `zoo` are models for tests.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "outsize needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
@@ -95,6 +96,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[hf,plot,loggers,test,dev]'
 	@$(PIP) install -c constraints.txt pillow requests importlib_metadata
 	@$(PIP) install -c constraints.txt --no-deps torchvision diffusers timm peft lightning lightning-utilities torchmetrics
+	@site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
+	    && cp src/outsize/capture/models/torchvision_operators.py "$$site" \
+	    && echo "import torchvision_operators; torchvision_operators.install()" > "$$site/torchvision_operators.pth"
 	@touch $@
 
 # Only the packages of the extra `docs`, and not outsize itself: docstrings are read without importing torch.

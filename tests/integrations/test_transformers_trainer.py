@@ -17,6 +17,7 @@ from patience import free_port
 from torch._dynamo import utils as dynamo_utils
 from trainer_worker import transformers
 
+import outsize
 from outsize.errors import BadOption
 from outsize.integrations.transformers import Trainer
 
@@ -174,3 +175,54 @@ def test_a_checkpoint_of_the_plain_trainer_goes_on_in_one_process(tmp_path: Path
     checkpoint = str(tmp_path / "plain/run/checkpoint-2")
     again = run({**job, "split": {"stages": 2}, "resume": checkpoint}, tmp_path / made(tmp_path, "split"))
     assert steps_of(again) == steps_of(whole)
+
+
+def test_batches_are_prepared_by_the_method_of_a_subclass(tmp_path: Path) -> None:
+    """Once each and in order, and the example that the engine is built with is not counted."""
+
+    def made(kind: Any, **split: Any) -> tuple[list[float], int, float]:
+        class Prepared(kind):
+            calls = 0
+
+            def _prepare_inputs(self, inputs: Any) -> Any:
+                inputs = super()._prepare_inputs(inputs)
+                self.calls += 1
+                return {**inputs, "input_ids": (inputs["input_ids"] + self.calls) % 60}
+
+        arguments = {"gradient_accumulation_steps": 2, "logging_steps": 1}
+        data = trainer_worker.Tokens(4, False, 0)
+        trainer = trainer_of(tmp_path, Prepared, arguments=arguments, eval_dataset=data, **split)
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        return losses, trainer.calls, trainer.evaluate()["eval_loss"]
+
+    plain = made(transformers.Trainer)
+    assert plain[1] == 2
+    assert made(Trainer, outsize={"stages": 2}) == plain
+
+
+def test_a_loss_that_holds_the_model_is_refused_with_a_way_that_works(tmp_path: Path) -> None:
+    class Holder(torch.nn.Module):
+        """As the losses of sentence-transformers: the model is a part of it."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: Any, labels: Any) -> torch.Tensor:
+            return self.model(input_ids=inputs, labels=labels).loss
+
+    class Holding(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return loss(inputs["input_ids"], inputs["labels"])
+
+    trainer = trainer_of(tmp_path, Holding, outsize={"stages": 2})
+    loss = Holder(trainer.model)
+    words = r"the loss is a Holder, which holds the model .* Next: train the loss as the model.*parallelize"
+    with pytest.raises(BadOption, match=words):
+        trainer.train()
+    assert not trainer.model._forward_pre_hooks
+    ids = torch.arange(24).view(2, 12)
+    expected = float(loss(ids, ids).detach())
+    engine = outsize.parallelize(loss, (ids, ids), loss_fn=lambda value: value, stages=2, microbatches=1)
+    assert float(engine.step(ids, ids).loss) == expected

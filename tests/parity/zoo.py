@@ -33,13 +33,13 @@ from zoo_case import (
 )
 from zoo_models import LateFusion, LSTMClassifier, ToyModel, UNet, mlp
 
-from outsize.capture.models.imports import import_transformers
+from outsize.capture.models.imports import TorchvisionNote, import_transformers
 from outsize.capture.models.load import import_torchvision
 
 __all__ = ["CASES", "CLASSES", "Case", "case", "classes", "everything", "hf", "images", "tokens", "tv"]
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", RuntimeWarning)
+    warnings.simplefilter("ignore", TorchvisionNote)
     tv = import_torchvision()
     hf = import_transformers()
 

@@ -13,6 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from outsize.capture.models.imports import unfit_torchvision
 from outsize.device import futex
 from outsize.device.accelerators import (
     CONNECTIONS,
@@ -109,6 +110,9 @@ def _missing(
     for name, (extra, use) in _EXTRAS.items():
         if versions[name] is None:
             yield f"{name}, for {use}: pip install 'outsize[{extra}]'"
+    unfit = unfit_torchvision()
+    if unfit is not None:
+        yield f"torchvision's operators: {unfit}; install torch and torchvision together, from one index"
     kind, built = accelerator_type(), built_type()
     if kind is None:
         why = f"the driver shows no {spoken(built)} device" if built else "this torch is built for CPUs"

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from outsize.capture.models.imports import TorchvisionNote
+
 LossFn = Callable[..., Tensor]
 
 
@@ -80,13 +82,13 @@ def seeded(seed: int) -> torch.Generator:
 
 @contextmanager
 def library_messages_off() -> Iterator[None]:
-    """Hides transformers' hints, and torchvision's warning about a compiled part that nothing here uses."""
+    """Hides transformers' hints, and the note about torchvision's operators, which nothing here uses."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
+            warnings.simplefilter("ignore", TorchvisionNote)
             yield
     finally:
         logger.setLevel(level)

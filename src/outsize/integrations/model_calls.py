@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterator
+from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch
@@ -30,14 +31,43 @@ class CallArguments(NamedTuple):
 def arguments_of_call(model: nn.Module, compute_loss: Callable[[nn.Module], object]) -> CallArguments:
     """Returns the arguments with which `compute_loss` calls the model, which does not run.
 
-    Raises BadOption where it does not call it.
+    Raises BadOption where it does not call it, or calls the model that another object holds.
     """
+    watch = model.register_forward_pre_hook(_stop_held_model)
     try:
         compute_loss(_ModelProbe(model))
     except _ModelCalled as call:
         return call.arguments
+    except _HeldModelCalled as call:
+        raise _held_model(model, call) from None
+    finally:
+        watch.remove()
     raise BadOption(
         "the loss is computed without a call of the model", next_step="outputs = model(**inputs), once"
+    )
+
+
+def _stop_held_model(*_: object) -> NoReturn:
+    raise _HeldModelCalled
+
+
+def _held_model(model: nn.Module, call: _HeldModelCalled) -> BadOption:
+    """Returns the error for a call of the model itself; names the module in whose forward it is."""
+    frames = (frame.f_locals.get("self") for frame, _ in walk_tb(call.__traceback__))
+    modules = (each for each in frames if isinstance(each, nn.Module))
+    holders = (type(each).__name__ for each in modules if model in set(each.modules()) - {each})
+    holder = next(holders, None)
+    if holder is None:
+        return BadOption(
+            "the loss calls a model that it holds, and not the one that it is given",
+            numbers=f"it calls the {type(model).__name__} itself",
+            next_step="outputs = model(**inputs) of compute_loss(model, inputs), once",
+        )
+    return BadOption(
+        f"the loss is a {holder}, which holds the model and calls that, not the one that it is given",
+        numbers=f"it calls the {type(model).__name__} in its own forward",
+        next_step="train the loss as the model, in a loop of your own: outsize.parallelize(loss, "
+        "(inputs, labels), loss_fn=lambda loss: loss, ...)",
     )
 
 
@@ -48,6 +78,11 @@ class _ModelCalled(BaseException):
     def __init__(self, arguments: CallArguments) -> None:
         self.arguments = arguments
         super().__init__()
+
+
+@final
+class _HeldModelCalled(BaseException):
+    """Stops a call of the model itself."""
 
 
 class ModelStandIn(nn.Module, ABC):
@@ -114,12 +149,15 @@ class SplitModel(ModelStandIn):
 
 @final
 class OwnWeights:
-    """Shows the parameters of this rank, under their names, to code that makes an optimizer of a model."""
+    """Shows a model with the parameters of this rank alone to code that makes an optimizer of it."""
 
-    def __init__(self, model: Any, own: set[int]) -> None:
+    def __init__(self, model: nn.Module, own: set[int]) -> None:
         """Takes the ids of the rank's parameters."""
-        self._model, self._own = model, own
+        self.model, self._own = model, own
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields names and parameters in the model's order."""
-        return ((n, p) for n, p in self._model.named_parameters() if id(p) in self._own)
+        return ((n, p) for n, p in self.model.named_parameters() if id(p) in self._own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)

@@ -99,6 +99,7 @@ class Trainer(transformers.Trainer, ABC):
         state.distributed_type, state.num_processes = utils.DistributedType.NO, 1
         self.args._n_gpu = min(1, self.args.n_gpu)  # Several devices of one process are the plan's.
         super().create_accelerator_and_postprocess()
+        self.accelerator.clip_grad_norm_ = self._clipped  # transformers 5.0 has no _clip_grad_norm
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leaves the model where it is; the engine moves each stage to its device."""
@@ -118,14 +119,18 @@ class Trainer(transformers.Trainer, ABC):
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Returns the names of the whole model's weights that decay."""
-        return super().get_decay_parameter_names(self._whole)
+        return super().get_decay_parameter_names(model.model if isinstance(model, OwnWeights) else model)
 
     def _own_optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
         """Returns the optimizer that the arguments ask for, of this rank's parameters."""
         own = {id(parameter) for parameter in parameters}
         if self.optimizer is None:
-            weights: Any = OwnWeights(self.model, own)
-            return super().create_optimizer(weights)
+            whole: Any = self._whole
+            self.model: Any = OwnWeights(whole, own)  # transformers 5.0 takes no argument
+            try:
+                return super().create_optimizer()
+            finally:
+                self.model = whole
         groups: Any = getattr(self.optimizer, "param_groups", ())
         given = (p for group in groups for p in group["params"])
         if not {id(parameter) for parameter in given} <= own:
@@ -135,6 +140,10 @@ class Trainer(transformers.Trainer, ABC):
                 next_step="optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or optim= of the arguments",
             )
         return self.optimizer
+
+    def _clipped(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clips the gradients of all ranks, for Accelerate, and returns their norm."""
+        return self.engine.clip_grad_norm(max_norm)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.engine.clip_grad_norm(self.args.max_grad_norm)
@@ -164,8 +173,8 @@ class Trainer(transformers.Trainer, ABC):
         self._whole.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
-        parts = [self._microbatch_of(inputs, items) for inputs in batches]
-        is_scaled = self.loss_is_scaled_for_ga
+        parts = [self._microbatch_of(self._prepare_inputs(inputs), items) for inputs in batches]
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers before 5.19 has no such wish
         if is_scaled is None:
             by_items = self.model_accepts_loss_kwargs and items is not None
             is_scaled = by_items or self.compute_loss_func is not None
@@ -206,7 +215,7 @@ class Trainer(transformers.Trainer, ABC):
             return super().prediction_step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
         items = self._get_num_items_in_batch([inputs], self.args.device)
         with self.accelerator.autocast():
-            loss = self.engine.evaluate([self._microbatch_of(inputs, items)]).loss
+            loss = self.engine.evaluate([self._microbatch_of(self._prepare_inputs(inputs), items)]).loss
         return None if loss is None else loss.to(self.args.device), None, None
 
     def _evaluated(self, batch: Batch) -> Any:
@@ -276,7 +285,7 @@ class Trainer(transformers.Trainer, ABC):
     # -- the engine --------------------------------------------------------------------------------------
 
     def _parallelized(self) -> Engine:
-        inputs = self._example()
+        inputs = self._prepared_example()
         items = self._get_num_items_in_batch([inputs], self.args.device)
         part = self._microbatch_of(inputs, items)
         options: dict[str, Any] = dict(self._options)
@@ -296,6 +305,16 @@ class Trainer(transformers.Trainer, ABC):
                 optimizer=self._own_optimizer,
                 **options,
             )
+
+    def _prepared_example(self) -> dict[str, Any]:
+        """Returns the example as the Trainer prepares its batches; what a subclass counts there is undone."""
+        before = dict(vars(self))
+        try:
+            with borrowed_generators():
+                return self._prepare_inputs(self._example())
+        finally:
+            vars(self).clear()
+            vars(self).update(before)
 
     def _example(self) -> dict[str, Any]:
         """Returns the samples of one update as a batch, without a draw from the run's generators."""

@@ -51,6 +51,13 @@ class _Engine(nn.Module):
         return self.module(x)
 
 
+def _by_sample(model: nn.Module) -> nn.Module:
+    """As opacus' GradSampleModule leaves a model: its hooks fill an attribute of each weight."""
+    for weight in model.parameters():
+        weight.__dict__["grad_sample"] = None
+    return model
+
+
 def _fsdp(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
@@ -85,6 +92,11 @@ MODEL_MISTAKES = {
         lambda: engine(nn.DataParallel(mlp())),
         "the model is a DataParallel, which copies the model to several devices at each call",
         "pass model.module in place of model",
+    ),
+    "a model with gradients by sample": Mistake(
+        lambda: engine(_by_sample(mlp())),
+        "hooks give the weights a gradient for each sample (grad_sample)",
+        "train without outsize where each sample has to be clipped",
     ),
     "a function as the model": Mistake(
         lambda: engine(lambda x: x), "the model is a function, no torch.nn.Module", "pass the built module"

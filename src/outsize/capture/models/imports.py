@@ -1,44 +1,60 @@
 """Imports torchvision, transformers and peft, also where torchvision's compiled part does not load.
 
-A torchvision wheel built for CUDA does not load its `_C` library with a CPU-only torch. torchvision then
-stops at registering a meta kernel for `torchvision::nms`, an operator that is not defined, and transformers,
-which imports torchvision when it is installed, stops with it. Every other operator of torchvision is only
-looked up when it is called; so a definition of the two (a name and a schema, no kernel) is enough for all
-models that do not suppress boxes.
+Who imports torchvision needs the finder of torchvision_operators.py then, and all of these may import it. The
+user is told where a model of torchvision is asked for (`TorchvisionNote`), and by `outsize doctor`.
 """
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from importlib.machinery import PathFinder
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
+from typing import final
 
 import torch
 
+from outsize.capture.models import torchvision_operators
 from outsize.errors import ModelNotImportable
 
-_NMS_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_OPERATORS_WANTED_AT_IMPORT = ("nms", "qnms")
+
+@final
+class TorchvisionNote(UserWarning):
+    """Says that torchvision's compiled operators cannot be used."""
 
 
 def import_torchvision() -> ModuleType:
-    """Imports torchvision; warns once per process when its compiled part does not load.
+    """Imports torchvision; warns (TorchvisionNote) when its compiled part does not load.
 
     Raises ModelNotImportable when torchvision is not installed or does not import for another reason.
     """
-    _define_missing_operators()
-    return _import("torchvision", extra="vision")
+    package = import_package("torchvision", extra="vision")
+    unfit = unfit_torchvision()
+    if unfit is not None:
+        warnings.warn(f"{unfit}. Next: outsize doctor", TorchvisionNote, stacklevel=2)
+    return package
+
+
+def unfit_torchvision() -> str | None:
+    """Returns what does not work in a torchvision that is built for another torch; None where all does, or
+    there is none.
+    """
+    package = find_spec("torchvision")
+    if package is None or torchvision_operators.loads_compiled_part(package.submodule_search_locations or ()):
+        return None
+    return (
+        f"torchvision {version('torchvision')} is built for another torch than {torch.__version__}: its "
+        "models work, its compiled operators (nms, roi_align, deform_conv2d and the like) do not"
+    )
 
 
 def import_transformers() -> ModuleType:
-    """Imports transformers, after torchvision when that is installed, since transformers imports it.
+    """Imports transformers, which imports torchvision where that is installed.
 
     Raises ModelNotImportable when transformers is not installed or does not import.
     """
-    _define_missing_operators()
-    return _import("transformers", extra="hf")
+    return import_package("transformers", extra="hf")
 
 
 def import_peft() -> ModuleType:
@@ -55,7 +71,7 @@ def import_package(name: str, *, extra: str) -> ModuleType:
 
     Raises ModelNotImportable, which names the extra, when it is not installed or does not import.
     """
-    _define_missing_operators()
+    torchvision_operators.install()
     return _import(name, extra=extra)
 
 
@@ -69,41 +85,3 @@ def _import(name: str, *, extra: str = "") -> ModuleType:
             numbers=f"{type(error).__name__}: {error}",
             next_step=f"pip install 'outsize[{extra}]'" if extra else f"pip install {name}",
         ) from error
-
-
-def _define_missing_operators() -> None:
-    """Defines what `import torchvision` looks up and the compiled part lacks; does nothing the
-    second time.
-    """
-    package = find_spec("torchvision")
-    if package is None or _is_defined("nms"):
-        return
-    reason = _load_compiled_part(list(package.submodule_search_locations or ()))
-    if not reason:
-        return  # It has what its own import looks up; in torchvision 0.26 that is nms alone.
-    missing = [name for name in _OPERATORS_WANTED_AT_IMPORT if not _is_defined(name)]
-    for name in missing:
-        torch.library.define(f"torchvision::{name}", _NMS_SCHEMA)
-    if missing:
-        warnings.warn(
-            f"torchvision's compiled part does not load ({reason}); its models work, "
-            "its compiled operators (nms, roi_align, deform_conv2d and the like) do not",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-def _load_compiled_part(folders: list[str]) -> str:
-    """Loads `torchvision/_C` as torchvision itself will; returns '' or the reason why it does not load."""
-    library = PathFinder.find_spec("_C", folders)
-    if library is None or library.origin is None:
-        return "there is none"
-    try:
-        torch.ops.load_library(library.origin)
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def _is_defined(operator: str) -> bool:
-    return hasattr(torch.ops.torchvision, operator)

@@ -1,4 +1,4 @@
-"""Refuses a model that another library has already prepared to train over devices.
+"""Refuses a model that another library has already prepared to train over devices, or by each sample.
 
 Such a wrapper communicates in its own forward and backward, on all ranks at once. In a pipeline each rank has
 other stages, so a rank would wait in the backward for a call that the others never make. By what they hold:
@@ -6,6 +6,9 @@ other stages, so a rank would wait in the backward for a call that the others ne
     holds a process group, and all its weights belong to one child    DistributedDataParallel, FSDP, an engine
     has its weights divided by FSDP2                                   fully_shard
     copies the model to several devices at each call                   DataParallel
+
+Hooks that give a weight the gradient of each sample (`grad_sample`, of opacus and others) look at the
+backward of a whole batch through the whole model, and their optimizers read that in place of `grad`.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from outsize.run.moves.fsdp import is_fully_sharded
 def insist_on_unwrapped(model: nn.Module) -> None:
     """Raises BadOption for a model that is, or has within it, a wrapper which trains over devices by itself.
 
-    All ranks have the same model, so the error is the same on each of them.
+    So is one whose weights have a gradient for each sample. All ranks have the same model, so the error is
+    the same on each of them.
     """
+    _insist_on_summed_gradients(model)
     for fqn, module in model.named_modules():
         what = _own_parallelism(module)
         if what is not None:
@@ -33,6 +38,22 @@ def insist_on_unwrapped(model: nn.Module) -> None:
             )
             error.shared = True
             raise error
+
+
+def _insist_on_summed_gradients(model: nn.Module) -> None:
+    weights = dict(model.named_parameters())
+    by_sample = [name for name, weight in weights.items() if hasattr(weight, "grad_sample")]
+    if by_sample:
+        error = BadOption(
+            "hooks give the weights a gradient for each sample (grad_sample), and a pipeline sums those of a "
+            "microbatch, stage by stage",
+            numbers=f"{len(by_sample)} of {len(weights)} weights of the {type(model).__name__}, the first is "
+            f"{by_sample[0]}",
+            next_step="train without outsize where each sample has to be clipped (differential privacy), or "
+            "pass the model without these hooks; clip_norm=1.0 then clips the whole batch",
+        )
+        error.shared = True
+        raise error
 
 
 def _own_parallelism(module: nn.Module) -> str | None:

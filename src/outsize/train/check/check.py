@@ -7,7 +7,6 @@ numbers differ the verdict names the first unit whose numbers do.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 import warnings
@@ -273,9 +272,6 @@ def _over_processes(question: Question) -> TrainingSnapshot:
 
 
 def _launch(ranks: int, payload: Payload, folder: Path) -> None:
-    if "torchvision" in sys.modules:
-        # The worker must import it our way before it unpickles (capture/models/imports.py says why).
-        (folder / "torchvision").touch()
     try:
         torch.save(payload, folder / "question.pt")
     except Exception as error:

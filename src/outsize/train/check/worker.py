@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from outsize.capture.models.imports import import_torchvision
+from outsize.capture.models import torchvision_operators
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
@@ -31,10 +31,7 @@ SENDABLE = "define them at the top level of an importable module, or check in on
 
 def main(folder: Path) -> None:
     """Runs as `python -m outsize.train.check.worker FOLDER` under a launcher."""
-    if (folder / "torchvision").exists():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the process that asks has shown the warning
-            import_torchvision()
+    torchvision_operators.install()  # what is unpickled may import torchvision
     run_rank(_loaded(folder / "question.pt"), folder)
 
 

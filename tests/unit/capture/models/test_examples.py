@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outsize.capture.models.load import example, load
 from outsize.errors import BadOption, ExampleRejected
 
-pytestmark = pytest.mark.filterwarnings("ignore:torchvision's compiled part:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:torchvision .* is built for another torch")
 
 TINY = "num_hidden_layers=1&hidden_size=16&num_attention_heads=2&intermediate_size=16"
 SMALL = "d_model=16&encoder_layers=1&decoder_layers=1&encoder_attention_heads=2&decoder_attention_heads=2"

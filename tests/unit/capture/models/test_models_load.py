@@ -18,7 +18,7 @@ from outsize.capture.models.imports import import_transformers
 from outsize.capture.models.load import import_torchvision, load, parse_spec
 from outsize.errors import BadOption, ModelNotImportable, OutsizeError, UnknownModel
 
-pytestmark = pytest.mark.filterwarnings("ignore:torchvision's compiled part:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:torchvision .* is built for another torch")
 
 LLAMA = "transformers:LlamaConfig?num_hidden_layers=2&hidden_size=32&num_attention_heads=4&vocab_size=64"
 TINY = "num_hidden_layers=1&hidden_size=16&num_attention_heads=2&intermediate_size=16"
@@ -85,19 +85,21 @@ def test_a_spec_without_provider_is_sent_to_torchvision() -> None:
 # -- torchvision -----------------------------------------------------------------------------------
 
 
-def test_torchvision_imports_and_says_once_when_its_compiled_part_is_missing() -> None:
+def test_torchvision_imports_and_its_missing_part_is_said_where_its_models_are_asked_for() -> None:
     code = """
         import warnings
-        from outsize.capture.models.load import import_torchvision
-        from outsize.capture.models.imports import import_transformers
+        from outsize.capture.models.imports import TorchvisionNote, import_torchvision, import_transformers
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
+            transformers = import_transformers()
+            from transformers import ViTImageProcessor  # imports torchvision
+            ours = [w for w in seen if issubclass(w.category, TorchvisionNote | RuntimeWarning)]
+            assert not ours, ours
             models = import_torchvision().models
-            import_torchvision()
-            import_transformers()
         from torchvision.extension import _has_ops
-        ours = [w for w in seen if "compiled part does not load" in str(w.message)]
-        assert len(ours) == (0 if _has_ops() else 1), seen
+        words = [str(w.message) for w in seen if w.category is TorchvisionNote]
+        assert len(words) == (0 if _has_ops() else 1), seen
+        assert all("/" not in text and "Next: outsize doctor" in text for text in words), words
         assert "resnet50" in models.list_models()
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
