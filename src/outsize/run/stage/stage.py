@@ -17,8 +17,8 @@ checks of shapes, which hold by construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -33,9 +33,9 @@ from outsize.program.weight_lookup import weight_named
 from outsize.run.stage.base import Gradients, Result, RunnableStage
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
-from outsize.run.stage.no_share import zero_gradients, zeroed
 from outsize.run.stage.rng import Seed
 from outsize.run.stage.split_backward import Later, input_backward
+from outsize.run.stage.unchanged_weights import UnchangedWeights
 from outsize.run.transport.slots import identity
 
 Root = Tensor | GradientEdge
@@ -176,6 +176,7 @@ class StageExecutor(RunnableStage):
         self._written = _written_by_users(program, model)
         self._weights = _table_entries(program.weights, model)
         self._without_gradient: list[TableEntry] = []
+        self._unchanged = UnchangedWeights(model)
         self._saved: dict[int, BackwardEnds] = {}
         self._later: dict[int, list[Later]] = {}
         self._checked = False
@@ -214,12 +215,14 @@ class StageExecutor(RunnableStage):
     def begin(self, grad_scale: Tensor | None = None) -> None:
         self._grad_scale = grad_scale
         self._grad, self._casts = torch.is_grad_enabled(), bool(casting_devices())
-        trained = (entry for entry in self._weights if entry.tensor.requires_grad and entry.tensor.is_leaf)
+        trained = [entry for entry in self._weights if entry.tensor.requires_grad and entry.tensor.is_leaf]
         self._without_gradient = [entry for entry in trained if entry.tensor.grad is None]
+        self._unchanged.begin(entry.tensor for entry in trained if self._grad and entry not in self._written)
 
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], received: Sequence[Tensor], seed: Seed
     ) -> Result:
+        self._unchanged.insist()
         if self._kept is not None:
             self._kept.begin_forward()
         elif self._casts:
@@ -248,19 +251,21 @@ class StageExecutor(RunnableStage):
         return Result(sent, loss, exits[at + self.program.has_loss :])
 
     def backward(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+        self._unchanged.insist()
         saved = self._saved.pop(microbatch)
         roots, grads = self._roots(saved, weight, gradients)
         if roots:
-            with self._uncast(), self._share(weight):
+            with self._uncast(), self._share(weight), self._unchanged.looking():
                 run_backward(roots, grads)
         self._own_new_gradients()
         return saved.sink if weight else zeroed(saved.sink)
 
     def backward_input(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+        self._unchanged.insist()
         saved = self._saved.pop(microbatch)
         roots, grads = self._roots(saved, weight, gradients)
         if roots:
-            with self._uncast(), self._share(weight):
+            with self._uncast(), self._share(weight), self._unchanged.looking():
                 # Recomputed activations would be computed again for each weight, and offloaded ones would
                 # stay longer. Hooks that make gradients zero hold for this call alone.
                 whole = self._again is not None or self._saving is not None or not weight
@@ -269,7 +274,7 @@ class StageExecutor(RunnableStage):
         return saved.sink if weight else zeroed(saved.sink)
 
     def backward_weight(self, microbatch: int) -> None:
-        with self._uncast():
+        with self._uncast(), self._unchanged.looking():
             for later in self._later.pop(microbatch, ()):
                 later.run()
         self._own_new_gradients()
@@ -385,6 +390,27 @@ class StageExecutor(RunnableStage):
                     next_step="outsize check MODEL, which names the unit",
                 )
         self._checked = True
+
+
+@contextmanager
+def zero_gradients(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Within the block a backward accumulates zeros into these weights, where it reaches them.
+
+    It is the backward of a microbatch without a share in the loss: a masked mean over nothing is 0 / 0, so
+    its loss is NaN, and a backward that begins with a gradient of 0 gives NaN times 0. In the undivided batch
+    the same samples have gradients of zero.
+    """
+    hooks = [weight.register_hook(torch.zeros_like) for weight in weights if weight.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def zeroed(gradients: Gradients) -> Gradients:
+    """Returns zeros in place of each gradient that there is."""
+    return {key: None if g is None else torch.zeros_like(g) for key, g in gradients.items()}
 
 
 def _written_by_users(program: StageProgram, model: nn.Module) -> list[TableEntry]:

@@ -25,8 +25,8 @@ from outsize.errors import ReplayMismatch
 from outsize.program.replaying.modes import outside_autocast
 from outsize.program.replaying.replay import insist
 from outsize.program.tape import Instruction, Tape
-from outsize.run.stage.no_share import zero_gradients
 from outsize.run.stage.rng import Seed, borrowed_generators
+from outsize.run.stage.stage import zero_gradients
 from outsize.train.batch.batch import Batch
 
 Visit = Callable[[Instruction, Any], None]

@@ -35,6 +35,7 @@ from outsize.run.by_module.run import OwnedRun
 from outsize.run.interpreter.trace import Marks
 from outsize.run.stage.kept_casts import KeptCasts
 from outsize.run.stage.rng import Seed, seeder
+from outsize.run.stage.unchanged_weights import UnchangedWeights
 from outsize.run.weights.placement import Placement, placement_of_modules
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.checks import insist_on_gradient, insist_on_model, insist_on_values
@@ -75,6 +76,7 @@ class ByModules(Executor):
         self._loss_fn, self._seed = options.loss_fn, options.seed
         self._is_summed = options.counting == "sum"
         self._grad_scale: Tensor | None = None
+        self._unchanged = UnchangedWeights(model)
         self._kept = KeptCasts()
         self._kept.add("model", model.parameters)
         self._is_casting = False
@@ -158,6 +160,8 @@ class ByModules(Executor):
     ) -> tuple[Tensor | None, tuple[tuple[int, Tensor], ...], list[Any]]:
         total: Tensor | None = None
         losses, outputs = [], []
+        trained = (p for p in self._model.parameters() if p.requires_grad and torch.is_grad_enabled())
+        self._unchanged.begin(trained)
         for piece in pieces:
             part, number = parts[piece.part].mapped(self._crew.here), piece.number
             with _rewording_errors(self._model, run):
@@ -180,6 +184,7 @@ class ByModules(Executor):
         self, number: int, part: Batch, seed: Seed, run: OwnedRun | None
     ) -> tuple[Any, Tensor | None]:
         start = time.perf_counter()
+        self._unchanged.insist()
         if self._is_casting:
             self._kept.begin_forward()
         seed(0)
@@ -195,7 +200,7 @@ class ByModules(Executor):
         insist_on_gradient(loss)
         assert loss is not None
         start = time.perf_counter()
-        with outside_autocast(forgets=not self._kept.keeps):
+        with outside_autocast(forgets=not self._kept.keeps), self._unchanged.looking():
             weighted = loss * weight
             if self._grad_scale is not None:
                 weighted = weighted * self._grad_scale.to(loss.device)
