@@ -68,7 +68,10 @@ def models() -> Iterator[tuple[str, Any, Any]]:
     """Yields name, class and config class, one of each config: the first of outsize's heads that knows it."""
     for kind in sorted(set(transformers.CONFIG_MAPPING.values()), key=lambda kind: kind.__name__):
         for head in HEADS:
-            known = getattr(transformers, head.auto)._model_mapping.get(kind, ())
+            try:
+                known = getattr(transformers, head.auto)._model_mapping.get(kind, ())
+            except ValueError:  # transformers lists a class that it does not have
+                continue
             classes = known if isinstance(known, tuple) else (known,)
             if classes:
                 yield classes[0].__name__, classes[0], kind

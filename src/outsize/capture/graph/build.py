@@ -24,6 +24,7 @@ from outsize.ir.units.names import prefixes
 from outsize.program.liveness import last_reads, legal_cuts, live, replicable
 from outsize.program.loss_in_pieces.rewrite import in_pieces
 from outsize.program.tape import Instruction, Tape
+from outsize.program.values.wrapper_tensors import stored_bytes
 
 
 @final
@@ -138,7 +139,7 @@ def _units(
             name=name,
             kind=_kind(anchor, modules),
             parameters=tuple(dict.fromkeys(p for i in group for p in i.parameters())),
-            buffer_bytes=sum(_nbytes(model.get_buffer(b)) for b in buffers),
+            buffer_bytes=sum(stored_bytes(model.get_buffer(b)) for b in buffers),
             **costs.of(group),
         )
         units.append(unit)
@@ -212,7 +213,7 @@ def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
             names=tuple(names[key]),
             shape=tuple(t.shape),
             dtype=str(t.dtype).removeprefix("torch."),
-            size_bytes=_nbytes(t),
+            size_bytes=stored_bytes(t),
             trainable=t.requires_grad,
         )
         for key, t in tensors.items()
@@ -227,10 +228,6 @@ def _with_outer(parameters: tuple[Parameter, ...], units: Sequence[Unit]) -> tup
     last = next((u.parameters for u in reversed(units) if u.parameters), ())
     outer = lookups.union(last)
     return tuple(p if outer.isdisjoint(p.names) else p.model_copy(update={"outer": True}) for p in parameters)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
 
 
 def fingerprint_of(model: nn.Module, parameters: tuple[Parameter, ...], units: tuple[Unit, ...]) -> str:

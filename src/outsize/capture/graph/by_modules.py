@@ -30,6 +30,7 @@ from outsize.ir.graph import ModelGraph, Unit, Value
 from outsize.program.replaying.modes import current_modes
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves, tensors_in, with_copied_tensors
+from outsize.program.values.wrapper_tensors import stored_bytes
 
 # Broadcasts cost time, but uneven stages cost more: a unit has at most this share of all weights.
 _LARGEST = 1 / 16
@@ -217,4 +218,4 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _nbytes(leaf: Any) -> int:
-    return leaf.numel() * leaf.dtype.itemsize if isinstance(leaf, Tensor) else 0
+    return stored_bytes(leaf) if isinstance(leaf, Tensor) else 0

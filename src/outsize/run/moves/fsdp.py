@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from outsize.device.readback import launched_to
 from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.program.values.wrapper_tensors import is_wrapper
 from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
 from outsize.schedules.sharded import with_gathers
@@ -242,8 +243,12 @@ class _ForwardingTable(nn.Module):
 
 
 def may_be_sharded(weight: Tensor) -> bool:
-    """Returns whether FSDP2 can shard a tensor: it divides the first dim of contiguous parameters."""
-    return isinstance(weight, nn.Parameter) and weight.ndim > 0 and weight.is_contiguous()
+    """Returns whether FSDP2 can shard a tensor: it divides the first dim of contiguous parameters.
+
+    Codes and scales of a quantized one have dims of their own.
+    """
+    plain = isinstance(weight, nn.Parameter) and not is_wrapper(weight)
+    return plain and weight.ndim > 0 and weight.is_contiguous()
 
 
 def _grouped_names(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
+from outsize.program.values.wrapper_tensors import WrapperStructure, is_wrapper, plain_parts
 
 # Properties and methods that need no values.
 _PROPERTIES: Final = (
@@ -65,6 +66,7 @@ class FreedBuffer(Tensor):
 
     _weight_name: str
     _where: str
+    _structure: WrapperStructure | None
     __deepcopy__ = _copied
 
     @classmethod
@@ -78,6 +80,7 @@ class FreedParameter(nn.Parameter):
 
     _weight_name: str
     _where: str
+    _structure: WrapperStructure | None
     __deepcopy__ = _copied
 
     @classmethod
@@ -90,12 +93,30 @@ FreedWeight = FreedBuffer | FreedParameter
 
 def freed(weight: Tensor, name: str, where: str) -> Tensor:
     """Returns what stands for a weight that `where` (`rank 1`) keeps; attributes of a parameter stay."""
-    empty = torch.empty_like(weight, device="meta", requires_grad=False)
+    structure = WrapperStructure.of(weight) if is_wrapper(weight) else None
+    empty = (
+        torch.empty_like(weight, device="meta", requires_grad=False) if structure is None else structure.twin
+    )
     kind = FreedParameter if isinstance(weight, nn.Parameter) else FreedBuffer
     made = torch.Tensor._make_subclass(kind, empty, weight.requires_grad)
-    vars(made).update(vars(weight) if isinstance(weight, nn.Parameter) else {})
-    made._weight_name, made._where = name, where
+    inner = {} if structure is None or structure.inner is None else structure.inner
+    kept = vars(weight) if isinstance(weight, nn.Parameter) else {}
+    vars(made).update({key: value for key, value in kept.items() if key not in inner})
+    made._weight_name, made._where, made._structure = name, where, structure
     return made
+
+
+def structure_of(weight: Tensor) -> WrapperStructure | None:
+    """Returns how a weight is made of other tensors, freed or not; None for a plain one."""
+    if isinstance(weight, FreedWeight):
+        return weight._structure
+    return WrapperStructure.of(weight) if is_wrapper(weight) else None
+
+
+def parts_of(weight: Tensor) -> dict[str, Tensor]:
+    """Returns the plain tensors of which a weight is made, by their path in it; of a freed one on meta."""
+    structure = structure_of(weight) if isinstance(weight, FreedWeight) else None
+    return plain_parts(weight) if structure is None else structure.twins()
 
 
 def bare(weight: Tensor) -> Tensor:

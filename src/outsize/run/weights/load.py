@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from outsize.errors import BadWeights
 from outsize.run.stage.rng import borrowed_generators, seeder
 from outsize.run.weights.dequantized import DequantizedWeights, insist_on_values
+from outsize.run.weights.freed import structure_of
 from outsize.run.weights.ownership import like, places, replace
 from outsize.run.weights.pretrained_names import PretrainedWeights, is_pretrained
 from outsize.run.weights.source import TensorPart, WeightSource, copy_weight, few
@@ -66,6 +67,7 @@ def load_weights(
     described = files.described(saved_name.values())
     _insist_on_shapes(files, saved_name, wanted, described)
     pairs = {first: (described[name].dtype, tensors[first].dtype) for first, name in saved_name.items()}
+    _refuse_wrappers({first: tensors[first] for first in saved_name})
     known = {name for names in aliases.values() for name in names}
     insist_on_values(files, {name: tensors[first].dtype for first, name in saved_name.items()}, known)
     dtypes = Counter(pair for pair in pairs.values() if pair[0] != pair[1])
@@ -123,6 +125,17 @@ def _insist_on_shapes(
             numbers=f"{list(shapes[saved_name[first]])} in the file, {list(wanted[first])} in the model; "
             f"{len(wrong)} such weights",
             next_step="build the model with the config of the weights",
+        )
+
+
+def _refuse_wrappers(tensors: Mapping[str, Tensor]) -> None:
+    """Raises BadWeights for weights of the model that are made of other tensors: which, no file says."""
+    made = [name for name, tensor in tensors.items() if structure_of(tensor) is not None]
+    if made:
+        raise BadWeights(
+            f"{made[0]} is quantized in the model ({type(tensors[made[0]]).__name__}), and files have values",
+            numbers=f"{len(made)} such weights",
+            next_step="load the values first, and quantize the model then; weights= is not needed for it",
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from outsize.device.accelerators import is_accelerator
 from outsize.program.tree import map_leaves
+from outsize.program.values.wrapper_tensors import is_wrapper
 from outsize.run.stage.cut import Cut
 from outsize.run.weights.freed import FreedWeight, freed, still_freed
 
@@ -84,7 +85,8 @@ def like(old: Tensor, values: Tensor) -> Tensor:
     if not isinstance(old, nn.Parameter):
         return values
     made = nn.Parameter(values, requires_grad=old.requires_grad)
-    vars(made).update(vars(old))
+    inner = vars(made).keys() if is_wrapper(values) else ()  # codes and scales, which are those of `values`
+    vars(made).update({name: value for name, value in vars(old).items() if name not in inner})
     return made
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from outsize.capture.recording.fallbacks import LossFn, record
 from outsize.ir.plan import BatchNormMode
 from outsize.program.tape import Tape
+from outsize.program.values.wrapper_tensors import is_wrapper, plain_parts
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
@@ -183,11 +184,17 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
     """Returns 0 for equal bits (NaN equals NaN), else the largest absolute difference, never 0."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return math.inf
+    if is_wrapper(a) or is_wrapper(b):
+        return _difference_of_parts(plain_parts(a), plain_parts(b))
     a, b = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))  # sparse: equal as matrices
     if torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all()):
         return 0.0
     gap = (a.cpu().double() - b.cpu().double()).abs()  # A device may have no float64.
     return float(torch.nan_to_num(gap, nan=math.inf).max()) or 5e-324
+
+
+def _difference_of_parts(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return max((difference(a.get(path), b.get(path)) for path in {**a, **b}), default=0.0)
 
 
 def relative_difference(reference: TrainingSnapshot, split_run: TrainingSnapshot) -> float:

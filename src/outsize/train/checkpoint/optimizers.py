@@ -23,6 +23,7 @@ from torch import Tensor
 
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
+from outsize.program.values.wrapper_tensors import is_wrapper
 from outsize.run.tensor_parallel.collectives import divided_like, local_of
 from outsize.train.checkpoint.optimizer_documents import (
     HOW,
@@ -93,7 +94,7 @@ class NamedOptimizer:
         for name, entries in apart.entries.items():
             tensors, states[name] = dict[str, Tensor](), Facts()
             for key, value in _flattened(entries):
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and not is_wrapper(value):
                     tensors[key] = value
                 else:
                     states[name][key] = written(value, key, tensors)
@@ -143,7 +144,7 @@ class NamedOptimizer:
         division = self._held.division(name) if state.ndim else None
         is_whole = weight is local_of(weight) or state is not local_of(state) or state.shape == weight.shape
         is_divided = division is None or _goes_along(state.shape, weight.shape, division.share.dim)
-        if state.ndim and not (is_whole and is_divided):
+        if state.ndim and not (is_whole and is_divided and not is_wrapper(local_of(state))):
             raise BadOption(
                 f"{key!r} of {name} follows from this rank's part of the weight; other layouts have others",
                 numbers=f"state {list(state.shape)}, part {list(weight.shape)}",

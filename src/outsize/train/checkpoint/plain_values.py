@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import BadOption
+from outsize.program.values.wrapper_tensors import is_wrapper
 
 Special = Callable[[Any, str], Any]
 Words = Mapping[str, Callable[[Any], Any]]
@@ -62,6 +64,8 @@ def written(value: Any, place: str, tensors: dict[str, Tensor], special: Special
         return value
     if isinstance(value, float | bytes | torch.dtype | torch.Size):
         return _word(value)
+    if isinstance(value, Tensor) and is_wrapper(value):
+        return _written_wrapper(value, place, tensors, special)
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return _stored(value, place, tensors)
     if type(value) in (dict, OrderedDict, Counter, defaultdict):
@@ -101,6 +105,34 @@ def _stored(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     return {word: name}
 
 
+def _written_wrapper(value: Any, place: str, tensors: dict[str, Tensor], special: Special | None) -> Any:
+    """Returns a tensor that is made of others: its class, the context of torch's protocol, and the others."""
+    names, context = value.__tensor_flatten__()
+    kind = type(value)
+    inner = {n: written(getattr(value, n), f"{place}.{n}", tensors, special) for n in names}
+    facts = {"class": f"{kind.__module__}:{kind.__qualname__}", "inner": inner}
+    facts["context"] = written(context, place, tensors, special)
+    return {"$wrapper": {**facts, "size": list(value.shape), "stride": list(value.stride())}}
+
+
+def _made_wrapper(facts: Mapping[str, Any], tensor_of: Callable[[str], Tensor], words: Words) -> Tensor:
+    """Returns the tensor of `_written_wrapper`. Raises BadOption where its class is not imported.
+
+    A class is only looked up among those of this process: a file cannot have one imported.
+    """
+    module, _, name = str(facts["class"]).partition(":")
+    kind: Any = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")):
+        raise BadOption(
+            f"the checkpoint has a tensor of the class {module}.{name}, which this process does not know",
+            next_step=f"import {module}, in the version that saved it",
+        )
+    inner = {n: read(part, tensor_of, words) for n, part in facts["inner"].items()}
+    context = read(facts["context"], tensor_of, words)
+    unflatten: Any = kind.__tensor_unflatten__  # pyright: ignore[reportAttributeAccessIssue]
+    return unflatten(inner, context, torch.Size(facts["size"]), tuple(facts["stride"]))
+
+
 def _written_items(
     items: Iterable[Any], place: str, tensors: dict[str, Tensor], special: Special | None
 ) -> list[Any]:
@@ -138,6 +170,8 @@ def read(value: Any, tensor_of: Callable[[str], Tensor], words: Words = _NO_WORD
         return words[word](part)
     if word in _SINGLES:
         return _SINGLES[word](part, tensor_of)
+    if word == "$wrapper":
+        return _made_wrapper(part, tensor_of, words)
     if word == "$deque":
         return deque((read(item, tensor_of, words) for item in part[1]), maxlen=part[0])
     if word[1:] in _KINDS:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from outsize.errors import BadWeights, ModelMismatch
 from outsize.run.tensor_parallel.collectives import local_of
 from outsize.run.weights.dequantized import DequantizedWeights, insist_on_values
-from outsize.run.weights.freed import FreedWeight
+from outsize.run.weights.freed import FreedWeight, parts_of
 from outsize.run.weights.load import saved_names
 from outsize.run.weights.ownership import places
 from outsize.run.weights.source import WeightSource
@@ -132,9 +132,10 @@ class HeldWeights:
         """Returns the parts of all weights whose values are on this rank."""
         names = self.names()
         return [
-            HeldPart(names[name], tensor, self.placed(name, tensor, self.division(name)))
+            HeldPart(full, part, self.placed(name, part, self.division(name)))
             for name, tensor in self.tensors().items()
             if not isinstance(tensor, FreedWeight)
+            for full, part in _parts(names[name], tensor).items()
         ]
 
     def names(self) -> dict[str, str]:
@@ -145,7 +146,11 @@ class HeldWeights:
     def shapes(self) -> dict[str, Sizes]:
         """Returns the shape of each whole weight, under its name in a checkpoint; the same on all ranks."""
         names = self.names()
-        return {names[n]: located(tensor, self.division(n)).shape for n, tensor in self.tensors().items()}
+        return {
+            full: located(part, self.division(name)).shape
+            for name, tensor in self.tensors().items()
+            for full, part in _parts(names[name], tensor).items()
+        }
 
     def insist_on_model(self, saved: CheckpointTensors, where: str) -> None:
         """Raises ModelMismatch where the checkpoint is of a model with other names or shapes."""
@@ -252,6 +257,11 @@ class CheckpointWeights:
     def box(self, name: str, offsets: Sizes | None = None, sizes: Sizes | None = None) -> Tensor:
         """Returns a box of a weight, or all of it, on the CPU."""
         return self._saved.read(f"{MODEL}/{name}", offsets, sizes)
+
+
+def _parts(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Returns a weight by its name in a checkpoint; one that is made of others (codes, scales) as these."""
+    return {f"{name}#{path}" if path else name: part for path, part in parts_of(weight).items()}
 
 
 def _shape(sizes: Sizes | None) -> str:

@@ -13,9 +13,10 @@ from typing import cast
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outsize.errors import BadOption
+from outsize.errors import BadOption, BadWeights
 from outsize.run.checkpoint.write import said
 from outsize.run.tensor_parallel.collectives import full_of
+from outsize.run.weights.freed import parts_of, structure_of
 from outsize.run.weights.ownership import places
 from outsize.run.weights.save import ShardWriter, shards
 from outsize.train.crew.crew import Crew
@@ -60,6 +61,7 @@ def save(
             next_step=f"to='{folder.stem}', or torch.save(engine.full_state_dict(), ...) for one file",
         )
     fetch, tensors = _fetcher(model, homes, crew, ranks), _once(model)
+    _refuse_wrappers(tensors)
     parts = shards(tensors if ranks is None else ranks.shown(tensors), limit)
     writer = ShardWriter(folder, parts) if crew.global_rank == 0 else None
     try:
@@ -81,6 +83,19 @@ def save(
         dist.barrier(group=crew.mesh.group.host)  # every rank waits until rank 0 has written the files
 
 
+def _refuse_wrappers(tensors: Mapping[str, Tensor]) -> None:
+    """Raises BadWeights for tensors that are made of others, for which safetensors has no word."""
+    made = {name: structure for name, t in tensors.items() if (structure := structure_of(t)) is not None}
+    if made:
+        first, structure = next(iter(made.items()))
+        kind = "" if structure.kind is None else structure.kind.__name__
+        raise BadWeights(
+            f"{first} is a {kind}, which safetensors does not hold",
+            numbers=f"{len(made)} such weights",
+            next_step="torch.save(engine.full_state_dict(), 'model.pt'); engine.save(FOLDER) to go on later",
+        )
+
+
 def _once(model: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors of the state dict under their first names."""
     named_by_id: dict[int, tuple[str, Tensor]] = {}
@@ -95,6 +110,11 @@ def _fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: Divi
 
     def fetch(tensor: Tensor) -> Tensor | None:
         name = names.get(id(tensor), "")
+        structure = structure_of(tensor)
+        if structure is not None:
+            fetched = {path: crew.fetch(part, homes.get(name, 0)) for path, part in parts_of(tensor).items()}
+            found = {path: part for path, part in fetched.items() if part is not None}
+            return structure.built(found) if len(found) == len(fetched) else None
         value = crew.fetch(full_of(tensor), homes.get(name, 0))
         return value if value is None or ranks is None else ranks.gathered(name, value)
 

@@ -18,6 +18,7 @@ from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.program.values.shared_storage import overlapping
+from outsize.program.values.wrapper_tensors import plain_parts
 from outsize.run.by_module.broadcast import Exchange
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.moves.fsdp import may_be_sharded
@@ -76,8 +77,9 @@ class Ownership:
         move_weights(self._model, {n: d for n, d in self._devices().items() if wanted(n)})
         used = [(self.of_experts(name), tensor) for name, tensor in self.used() if wanted(name)]
         for of_experts in (False, True):
-            own = (tensor for kind, tensor in used if kind is of_experts)
-            self._crew.replicas.spread(own, of_experts=of_experts)
+            own = [tensor for kind, tensor in used if kind is of_experts]
+            parts = (part for tensor in own for part in plain_parts(tensor).values())
+            self._crew.replicas.spread(parts, of_experts=of_experts)
 
     def _to_shard(self) -> dict[str, int]:
         """Returns the stage of each weight that this rank owns and a program uses; the rest is not

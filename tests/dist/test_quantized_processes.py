@@ -1,0 +1,57 @@
+"""Weights that are made of codes and scales over two ranks: trained, gathered, saved, and gone on with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("parity", "unit"))
+
+from coded_tensors import Coded, network
+from forked import on_ranks
+
+import outsize
+from outsize.program.values.wrapper_tensors import plain_parts
+from outsize.train.engine.engine import Engine
+
+pytestmark = pytest.mark.dist
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def engine_of(**options: Any) -> Engine:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.5)
+
+    loss = {"target": X, "loss_fn": F.mse_loss, "microbatches": 2}
+    return outsize.parallelize(network(), (X,), optimizer=sgd, **loss, **options)
+
+
+def trained(root: Path, group: dist.ProcessGroup) -> tuple[list[float], dict[str, Any]]:
+    engine = engine_of(stages=2)
+    engine.step(X, target=X)
+    engine.save(root)
+    losses = [float(engine.step(X, target=X).loss) for _ in range(2)]
+    state = engine.full_state_dict()
+    coded = {name: plain_parts(tensor) for name, tensor in state.items() if isinstance(tensor, Coded)}
+    return losses, coded
+
+
+def test_two_ranks_train_and_save_what_one_process_does(tmp_path: Path) -> None:
+    ranks = on_ranks(tmp_path, 2, lambda group: trained(tmp_path / "run", group))
+    alone = engine_of(stages=2)
+    alone.step(X, target=X)
+    losses = [float(alone.step(X, target=X).loss) for _ in range(2)]
+    assert [found[0] for found in ranks] == [losses, losses]
+    wanted = {n: plain_parts(t) for n, t in network().state_dict().items() if isinstance(t, Coded)}
+    assert ranks[0][1].keys() == wanted.keys() == {"2.weight", "4.weight"}
+    for name, parts in wanted.items():
+        assert all(torch.equal(part, ranks[0][1][name][path]) for path, part in parts.items())
+    assert ranks[1][1] == {}
+    again = engine_of(stages=1, resume=tmp_path / "run")
+    assert [float(again.step(X, target=X).loss) for _ in range(2)] == losses
