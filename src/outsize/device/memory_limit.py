@@ -22,6 +22,14 @@ def device_bytes(device: torch.device) -> int:
     return properties(device).memory_bytes if is_accelerator(device) else psutil.virtual_memory().total
 
 
+def free_bytes(device: torch.device) -> int:
+    """Returns what is free of an accelerator's device, or of the host, kept memory of torch included."""
+    if not is_accelerator(device):
+        return psutil.virtual_memory().available
+    free, _ = torch.accelerator.get_memory_info(device)
+    return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+
+
 def limit_memory(device: torch.device, limit_bytes: int) -> bool:
     """Lets this process have so many bytes of the device; returns whether anything here can hold it to that.
 

@@ -142,7 +142,7 @@ class OutsizeStrategy(RankStrategy):
                 (batch,),
                 loss_fn=loss_in,
                 counting="sum",
-                optimizer=self._parts.keep if self._parts and self.optimizers else None,
+                optimizer=self._parts if self._parts and self.optimizers else None,
                 **options,
             )
         engine.steps = trainer.global_step

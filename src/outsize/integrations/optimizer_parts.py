@@ -6,14 +6,37 @@ rank 0 has parameters 0 1 2   state 0 1 2           rank 1 has 3 4 5: state 0 1 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, count
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch import nn
 from torch.optim import Optimizer
 
 from outsize.run.transport.control_messages import gather_values
+
+_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@final
+class _Together:
+    """Optimizers that step one after the other."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+        self.state = {weight: state for each in optimizers for weight, state in each.state.items()}
+
+    def step(self) -> None:
+        """Steps all of them."""
+        for each in self._optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of all."""
+        for each in self._optimizers:
+            each.zero_grad()
 
 
 @final
@@ -31,6 +54,30 @@ class OptimizerParts:
     def names(self, number: int) -> list[str]:
         """Returns the names of an optimizer's parameters on all ranks, in its order."""
         return list(chain(*self._names[number]))
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Returns the first optimizer, as a factory of an engine."""
+        return self.keep(parameters)
+
+    def tried(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """Returns copies of the optimizers over these parameters, which the module has now, without states.
+
+        An engine tries them on small weights; the optimizers themselves stay as they are.
+        """
+        own, now = {id(p) for p in parameters}, dict(self._module.named_parameters())
+        copies = list[Optimizer]()
+        for optimizer, names_of_groups in zip(self.optimizers, self._names, strict=True):
+            copied = type(optimizer).__new__(type(optimizer))
+            vars(copied).update(
+                {k: v for k, v in vars(optimizer).items() if k != "step"}
+            )  # a schedule wraps that of the original
+            vars(copied).update({key: OrderedDict[int, Any]() for key in _HOOKS}, state=defaultdict(dict))
+            copied.param_groups = [
+                {**group, "params": [now[name] for name in names if id(now.get(name)) in own]}
+                for group, names in zip(optimizer.param_groups, names_of_groups, strict=True)
+            ]
+            copies.append(copied)
+        return copies[0] if len(copies) == 1 else _Together(copies)
 
     def keep(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Returns the first optimizer; all of them now have these parameters only, and their states."""

@@ -130,7 +130,8 @@ class Trainer(transformers.Trainer, ABC):
             try:
                 return super().create_optimizer()
             finally:
-                self.model = whole
+                # The engine asks for several optimizers, and tries all but the last on small weights.
+                self.model, self.optimizer = whole, None
         groups: Any = getattr(self.optimizer, "param_groups", ())
         given = (p for group in groups for p in group["params"])
         if not {id(parameter) for parameter in given} <= own:

@@ -114,7 +114,7 @@ class HostOptimizerStep:
         around = _dropping(parameters)
         if self.speculation is not None:
             around = self.speculation.trying(optimizer, parameters)
-        with outside_autocast(), around, _only(optimizer, parameters):
+        with outside_autocast(), around, only(optimizer.param_groups, parameters):
             optimizer.step()
         if self._files is not None:
             states = (value for p in parameters for value in optimizer.state.get(p, {}).values())
@@ -164,6 +164,20 @@ def steps_in_parts(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Leaves out the hooks that torch calls around the step of every optimizer."""
+    tables: tuple[Any, ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    known = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, known, strict=True):
+            table.update(hooks)
+
+
+@contextmanager
 def _dropping(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Drops the gradients even if the step fails, since the next stage uses their memory."""
     try:
@@ -174,13 +188,14 @@ def _dropping(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def only(groups: Sequence[dict[str, Any]], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Leaves these parameters alone in an optimizer's groups."""
     chosen = {id(p) for p in parameters}
-    groups: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
+    known: list[list[nn.Parameter]] = [group["params"] for group in groups]
     try:
-        for group in optimizer.param_groups:
+        for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in chosen]
         yield
     finally:
-        for group, whole in zip(optimizer.param_groups, groups, strict=True):
+        for group, whole in zip(groups, known, strict=True):
             group["params"] = whole

@@ -54,7 +54,7 @@ from outsize.train.checkpoint.loaders import CountedLoader
 from outsize.train.checkpoint.module_states import ModuleStates, merged_states, restore_modules
 from outsize.train.checkpoint.optimizer_documents import groups_of
 from outsize.train.checkpoint.optimizer_trial import MakeOptimizer, insist_on_resumable
-from outsize.train.checkpoint.optimizers import NamedOptimizer, is_of_layout, merged
+from outsize.train.checkpoint.optimizers import NamedOptimizer, WholeWeights, is_of_layout, merged
 from outsize.train.checkpoint.plain_values import read, written
 from outsize.train.checkpoint.weights import (
     MODEL,
@@ -97,11 +97,13 @@ class RunSettings:
 class Moment:
     """Where a run is: the steps that it has taken, and the engine's optimizer.
 
-    `has_weights` says whether a save holds the weights as well.
+    `whole` are the weights that it steps, where these are not the model's own parameters. `has_weights` says
+    whether a save holds the weights as well.
     """
 
     steps: int
     optimizer: Optimizer | None
+    whole: WholeWeights | None = None
     has_weights: bool = True
 
 
@@ -184,7 +186,7 @@ class Checkpoints:
     ) -> tuple[WrittenSave, list[Chunk]]:
         """Returns a folder that is to be written, and what this rank writes there."""
         group, rank = self._group, self._held.crew.global_rank
-        optimizers, tensors = self._optimizers(moment.optimizer), dict[str, Tensor]()
+        optimizers, tensors = self._optimizers(moment), dict[str, Tensor]()
         parts = self._held.parts() if moment.has_weights else []
         cards = shared_facts(group, lambda: self._card(moment, optimizers, parts, tensors))
         modules = ModuleStates(self._held)
@@ -213,8 +215,10 @@ class Checkpoints:
         """Waits until the last save is on the disk; raises what it raised."""
         self._background.finish()
 
-    def _optimizers(self, own: Optimizer | None) -> dict[str, NamedOptimizer]:
-        found = {} if own is None else {OWN: NamedOptimizer(own, self._held, OWN)}
+    def _optimizers(self, moment: Moment) -> dict[str, NamedOptimizer]:
+        own, found = moment.optimizer, dict[str, NamedOptimizer]()
+        if own is not None:
+            found[OWN] = NamedOptimizer(own, moment.whole or self._held, OWN)
         for name, each in self._attached.objects.items():
             if isinstance(each, Optimizer):
                 found[f"{OWN}s/{name}"] = NamedOptimizer(each, self._held, f"{OWN}s/{name}")
@@ -231,8 +235,11 @@ class Checkpoints:
 
         It adds the states of optimizers to `parts`, and the tensors of attached objects to `tensors`.
         """
+        if moment.whole is not None:
+            insist_on_no_gradients(moment.whole.parts())
+        elif moment.optimizer is not None:
+            insist_on_no_gradients(p for group in groups_of(moment.optimizer) for p in group["params"])
         if moment.optimizer is not None:
-            insist_on_no_gradients(moment.optimizer)
             self._try_optimizer()
         self._warn_of_schedulers(moment.optimizer)
         facts = {name: optimizer.facts() for name, optimizer in optimizers.items()}
@@ -313,21 +320,21 @@ class Checkpoints:
     # -- going on ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def restore(self, saved: CheckpointReader, optimizer: Optimizer | None) -> int:
+    def restore(self, saved: CheckpointReader, moment: Moment) -> int:
         """Sets weights, optimizer, scaler, generators and positions to what was saved; returns the steps.
 
         All ranks call this together. Raises ModelMismatch, BadCheckpoint, BadOption.
         """
         self._background.finish()
-        shared_facts(self._group, lambda: self._restore(saved, optimizer))
+        shared_facts(self._group, lambda: self._restore(saved, moment))
         self._note(saved)
         return saved.values["steps"]
 
-    def _restore(self, saved: CheckpointReader, optimizer: Optimizer | None) -> None:
-        values, settings = saved.values, self._settings
+    def _restore(self, saved: CheckpointReader, moment: Moment) -> None:
+        values, settings, optimizers = saved.values, self._settings, self._optimizers(moment)
         if values.get("weights", True):
             self._held.insist_on_model(saved, str(saved.folder))
-        for name, each in self._optimizers(optimizer).items():
+        for name, each in optimizers.items():
             if name in values["optimizers"]:
                 each.insist_on_class(values["optimizers"][name])
         if values.get("weights", True):
@@ -335,8 +342,8 @@ class Checkpoints:
                 part.fill(saved)
         restore_modules(self._held.model, values.get("modules", {}), saved)
         self._resumed, self._restored = saved, []
-        if optimizer is not None:
-            self._restore_optimizer(NamedOptimizer(optimizer, self._held, OWN), OWN)
+        if OWN in optimizers:
+            self._restore_optimizer(optimizers[OWN], OWN)
         if settings.scaler is not None and values["scaler"]:
             settings.scaler.load_state_dict(read(values["scaler"], saved.read))
         self._restore_generators(saved)
@@ -527,9 +534,8 @@ def insist_on_keep(keep: int | None) -> None:
         raise BadOption(f"keep={keep} would keep no checkpoint", next_step="keep=1, or None for all")
 
 
-def insist_on_no_gradients(optimizer: Optimizer) -> None:
+def insist_on_no_gradients(weights: Iterable[Tensor]) -> None:
     """Raises BadOption where gradients are accumulated for a step that is not yet taken."""
-    weights = (p for group in groups_of(optimizer) for p in group["params"])
     grads = (weight.grad for weight in weights if weight.grad is not None)
     if any(bool(local_of(grad).count_nonzero()) for grad in grads):
         raise BadOption(

@@ -46,7 +46,10 @@ _TORCHS_FORM: Final = {"$level": {"place": TOP, "others": {}, "rest": {}}}
 
 
 class NamedWeights(Protocol):
-    """The weights of one rank, as HeldWeights has them: their names, and how ranks divide them."""
+    """The weights of one rank, as HeldWeights has them: their names, and how ranks divide them.
+
+    Those on meta are stepped by another rank, which has their states.
+    """
 
     @property
     def rank(self) -> int:
@@ -63,6 +66,14 @@ class NamedWeights(Protocol):
 
     def placed(self, name: str, tensor: Tensor, division: Division | None) -> Located:
         """Returns where a tensor that belongs to a weight lies in the whole one."""
+        ...
+
+
+class WholeWeights(NamedWeights, Protocol):
+    """Whole weights, which an optimizer has in the place of parts of the model on several ranks."""
+
+    def parts(self) -> Iterable[Tensor]:
+        """Returns this rank's parts, which have the gradients."""
         ...
 
 
@@ -91,7 +102,8 @@ class NamedOptimizer:
         apart, prefix = self._taken_apart(names), f"{self._group}/rest.{self._held.rank}"
         weights = self._held.tensors()
         self._parts, states, strides = [], Facts(), Facts()
-        for name, entries in apart.entries.items():
+        here = ((name, entries) for name, entries in apart.entries.items() if not weights[name].is_meta)
+        for name, entries in here:
             tensors, states[name] = dict[str, Tensor](), Facts()
             for key, value in _flattened(entries):
                 if isinstance(value, Tensor) and not is_wrapper(value):
@@ -244,7 +256,7 @@ class NamedOptimizer:
         groups = groups_of(self._optimizer)
         weights = [(weight, group) for group in groups for weight in group["params"]]
         found = dict[int, dict[str, Any]]()
-        for weight, group in (pair for pair in weights if id(pair[0]) in names):
+        for weight, group in (pair for pair in weights if id(pair[0]) in names and not pair[0].is_meta):
             name = names[id(weight)]
             tensors = {key: self._made(weight, name, key, group, saved) for key in keys.get(name, ())}
             for key, stride in facts.get("strides", {}).get(name, {}).items():

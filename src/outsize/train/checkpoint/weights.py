@@ -21,6 +21,7 @@ from outsize.run.weights.dequantized import DequantizedWeights, insist_on_values
 from outsize.run.weights.freed import FreedWeight, parts_of
 from outsize.run.weights.load import saved_names
 from outsize.run.weights.ownership import places
+from outsize.run.weights.placement import Placement
 from outsize.run.weights.source import WeightSource
 from outsize.train.checkpoint.regions import Division, Located, Region, Sizes, located
 from outsize.train.crew.crew import Crew
@@ -89,6 +90,15 @@ class HeldWeights:
     def rank(self) -> int:
         """Returns the number of this rank in the run."""
         return self.crew.global_rank
+
+    @property
+    def placement(self) -> Placement:
+        """Returns who owns and who holds what; another one once a weight has found an owner."""
+        return self._ownership.placement
+
+    def is_own(self, name: str) -> bool:
+        """Tells whether this rank owns a weight, or has its part of it."""
+        return self._ownership.is_own(name)
 
     def division(self, name: str) -> Division | None:
         """Returns how ranks divide a weight; None where each has all of it."""

@@ -12,6 +12,7 @@ host waits once, where the scaler reads the flag before the optimizer's step, as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -41,17 +42,21 @@ class Scaling:
         """Returns the factor by which this step's loss is multiplied (0-dim)."""
         return self._scaler.scale(torch.ones((), device=self._device))
 
-    def unscale(self, optimizer: Optimizer | None) -> None:
-        """Divides the gradients by the scale, once per step, and lets all ranks know of an overflow."""
+    def unscale(self, optimizer: Optimizer | None, parts: Sequence[Tensor] | None = None) -> None:
+        """Divides the gradients by the scale, once per step, and lets all ranks know of an overflow.
+
+        `parts` are this rank's weights, where the optimizer has other tensors in their place.
+        """
         if self._unscaled:
             return
         scaled_optimizer = optimizer or self._spare
         self._empty.grad = torch.zeros_like(self._empty)
-        grads = [
-            p.grad for group in scaled_optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        whole = bool(grads) and all(g is local_of(g) for g in grads)
-        self._shown = scaled_optimizer if whole else _Parts(scaled_optimizer, self._empty)
+        weights = parts
+        if weights is None:
+            weights = [p for group in scaled_optimizer.param_groups for p in group["params"]]
+        stepped: list[Any] = [weight for weight in weights if weight.grad is not None]
+        whole = bool(stepped) and parts is None and all(p.grad is local_of(p.grad) for p in stepped)
+        self._shown = scaled_optimizer if whole else _Parts(scaled_optimizer, stepped, self._empty)
         self._scaler.unscale_(self._shown)
         if self._scaler.is_enabled():
             flags: dict[Any, Tensor] = self._scaler._found_inf_per_device(self._shown)
@@ -76,8 +81,7 @@ class _Parts(Optimizer):
     A scaler wants some gradient: where there is none it sees `empty`.
     """
 
-    def __init__(self, whole: Optimizer, empty: Tensor) -> None:
-        parameters = [p for group in whole.param_groups for p in group["params"] if p.grad is not None]
+    def __init__(self, whole: Optimizer, parameters: Sequence[Any], empty: Tensor) -> None:
         parts = [nn.Parameter(local_of(p).detach(), requires_grad=p.requires_grad) for p in parameters]
         for part, p in zip(parts, parameters, strict=True):
             part.grad = local_of(p.grad)

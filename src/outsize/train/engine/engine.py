@@ -47,7 +47,6 @@ from outsize.train.batch.checks import (
     insist_on_own_weights,
     insist_on_parts,
     insist_on_step_options,
-    made_optimizer,
     wants_closure,
 )
 from outsize.train.batch.sampler import ReplicaBatches
@@ -85,6 +84,8 @@ from outsize.train.engine.module_names import missing
 from outsize.train.engine.nonfinite_unit import NonFiniteSearch
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
+from outsize.train.optimizers.owned_step import OwnedStep
+from outsize.train.optimizers.placed import OptimizerPlacing
 from outsize.train.ranks.batch_check import insist_on_one_batch, is_checked
 from outsize.train.ranks.context_parallel import context_ranks
 from outsize.train.ranks.expert_parallel import divided_ranks
@@ -120,6 +121,7 @@ class Engine:
         self.optimizer: Optimizer | None = None
         self._loop = LoopAgreement(None if crew.mesh is None else crew.mesh.group.host)
         self._updates = UpdateWatch()
+        self._owned: OwnedStep | None = None  # it steps whole weights, where ranks own these
         home = _home(model, crew, len(plan.stages))
         is_compiled = options.compiled is not None
         self._tensor = divided_ranks(model, plan, crew.mesh, compiled=is_compiled)
@@ -128,7 +130,7 @@ class Engine:
         rejects = rejects if self._tensor is None else self._tensor.whole()(rejects)
         self._dims = BatchDims(rejects, options.batch_dims)
         self._scaling = Scaling(scaler, crew, _loss_device(model, crew, plan)) if scaler is not None else None
-        held = HeldWeights(model, crew, self._ownership, self._tensor)
+        self._held = held = HeldWeights(model, crew, self._ownership, self._tensor)
         settings = RunSettings(plan, options.seed, options.loss_fn, scaler, options.optimizer)
         # An engine in a cycle would keep what it has recorded until the garbage is collected.
         itself = weakref.ref(self)
@@ -428,7 +430,7 @@ class Engine:
         BadOption before anything is written, NotSaved.
         """
         self.crew.insist_on_ended_steps()
-        moment = Moment(self.steps, self.optimizer, has_weights=weights)
+        moment = self._moment(has_weights=weights)
         folder = self._checkpoints.save(Path(root), moment, keep, wait=wait)
         self._callbacks.after_save(self.steps, folder)
         return folder
@@ -459,7 +461,10 @@ class Engine:
         return self._saver.after_step(self.steps, self.save, self._copy)
 
     def _copy(self, root: Path) -> None:
-        self._checkpoints.copy(root, Moment(self.steps, self.optimizer))
+        self._checkpoints.copy(root, self._moment())
+
+    def _moment(self, *, has_weights: bool = True) -> Moment:
+        return Moment(self.steps, self.optimizer, self._owned, has_weights=has_weights)
 
     def finish_saving(self) -> None:
         """Waits until the last `save(..., wait=False)` is on the disk. Every rank calls this.
@@ -494,7 +499,7 @@ class Engine:
         saved = newest_checkpoint(root, None if self.crew.mesh is None else self.crew.mesh.group.host)
         if saved is None:
             return None
-        self.steps = self._checkpoints.restore(saved, self.optimizer)
+        self.steps = self._checkpoints.restore(saved, self._moment())
         before = Plan.of_document(saved.values["plan"])
         if layout_of(before) != layout_of(self.plan):
             self._callbacks.after_replan(self.steps, before)
@@ -608,7 +613,7 @@ class Engine:
         `update` does this by itself; without a scaler nothing happens.
         """
         if self._scaling is not None:
-            self._scaling.unscale(self.optimizer)
+            self._scaling.unscale(self.optimizer, None if self._owned is None else self._owned.parts())
 
     def _clip(self) -> Tensor | None:
         """Clips the gradients, if asked for, and returns their norm before."""
@@ -695,17 +700,15 @@ class Engine:
         return sized_batch.split(self.plan.microbatches_of(sized_batch.size * replica_count) // replica_count)
 
     def _equip(self) -> None:
-        """Builds the optimizer over this rank's parameters, once it is known which these are.
-
-        A rank without parameters has an empty one: schedules of learning rates need an optimizer everywhere.
-        """
+        """Builds the optimizer over this rank's parameters, once it is known which these are."""
         make_optimizer = self._options.optimizer
         if make_optimizer is not None and self.optimizer is None:
-            own, every = self._ownership.trained(), list(self.model.parameters())
-            self.optimizer = made_optimizer(make_optimizer, own, every, self.crew.device)
-            self._loop.begin(self.optimizer)
-            insist_on_closure(self.optimizer, self.crew.world_size, scaled=self._scaling is not None)
-            insist_on_parts(self.optimizer, self._speculation)
+            placing = OptimizerPlacing(self.model, self.plan, self._held, self._ownership)
+            optimizer, self._owned = placing.make(make_optimizer)
+            insist_on_closure(optimizer, self.crew.world_size, scaled=self._scaling is not None)
+            insist_on_parts(optimizer, self._speculation)
+            self.optimizer = optimizer
+            self._loop.begin(optimizer)
 
 
 def _offset_device(device: str, offset: int) -> str:

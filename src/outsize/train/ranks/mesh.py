@@ -24,6 +24,7 @@ from outsize.errors import WorldMismatch
 from outsize.ir.plan import Axes
 from outsize.run.transport.groups import RankGroup, backend_of, device_backend
 
+_HOLDING: Final = ("dp_shard", "ep", "cp", "tp")  # axes whose ranks may have parts of one weight
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 
@@ -47,6 +48,7 @@ class Mesh:
         """
         insist_on_size(axes, group.size())
         self._flattened = set[str]()
+        self._device, self._holding = device, dict[str, RankGroup]()
         self.axes, self.group, self.rank = axes, RankGroup.of(group, device), group.rank()
         self.coordinate = coordinate(axes, self.rank)
         self.device_mesh = None if axes.group_size == 1 else _device_mesh(axes, group, device)
@@ -68,6 +70,22 @@ class Mesh:
         mesh = self.device_mesh
         assert mesh is not None
         return mesh["ep"] if self.axes.tp == 1 else mesh["ep", "tp"]._flatten("ep_tp")
+
+    def holding(self, *, whole_model: bool) -> RankGroup:
+        """Returns the ranks that together have each weight of this stage once, or those of all stages.
+
+        The ranks of dp_replicate have the weights again. Every rank of the run calls this alike.
+        """
+        if self.device_mesh is None or (whole_model and self.axes.dp_replicate == 1):
+            return self.group
+        names = ("pp", *_HOLDING) if whole_model else _HOLDING
+        used = tuple(name for name in names if getattr(self.axes, name) > 1)
+        key = "_".join(used)
+        if len(used) == 1:
+            return RankGroup.of(self.device_mesh.get_group(key), self._device)
+        if key not in self._holding:
+            self._holding[key] = RankGroup.of(_flat(self.device_mesh, *used), self._device)
+        return self._holding[key]
 
     def sharding(self, *, of_experts: bool = False) -> DeviceMesh:
         """Returns the mesh over whose last dim weights are sharded; a first dim replicates.

@@ -1,0 +1,5 @@
+"""Finds out what an optimizer's update depends on, and steps it where all of that is.
+
+Start at `coupling` (the record, and the trial that finds it), then `placed` (what a layout makes of it) and
+`owned_step` (one rank steps a whole weight whose parts others hold). It never knows an optimizer by its name.
+"""
