@@ -18,7 +18,7 @@ from torch._dynamo import utils as dynamo_utils
 from trainer_worker import transformers
 
 import outsize
-from outsize.errors import BadOption
+from outsize.errors import BadCheckpoint, BadOption
 from outsize.integrations.transformers import Trainer
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
@@ -121,6 +121,17 @@ def trainer_of(tmp_path: Path, kind: Any = Trainer, **more: Any) -> Any:
 def test_options_that_are_the_trainers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=r"clip_norm of outsize= is what the training framework says itself"):
         trainer_of(tmp_path, outsize={"stages": 2, "clip_norm": 1.0})
+
+
+def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
+    """transformers logs missing weights, and goes on with those of the new model."""
+    trainer = trainer_of(tmp_path)
+    loads = torch.nn.modules.module._IncompatibleKeys
+    trainer._issue_warnings_after_load(loads(["lm_head.weight"], []))  # tied to the embedding
+    name = next(name for name, _ in trainer.model.named_parameters() if ".h.1." in name)
+    for result in (loads([name], []), loads([], ["transformer.h.9.ln_1.weight"])):
+        with pytest.raises(BadCheckpoint, match=r"the checkpoint is of another model.*Next: build the model"):
+            trainer._issue_warnings_after_load(result)
 
 
 def test_fp16_is_refused(tmp_path: Path) -> None:

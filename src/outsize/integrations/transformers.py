@@ -272,6 +272,22 @@ class Trainer(transformers.Trainer, ABC):
         else:
             self._engine.load_weights(resume_from_checkpoint)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raises BadCheckpoint where a checkpoint is of another model; transformers only logs that."""
+        super()._issue_warnings_after_load(load_result)
+        every = dict(self._whole.named_parameters(remove_duplicate=False))
+        loaded = {id(weight) for name, weight in every.items() if name not in load_result.missing_keys}
+        # A tied weight is saved under one of its names, and older versions saved buffers that are computed.
+        missing = [n for n in load_result.missing_keys if n in every and id(every[n]) not in loaded]
+        foreign = {*load_result.unexpected_keys} - {name for name, _ in self._whole.named_buffers()}
+        if missing or foreign:
+            raise BadCheckpoint(
+                f"the checkpoint is of another model than this {type(self._whole).__name__}",
+                numbers=f"it lacks {len(missing)} weights of the model, and has {len(foreign)} that are none "
+                f"of it: {', '.join([*missing, *sorted(foreign)][:2])}",
+                next_step="build the model of its config.json, or train() without resume_from_checkpoint",
+            )
+
     def _load_best_model(self) -> None:
         if self._engine is None or self._processes == 1:
             super()._load_best_model()

@@ -9,6 +9,7 @@ A device may be the name of a kind, or an object: what it leaves out is taken fr
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from outsize.ir.cluster import KINDS, Cluster
 from outsize.ir.hardware.devices import TABLE, DeviceKind, kind_named
 from outsize.ir.hardware.links import LINKS, NETWORKS
 
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.+-]+")
 _REQUIRED = ("memory_bytes", "flops_per_s", "bytes_per_s", "source")
 _EXAMPLE = '{"devices": ["a100-40gb", "a100-40gb"], "inner": "nvlink3", "outer": "ib200"}'
 
@@ -81,7 +83,7 @@ def _device(entry: Any, rank: int, path: str | Path) -> dict[str, Any]:
         missing = [field for field in _REQUIRED if field not in fields]
         if missing:
             raise _unknown(fields["kind"], rank, missing[0], path)
-        return {"name": f"{fields['kind']}:{rank}", **fields}
+        return {"name": f"{re.sub(_NOT_IN_NAMES, '-', fields['kind'])}:{rank}", **fields}
     return {**_row(kind, rank), **fields, "kind": kind.name}
 
 

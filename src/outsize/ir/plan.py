@@ -272,7 +272,19 @@ class Plan(Record):
             if isinstance(expected := document.get("expected"), dict):
                 words = {"limited_by", "margins"}
                 document["expected"] = {name: v for name, v in expected.items() if name not in words}
-        return super().of_document(document)
+        plan = super().of_document(document)
+        plan._check_ranks()
+        return plan
+
+    def _check_ranks(self) -> None:
+        """Raises BadPlan where a rank of the pipeline has no stage, or a stage no rank."""
+        on_ranks = {*self.ranks} if self.stages else set[int]()
+        if on_ranks != {*range(self.axes.pp)}:
+            raise BadPlan(
+                f"the plan has {self.axes.pp} ranks of a pipeline, and stages for {len(on_ranks)} of them",
+                numbers=f"axes.pp {self.axes.pp}, {len(self.stages)} stages, schedule {self.schedule!r}",
+                next_step="outsize plan MODEL --out plan.json",
+            )
 
     @field_validator("actions")
     @classmethod

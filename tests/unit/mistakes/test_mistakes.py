@@ -6,12 +6,19 @@ import warnings
 
 import pytest
 from command_mistakes import COMMAND_MISTAKES
+from file_mistakes import FILE_MISTAKES
 from loop_mistakes import LOOP_MISTAKES
 from mistake import Mistake
 from model_mistakes import MODEL_MISTAKES
 from option_mistakes import OPTION_MISTAKES
 
-MISTAKES: dict[str, Mistake] = {**MODEL_MISTAKES, **OPTION_MISTAKES, **LOOP_MISTAKES, **COMMAND_MISTAKES}
+MISTAKES: dict[str, Mistake] = {
+    **MODEL_MISTAKES,
+    **OPTION_MISTAKES,
+    **LOOP_MISTAKES,
+    **COMMAND_MISTAKES,
+    **FILE_MISTAKES,
+}
 
 
 def said_to(mistake: Mistake) -> str:

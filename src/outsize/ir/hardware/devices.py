@@ -22,7 +22,7 @@ from typing import Final, final
 
 from pydantic import Field, field_validator
 
-from outsize.ir.base import Bytes, Record, Speed
+from outsize.ir.base import Bytes, DeviceName, Record, Speed
 from outsize.ir.hardware.links import LINKS, Link
 from outsize.ir.hardware.memory_share import split_share
 
@@ -40,7 +40,7 @@ class Device(Record):
     loop, or None where `outsize doctor --gpu` has not measured it.
     """
 
-    name: str
+    name: DeviceName
     kind: str
     memory_bytes: int = Field(gt=0, le=2**62)
     flops_per_s: dict[str, Speed]
