@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from outsize.program.values.containers import builtin_type, elements_of, items_of, refill
 from outsize.program.values.shared_storage import copies_that_share
+from outsize.program.values.wrapper_tensors import copied_by_parts, is_wrapper
 
 Step = tuple[str, Any]
 Path = tuple[Any, ...]  # the number of a root, then steps
@@ -215,10 +216,12 @@ def model_copy(model: nn.Module) -> nn.Module:
     """A deep copy of the model, also where a module holds a tensor of a graph, which torch refuses to copy.
 
     Such a tensor (the weight that torch.nn.utils.weight_norm has computed) is copied as a value. Weights that
-    share memory share that of the copy, and have copies of the attributes that were set on them.
+    share memory share that of the copy, and have copies of the attributes that were set on them. Quantized
+    ones are copied by what they are made of: not each of them can be cloned.
     """
     weights = (*model.parameters(), *model.buffers())
     copies: dict[int, Any] = dict(copies_that_share(weights))
+    copies |= {id(weight): copied_by_parts(weight) for weight in weights if is_wrapper(weight)}
     for _, part in walk(list(model.modules()), Scope(modules="attributes and tables")):
         if isinstance(part, Tensor) and part.grad_fn is not None:
             copies[id(part)] = part.detach().clone().requires_grad_(part.requires_grad)

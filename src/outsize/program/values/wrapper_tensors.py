@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -41,6 +41,14 @@ def plain_parts(tensor: Tensor) -> dict[str, Tensor]:
 def stored_bytes(tensor: Tensor) -> int:
     """Returns the bytes of all that a tensor is made of."""
     return sum(part.numel() * part.element_size() for part in plain_parts(tensor).values())
+
+
+def copied_by_parts(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor that is made of others, with copies of these."""
+    parts = {path: part.detach().clone() for path, part in plain_parts(tensor).items()}
+    made = WrapperStructure.of(tensor).built(parts)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
 
 @final
