@@ -76,11 +76,12 @@ def group_of(optimizer: Any) -> dict[str, Any]:
     return {k: v for k, v in optimizer.param_groups[0].items() if isinstance(v, int | float)}
 
 
-def plain(make: Make, steps: int = STEPS, clip_norm: float | None = None) -> Found:
+def plain(make: Make, clip_norm: float | None = None, *, halves_rate: bool = False) -> Found:
     net, found = model(), Found()
     seed(7)
     optimizer = make(net.parameters())
-    for step in range(steps):
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if halves_rate else None
+    for step in range(STEPS):
         x, y = batch(step)
         parts = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
         losses = [functional.cross_entropy(net(a), b) / MICROBATCHES for a, b in parts]
@@ -90,6 +91,8 @@ def plain(make: Make, steps: int = STEPS, clip_norm: float | None = None) -> Fou
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
         for p in net.parameters():
             p.grad = None
     found.weights = {name: p.detach().clone() for name, p in net.named_parameters()}

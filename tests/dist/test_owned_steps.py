@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked import on_ranks
-from owned_steps_worker import Found, Make, compared, plain, plan_of
+from owned_steps_worker import Found, Make, compared, distance, engine_of, plain, plan_of, train
 
 # owned_steps_worker has put the folder of these on the path.
 from coupled_optimizers import ALL_WEIGHTS, DRAWS, ELEMENTWISE, PER_WEIGHT  # isort: skip
@@ -30,7 +31,12 @@ def expected() -> dict[str, Found]:
     return {name: plain(make) for name, make in EVERY.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+MORE = ("stages and tp", "shards and tp")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=[pytest.mark.full] * (each in MORE)) for each in LAYOUTS]
+)
 def test_numbers_of_one_process(tmp_path: Path, expected: dict[str, Found], layout: str) -> None:
     """Bits but for tp, where gradients are rounded; also hyperparameters that a step changes, and draws."""
     ranks, axes = LAYOUTS[layout]
@@ -43,3 +49,63 @@ def test_numbers_of_one_process(tmp_path: Path, expected: dict[str, Found], layo
     for said in on_ranks(tmp_path, ranks, work):
         wrong = {name: each for name, each in said.items() if each[0] > most or not all(each[1:])}
         assert not wrong
+
+
+GOES_ON = {"muon": PER_WEIGHT["muon"], "growing step": ALL_WEIGHTS["growing step"]}
+
+
+def half(makes: dict[str, Make], plan: Any, folder: Path, group: Any) -> None:
+    for name, make in makes.items():
+        engine = engine_of(make, plan, group)
+        train(engine, steps=2)
+        engine.save(folder / name)
+
+
+def other_half(
+    makes: dict[str, Make], plan: Any, expected: dict[str, Found], folder: Path, group: Any
+) -> dict[str, float]:
+    said = dict[str, float]()
+    for name, make in makes.items():
+        engine = engine_of(make, plan, group)
+        engine.resume(folder / name)
+        found = Found(losses=train(engine, first=2, steps=2), weights=engine.full_state_dict())
+        wanted = Found(losses=expected[name].losses[2:], weights=expected[name].weights)
+        said[name] = distance(found, wanted)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.checkpoints.ResumeNote")
+@pytest.mark.parametrize(("first", "then"), [("shards", "stages"), ("stages and shards", "shards")])
+def test_states_of_owners_go_on_in_another_layout(
+    tmp_path: Path, expected: dict[str, Found], first: str, then: str
+) -> None:
+    """Whole weights have whole states, so it does not matter which ranks owned them."""
+    (ranks, axes), (ranks_then, axes_then) = LAYOUTS[first], LAYOUTS[then]
+    plan, plan_then = plan_of(ranks, **axes), plan_of(ranks_then, **axes_then)
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    on_ranks(tmp_path / "a", ranks, lambda group: half(GOES_ON, plan, tmp_path / "saved", group))
+    for said in on_ranks(
+        tmp_path / "b",
+        ranks_then,
+        lambda group: other_half(GOES_ON, plan_then, expected, tmp_path / "saved", group),
+    ):
+        assert said == dict.fromkeys(GOES_ON, 0.0)
+
+
+def clipped(make: Make, plan: Any, expected: Found, group: Any) -> float:
+    engine = engine_of(make, plan, group, clip_norm=0.5, scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
+    schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5)  # it holds the user's optimizer
+    found = Found()
+    for step in range(4):
+        found.losses += train(engine, first=step, steps=1)
+        schedule.step()
+    found.weights = engine.full_state_dict()
+    return distance(found, expected)
+
+
+@pytest.mark.parametrize("name", ["row norm", "growing step"])
+def test_clipping_scaling_and_schedules_are_those_of_one_process(tmp_path: Path, name: str) -> None:
+    expected = plain(EVERY[name], clip_norm=0.5, halves_rate=True)
+    plan = plan_of(2, dp_shard=2)
+    for gap in on_ranks(tmp_path, 2, lambda group: clipped(EVERY[name], plan, expected, group)):
+        assert gap <= 1e-6
