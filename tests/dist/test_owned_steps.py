@@ -51,7 +51,7 @@ def test_numbers_of_one_process(tmp_path: Path, expected: dict[str, Found], layo
         assert not wrong
 
 
-GOES_ON = {"muon": PER_WEIGHT["muon"], "growing step": ALL_WEIGHTS["growing step"]}
+GOES_ON = {"adafactor": PER_WEIGHT["adafactor"], "growing step": ALL_WEIGHTS["growing step"]}
 
 
 def half(makes: dict[str, Make], plan: Any, folder: Path, group: Any) -> None:

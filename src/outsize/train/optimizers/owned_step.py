@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -81,7 +82,8 @@ class OwnedStep:
             optimizer = make(list(self._wholes.values()))
         self._release()
         self._optimizer, self._own_step = optimizer, optimizer.step
-        optimizer.step, optimizer.zero_grad = self.step, self.zero_grad
+        replace_step(optimizer, self.step)
+        optimizer.zero_grad = self.zero_grad
         return optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -267,6 +269,18 @@ class OwnedStep:
             for key, value in new.items():
                 if key not in own or json.dumps(own[key]) != json.dumps(value):
                     _set(group, key, value)
+
+
+def replace_step(optimizer: Any, step: Callable[[Callable[[], Any] | None], Any]) -> None:
+    """Lets an optimizer's `step` call this one.
+
+    It is a method of the optimizer: schedules of learning rates take its function and bind it again.
+    """
+
+    def stepped(_optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+        return step(closure)
+
+    optimizer.step = MethodType(stepped, optimizer)
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

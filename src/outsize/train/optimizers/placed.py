@@ -33,7 +33,7 @@ from outsize.train.checkpoint.regions import located
 from outsize.train.checkpoint.weights import HeldWeights
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.optimizers.coupling import Coupling, CouplingTrial, MakeOptimizer, WeightKind
-from outsize.train.optimizers.owned_step import OwnedStep
+from outsize.train.optimizers.owned_step import OwnedStep, replace_step
 from outsize.train.optimizers.shared_draws import SharedDraws
 from outsize.train.ranks.mesh import Mesh
 
@@ -183,22 +183,14 @@ class OptimizerPlacing:
     def _drawing_alike(self, mesh: Mesh, optimizer: Any) -> Any:
         """Returns the optimizer with a step in which all replicas draw the numbers of the first."""
         draws = SharedDraws(mesh.group.host, 0, self.held.crew.gradient_device)
-        optimizer.step = _AlikeStep(optimizer.step, draws).step
+        own = optimizer.step
+
+        def step(closure: Callable[[], Any] | None) -> Any:
+            with draws.shared():
+                return own() if closure is None else own(closure)
+
+        replace_step(optimizer, step)
         return optimizer
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _AlikeStep:
-    """A step in which all ranks draw the same numbers."""
-
-    own: Callable[..., Any]
-    draws: SharedDraws
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps; all ranks call this together."""
-        with self.draws.shared():
-            return self.own() if closure is None else self.own(closure)
 
 
 def balanced(kinds: Sequence[WeightKind], ranks: int) -> dict[str, int]:
