@@ -7,6 +7,7 @@ type, so a transformers `ModelOutput` or `BatchEncoding` comes back as one. Obje
 
 from __future__ import annotations
 
+import array
 import copy
 import dataclasses
 import hashlib
@@ -264,6 +265,8 @@ def _key_of_leaf(value: Any, numbers: Mapping[int, int]) -> Hashable:
     if isinstance(value, np.ndarray | np.generic):
         digest = hashlib.blake2b(value.tobytes() if not value.dtype.hasobject else pickle.dumps(value))
         return kind, value.dtype.str, value.shape, digest.digest()
+    if isinstance(value, bytearray | array.array | memoryview):
+        return kind, bytes(value)
     if isinstance(value, set | frozenset):
         return kind, frozenset(_key_of_leaf(item, numbers) for item in value)
     if isinstance(value, _BACK):

@@ -50,6 +50,11 @@ class Caches:
                 self._seen += [(cached, key) for key in _keys(cached) if not _holds(key, _is_tensor)]
                 cached.cache_clear()
 
+    def has(self, tensor: Tensor) -> bool:
+        """Returns whether one of the caches holds this tensor."""
+        results = (result for cached in self._cached for result in gc.get_referents(cached))
+        return any(_holds(result, lambda held: held is tensor) for result in results)
+
     def fill(self) -> bool:
         """Makes these calls on real tensors, each once in this object's life; returns whether there was
         one.

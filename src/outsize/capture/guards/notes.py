@@ -292,6 +292,15 @@ class Notes:
             self._old[id(value)] = value
             self._origin[id(value)] = key
 
+    def has_read_tensor(self, tensor: Tensor) -> bool:
+        """Returns whether a place that was read has this very tensor, or a container with it."""
+        places = (noted.place for noted in self._noted.values())
+        return any(_contains(LOOK_UP[place.kind](place.holder, place.key), tensor) for place in places)
+
+    def old_objects(self) -> list[Any]:
+        """Returns the objects that lived before the recording, as far as it has read them."""
+        return list(self._old.values())
+
     # -- writes ------------------------------------------------------------------------------------
 
     def key_of(self, expression: str) -> Key | None:

@@ -26,6 +26,7 @@ from outsize.capture.costs.weight_casts import known_casts
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes
 from outsize.capture.fakes.lru_caches import Caches
 from outsize.capture.fakes.untouched import untouched
+from outsize.capture.guards.constants import Origins
 from outsize.capture.guards.consumed import Consumed, is_random_generator, stood_in
 from outsize.capture.guards.notes import Notes, roots_of
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
@@ -92,6 +93,7 @@ class _RecordedCall:
     loss_fn: LossFn | None
     target: tuple[Any, ...]
     modes: Modes  # These modes were ambient when recording began.
+    origins: Origins
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -117,8 +119,11 @@ def record(
     without any, `tape.loss` is None. Raises NotCapturable, ExampleRejected and BadOption.
     """
     insist_on_module(model)
-    call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes())
     rule, caches = _rule_of(loss_fn, options), Caches(model, loss_fn)
+    origins = Origins((args, kwargs, target))
+    call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes(), origins)
+    if any(tensor.is_nested for tensor in call.tensors):
+        raise _of_nested(model, "it is given a nested tensor, whose rows are as long as each batch says")
     with restored_generators(), own_weight_cache(), self_seeding() as seeded:
         while True:
             try:
@@ -139,7 +144,7 @@ def record(
                 raise
             except Exception as error:
                 if not _gave_up_costs(rule, error):
-                    raise _explained(call, error) from error
+                    raise origins.error or _explained(call, error) from error
 
 
 def _rule_of(loss_fn: LossFn | None, options: TapeOptions) -> LeafRule:
@@ -282,14 +287,26 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
         output = call.model(*args, **kwargs)
         recorder.runs_loss = True
         if loss_fn is None:
-            return _tape(recorder, inputs, output, find_loss(output), rule, modes)
+            tape = _tape(recorder, inputs, output, find_loss(output), rule, modes)
+            _insist_on_origins(recorder, reads, caches, call.origins)
+            return tape
         loss, detail = _fine_loss(recorder, loss_fn, (output, *target), rule), None
         if rule.live_loss:
             detail = None if loss is None else _tape(recorder, inputs, output, loss, rule, modes)
             loss, detail = _live_loss(recorder, loss_fn, (output, *target), loss, detail)
     tape = _tape(recorder, inputs, output, loss, rule, modes)
+    _insist_on_origins(recorder, reads, caches, call.origins)
     live = {fqn for fqn in rule.forced if fqn} | ({LOSS} if recorder.has_live_loss else set())
     return replace(tape, loss_detail=detail, live=frozenset(live), keepers=frozenset(fakes.left))
+
+
+def _insist_on_origins(recorder: Recorder, reads: Notes, caches: Caches, origins: Origins) -> None:
+    """Checks that the real tensors on the tape are found again at each step, where reads are noted. Raises
+    BadOption.
+    """
+    used = [(t, site) for t, site in recorder.constants if site.frame != LOSS or not recorder.has_live_loss]
+    if is_traced() and origins.asks_again(used, reads, caches.has):
+        raise _Retry
 
 
 def _fine_loss(recorder: Recorder, loss_fn: Any, arguments: tuple[Any, ...], rule: LeafRule) -> Any:
@@ -382,6 +399,13 @@ def _climb(call: _RecordedCall, rule: LeafRule, failure: FrameFailed) -> None:
             rule.forced[fqn] = f"{failure.reason} ({failure.where})"
             if failure.keeps:
                 rule.keepers.add(fqn)
+
+
+def _of_nested(model: nn.Module, reason: str) -> NotCapturable:
+    return NotCapturable(
+        f"the forward of {type(model).__name__} cannot be cut: {reason}",
+        next_step="pad the rows to one length (torch.nested.to_padded_tensor), or train with --stages 1",
+    )
 
 
 def _refusal(model: nn.Module, failure: FrameFailed) -> NotCapturable:

@@ -26,7 +26,7 @@ from outsize.capture.costs.meter import CostMeter
 from outsize.capture.costs.weight_casts import WeightCasts
 from outsize.capture.fakes.fake_model import FakeModel, differing, is_fake
 from outsize.capture.fakes.object_tensors import hides_tensor, objects
-from outsize.capture.guards.notes import Notes
+from outsize.capture.guards.notes import Notes, Site
 from outsize.capture.guards.symbolic_numbers import has_symbolic, input_of, is_symbolic, with_numbers
 from outsize.capture.guards.trace import ReadTrace
 from outsize.capture.recording.assertions import surviving_answer
@@ -112,6 +112,9 @@ class Recorder(Watcher):
         self._chance = PythonGenerators()
         mark_seed()
         self._inside: str | None = None  # This is the leaf that runs.
+        self.constants: list[
+            tuple[Tensor, Site]
+        ] = []  # Real tensors from before, and who has read them first.
         self._probed: set[str] = set()  # Leaves whose calls were not traced to their end.
         self._unnamed: dict[Weight, None] = {}  # The running call has used these weights.
         self._casts = WeightCasts()
@@ -528,10 +531,14 @@ class Recorder(Watcher):
     # -- helpers -----------------------------------------------------------------------------------
 
     def _refs(self, args: Any, kwargs: Any, where: str) -> tuple[Any, Any]:
+        known = len(self.slots.constants)
         try:
             refs = map_leaves(self._refer, args), map_leaves(self._refer, kwargs)
         except UnknownTensor as error:
             raise self._unknown(error, where) from None
+        if len(self.slots.constants) > known:
+            site = Site("", where, self._running_frame())
+            self.constants += [(tensor, site) for tensor in list(self.slots.constants.values())[known:]]
         self._insist_on_recorded_backwards(args, kwargs)
         return refs
 
