@@ -11,11 +11,13 @@ where its weights have values.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from outsize.capture.costs.fused_attention import KERNEL_FLOPS
@@ -85,7 +87,11 @@ def _by_modules(
         generators = restored_python_generators(), torch.random.fork_rng(devices=[])
         with generators[0], generators[1], untouched(model, weights=True), without_writes(model.forward):
             # A forward may write into its inputs; the user's stay as they are.
-            outputs = _watch(model, seen, *with_copied_tensors((args, kwargs)))
+            try:
+                outputs = _watch(model, seen, *with_copied_tensors((args, kwargs)))
+            except TypeError:  # torch's counter of FLOPs does not know nested tensors.
+                seen = {name: _ModuleCosts() for name in seen}
+                outputs = _watch(model, seen, *with_copied_tensors((args, kwargs)), counts=False)
     note = f"runs by modules, without overlap, and microbatches count by samples: {reason}"
     tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim]
     graph = _graph(model, seen, samples or (tensors[0].shape[0] if tensors else 1), outputs, note)
@@ -131,21 +137,28 @@ class _ModuleCosts:
 
 
 def _watch(
-    model: nn.Module, seen: dict[str, _ModuleCosts], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    seen: dict[str, _ModuleCosts],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    counts: bool = True,
 ) -> int:
-    """Runs one forward, sums the costs of each unit and returns the bytes of the outputs."""
+    """Runs one forward, sums the costs of each unit and returns the bytes of the outputs; FLOPs where it
+    `counts` them.
+    """
     inside: list[_ModuleCosts] = []
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     handles = []
 
     def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = _with_memory(tensor).untyped_storage()
         if inside and storage.data_ptr() not in weights:
             inside[-1].saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     counting = FlopCounterMode(display=False, custom_mapping=dict(KERNEL_FLOPS))
-    with counting as counter, torch.autograd.graph.saved_tensors_hooks(save, _same):
+    with counting if counts else nullcontext(counting) as counter, saved_tensors_hooks(save, _same):
         for name, costs in seen.items():
 
             def enter(*_: Any, costs: _ModuleCosts = costs) -> None:
@@ -166,6 +179,11 @@ def _watch(
                 handle.remove()
 
 
+def _with_memory(tensor: Tensor) -> Tensor:
+    """Returns the tensor that has the memory: that of all rows, of a nested one."""
+    return tensor.values() if tensor.is_nested else tensor
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -174,7 +192,8 @@ def _add_output(costs: _ModuleCosts, out: Any) -> None:
     tensors = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor)]
     costs.out_bytes += sum(map(_nbytes, tensors))
     if tensors:
-        costs.shape, costs.dtype = tuple(tensors[0].shape), str(tensors[0].dtype).removeprefix("torch.")
+        costs.shape = tuple(_with_memory(tensors[0]).shape)
+        costs.dtype = str(tensors[0].dtype).removeprefix("torch.")
 
 
 def _units(model: nn.Module, seen: dict[str, _ModuleCosts]) -> Iterator[Unit]:
@@ -218,4 +237,4 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _nbytes(leaf: Any) -> int:
-    return stored_bytes(leaf) if isinstance(leaf, Tensor) else 0
+    return stored_bytes(_with_memory(leaf)) if isinstance(leaf, Tensor) else 0

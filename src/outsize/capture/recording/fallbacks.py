@@ -122,8 +122,7 @@ def record(
     rule, caches = _rule_of(loss_fn, options), Caches(model, loss_fn)
     origins = Origins((args, kwargs, target))
     call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes(), origins)
-    if any(tensor.is_nested for tensor in call.tensors):
-        raise _of_nested(model, "it is given a nested tensor, whose rows are as long as each batch says")
+    _insist_on_plain_inputs(call)
     with restored_generators(), own_weight_cache(), self_seeding() as seeded:
         while True:
             try:
@@ -401,11 +400,15 @@ def _climb(call: _RecordedCall, rule: LeafRule, failure: FrameFailed) -> None:
                 rule.keepers.add(fqn)
 
 
-def _of_nested(model: nn.Module, reason: str) -> NotCapturable:
-    return NotCapturable(
-        f"the forward of {type(model).__name__} cannot be cut: {reason}",
-        next_step="pad the rows to one length (torch.nested.to_padded_tensor), or train with --stages 1",
-    )
+def _insist_on_plain_inputs(call: _RecordedCall) -> None:
+    """Raises NotCapturable for nested inputs, of which there are no fakes: such a model runs by modules."""
+    if any(tensor.is_nested for tensor in call.tensors):
+        raise NotCapturable(
+            f"the forward of {type(call.model).__name__} cannot be cut: it is given a nested tensor, whose "
+            "rows are as long as each batch says",
+            numbers=f"call {call}",
+            next_step="pad the rows to one length (torch.nested.to_padded_tensor), or train with --stages 1",
+        )
 
 
 def _refusal(model: nn.Module, failure: FrameFailed) -> NotCapturable:
