@@ -77,6 +77,7 @@ class OwnedRun:
         self._home: dict[int, int] = {}
         self._fetched: dict[int, Tensor] = {}
         self._inside, self._recomputing = False, False
+        self._outer: list[bool] = []  # What `_recomputing` is around the backwards that run.
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -88,9 +89,15 @@ class OwnedRun:
             self._home = weight_sources(self._model, self._holders)
             self._agree()
             try:
-                with _patched(self._call, self._read), _checkpoints(self._in_glue, self._as_glue):
+                with (
+                    _patched(self._call, self._read),
+                    _checkpoints(self._in_glue, self._as_glue),
+                    _functions(self._in_glue, self._enter_backward, self._leave_backward),
+                ):
                     yield
             finally:
+                self._recomputing = False
+                self._outer.clear()
                 self._fetched.clear()
 
     def take_waits(self) -> list[tuple[float, float]]:
@@ -197,7 +204,7 @@ class OwnedRun:
 
     def _in_glue(self) -> bool:
         """Tells whether every rank runs this code; in a backward a module recomputes itself on its owner
-        alone.
+        alone, and an autograd function of the glue may call modules, on every rank.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         return not self._inside and (self._recomputing or not in_backward)
@@ -213,6 +220,13 @@ class OwnedRun:
                 self._recomputing = False
 
         return glue
+
+    def _enter_backward(self, *_: Any) -> None:
+        self._outer.append(self._recomputing)
+        self._recomputing = True
+
+    def _leave_backward(self, *_: Any) -> None:
+        self._recomputing = self._outer.pop()
 
     # -- weights that the glue reads -----------------------------------------------------------------------
 
@@ -313,3 +327,33 @@ def _checkpoints(in_glue: Callable[[], bool], as_glue: Callable[[Any], Any]) -> 
     finally:
         checkpoints._checkpoint_without_reentrant_generator = generator
         del function.apply
+
+
+@contextmanager
+def _functions(
+    in_glue: Callable[[], bool], enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[None]:
+    """Calls `enter` before and `leave` behind the backward of each autograd function that the glue applies.
+
+    Every rank runs that backward, and modules that it calls (the adjoint of a differential equation) have to
+    run on their owners.
+    """
+    base = torch.autograd.function._SingleLevelFunction
+    before = vars(base).get("apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        out = super(base, cls).apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        made = [t for t in leaves(out) if isinstance(t, Tensor) and t.requires_grad] if in_glue() else []
+        for node in {t.grad_fn for t in made if t.grad_fn is not None}:
+            node.register_prehook(enter)
+            node.register_hook(leave)
+        return out
+
+    base.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.apply  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            base.apply = before  # pyright: ignore[reportAttributeAccessIssue]

@@ -197,4 +197,6 @@ def crc32_of(value: Tensor) -> int:
 
 def _bytes(value: Tensor) -> Any:
     """Returns the bytes of a tensor, which is copied only where it is not on the CPU or not contiguous."""
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # A conjugate or negative of a tensor is a view whose memory has not been changed yet.
+    values = value.detach().resolve_conj().resolve_neg()
+    return values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

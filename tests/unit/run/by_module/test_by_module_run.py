@@ -209,6 +209,38 @@ class Checkpointed(nn.Module):
         return checkpoint(self.last, h, use_reentrant=True)
 
 
+class _Integrated(torch.autograd.Function):
+    """One step of a differential equation, whose backward calls the module again, as adjoints do."""
+
+    @staticmethod
+    def forward(ctx: Any, slope: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.slope = slope
+        ctx.save_for_backward(x, *weights)
+        return x + slope(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            of_x, *of_weights = torch.autograd.grad(ctx.slope(x), (x, *weights), grad, allow_unused=True)
+        return None, grad + of_x, *of_weights
+
+
+@final
+class Adjoint(nn.Module):
+    """The model's own forward applies an autograd function to a module of another rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.slope, self.b = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, w) -> loss."""
+        h = _Integrated.apply(self.slope, self.a(x), *self.slope.parameters())
+        return self.b(h).square().mean()
+
+
 @final
 class Hidden(Deciding):
     """A part uses a tensor of the graph that is no argument."""
@@ -287,7 +319,7 @@ def run_on(model: nn.Module, holders: Holders, work: Callable[[nn.Module, OwnedR
     return of_rank
 
 
-@pytest.mark.parametrize("kind", [Deciding, Memory, Tied, Embedding, Views, Penalty])
+@pytest.mark.parametrize("kind", [Deciding, Memory, Tied, Embedding, Views, Penalty, Adjoint])
 def test_owned_modules_give_the_numbers_of_the_plain_loop(tmp_path: Path, kind: type[nn.Module]) -> None:
     torch.manual_seed(1)
     model = kind()

@@ -70,6 +70,16 @@ def test_every_dtype_shape_and_layout_is_read_back_by_the_library(tmp_path: Path
         assert found[name].shape == tensor.shape
 
 
+def test_conjugates_and_negatives_that_are_views_have_their_values_in_the_file(tmp_path: Path) -> None:
+    z = torch.view_as_complex(torch.arange(8.0).reshape(4, 2))
+    tensors = {"conjugate": z.conj(), "negative": z.conj().imag}
+    assert tensors["conjugate"].is_conj()
+    assert tensors["negative"].is_neg()
+    found = load_file(written(tmp_path, tensors) / SINGLE)
+    assert torch.equal(found["conjugate"], z.conj().resolve_conj())
+    assert torch.equal(found["negative"], torch.tensor([-1.0, -3.0, -5.0, -7.0]))
+
+
 def test_each_tensor_is_aligned_to_its_own_elements(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(3, dtype=torch.int8), "b": torch.ones(2, dtype=torch.float64)}
     raw = (written(tmp_path, tensors) / SINGLE).read_bytes()
