@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Final, final
 
 import numpy as np
@@ -93,6 +93,8 @@ def objects_in(root: Any) -> Held:
 
 
 def _parts_of(each: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(each, MethodType):
+        return [("__self__", each.__self__)]
     if isinstance(each, Tensor | np.ndarray | str | bytes | type | ModuleType) or hasattr(each, "__code__"):
         return []
     items: Iterable[tuple[Any, Any]] = getattr(each, "__dict__", {}).items()
@@ -102,13 +104,13 @@ def _parts_of(each: Any) -> Iterable[tuple[str, Any]]:
 
 
 def generators_in(root: Any) -> Held:
-    """Returns the random generators that an object holds besides the global ones, by path."""
+    """Returns the random generators with a state that an object holds besides the global ones, by path."""
     kinds = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
     shared = {id(torch.default_generator), id(getattr(np.random.mtrand, "_rand", None))}
     return {
         path: each
         for path, each in objects_in(root).items()
-        if isinstance(each, kinds) and id(each) not in shared
+        if isinstance(each, kinds) and not isinstance(each, random.SystemRandom) and id(each) not in shared
     }
 
 

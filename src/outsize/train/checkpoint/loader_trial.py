@@ -12,6 +12,7 @@ has, one worker tells that reads one sample.
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -118,6 +119,8 @@ def _copied(loader: Any) -> Any:
             memo[id(each)] = copy.copy(each)  # They may shuffle it in place, but not its items.
         elif isinstance(each, Tensor | np.ndarray) and each.nbytes > _LARGE_BYTES:
             memo[id(each)] = each
+        elif isinstance(each, random.SystemRandom):
+            memo[id(each)] = each  # It has no state that could be copied.
     memo.pop(id(None), None)
     if is_indexed:
         memo[id(dataset)] = dataset

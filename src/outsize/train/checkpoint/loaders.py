@@ -152,7 +152,9 @@ class CountedLoader:
         if has_passes and self._epoch:
             self._of_pass = self._state()
         if position is not None:
+            now = generator_states()
             self._begin_workers()
+            set_generator_states(now)
         self._set_own(_NOW, own)
         self._at_start = generator_states() | self._own_states(_START)
         self._before = self._of_pass

@@ -110,9 +110,13 @@ class Buffered(IterableDataset[int]):
 class Unseeded(IterableDataset[int]):
     """Shuffles by a generator that nobody can set."""
 
+    def __init__(self) -> None:
+        self.draw = random.SystemRandom().shuffle
+        self.rng = random.SystemRandom()
+
     def __iter__(self) -> Iterator[int]:
         order = list(NUMBERS)
-        random.SystemRandom().shuffle(order)
+        self.draw(order)
         yield from order
 
 
@@ -148,6 +152,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "passes augmented": lambda: StatefulPasses(Augmented()),
     "sticky": lambda: stateful(Sticky()),
     "buffered, its state left out": lambda: stateful(Buffered()),
+    "workers that stay": lambda: data_loader(shuffle=True, num_workers=1, persistent_workers=True),
+    "stateful, workers": lambda: stateful(shuffle=True, num_workers=1),
     "a list": lambda: [torch.full((2,), float(number)) for number in range(5)],
 }
 
@@ -177,7 +183,10 @@ def walked(
     return seen
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+WORKERS = [pytest.param(kind, marks=pytest.mark.full) for kind in ("workers that stay", "stateful, workers")]
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in LOADERS if "workers" not in kind), *WORKERS])
 def test_a_loader_goes_on_behind_what_was_used(kind: str) -> None:
     """At the first batch of a pass, within one, at its last, between two, and in the second; two to come."""
     make, snapshots, steps = LOADERS[kind], dict[str, Snapshot](), [0]
@@ -252,7 +261,7 @@ def test_generators_that_a_loader_holds_are_set_again() -> None:
         def __init__(self) -> None:
             self.all = [torch.Generator(), random.Random(), np.random.RandomState(), np.random.default_rng()]
             self.all += [np.random.Generator(kind()) for kind in (np.random.MT19937, np.random.Philox)]
-            self.module, self.shared = random, torch.default_generator
+            self.module, self.shared, self.none = random, torch.default_generator, random.SystemRandom()
 
     def draws() -> list[Any]:
         numbers = (g.random() if hasattr(g, "random") else float(torch.rand((), generator=g)) for g in own)
