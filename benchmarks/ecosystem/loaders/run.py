@@ -21,6 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
@@ -49,7 +50,7 @@ RESULTS: Final = Path(__file__).parent / "results" / "loaders.json"
 PACKAGES: Final = ("torch", "torchdata", "datasets", "webdataset", "litdata", "mosaicml-streaming")
 SAMPLES, BATCH, STEPS = 24, 4, 16
 CUTS: Final = {"within a pass": 3, "at its last batch": 6, "between passes": -6, "in the second pass": 9}
-NUMBERS: Final = list(range(SAMPLES))
+NUMBERS: Final[Any] = list(range(SAMPLES))
 
 
 class Augmented(Dataset[float]):
@@ -94,7 +95,7 @@ class Stream(IterableDataset[int]):
 
 
 def _hugging_face(streamed: bool, seed: int | None = 0) -> Any:
-    import datasets
+    datasets: Any = import_module("datasets")
 
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_dict({"x": NUMBERS})
@@ -104,34 +105,34 @@ def _hugging_face(streamed: bool, seed: int | None = 0) -> Any:
 
 
 def _webdataset(folder: Path) -> Any:
-    import webdataset
+    webdataset: Any = import_module("webdataset")
 
     with webdataset.TarWriter(str(folder / "a.tar")) as tar:
         for number in NUMBERS:
             tar.write({"__key__": f"{number:04}", "x.txt": str(number)})
     data = webdataset.WebDataset(str(folder / "a.tar"), shardshuffle=False).shuffle(8).decode()
-    return data.map(lambda sample: int(sample["x.txt"])).batched(BATCH)
+    return data.map(lambda sample: int(sample["x.txt"])).batched(BATCH, collation_fn=list)
 
 
 def _mosaic(folder: Path) -> Any:
     import_torchvision()  # which it imports, and which may be built for another torch
-    import streaming
+    streaming: Any = import_module("streaming")
 
-    with streaming.MDSWriter(out=str(folder / "mds"), columns={"x": "int"}) as writer:
-        for number in NUMBERS:
-            writer.write({"x": number})
+    if not (folder / "mds").exists():
+        with streaming.MDSWriter(out=str(folder / "mds"), columns={"x": "int"}) as writer:
+            for number in NUMBERS:
+                writer.write({"x": number})
     data = streaming.StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=BATCH)
     return streaming.StreamingDataLoader(data, batch_size=BATCH)
 
 
 def _litdata(folder: Path) -> Any:
-    import litdata
+    litdata: Any = import_module("litdata")
 
     if not (folder / "lit" / "index.json").exists():
-        from litdata.streaming.writer import BinaryWriter
-
+        writer_kind: Any = import_module("litdata.streaming.writer").BinaryWriter
         (folder / "lit").mkdir(exist_ok=True)
-        writer = BinaryWriter(str(folder / "lit"), chunk_size=8)
+        writer = writer_kind(str(folder / "lit"), chunk_size=8)
         for number in NUMBERS:
             writer[number] = {"x": number}
         writer.done()
@@ -213,7 +214,8 @@ def train(name: str, folder: Path, save: int | None, told: Any) -> None:
         made = LOADERS[name](engine, folder)
         batches = engine.batches(made)
         for epoch in range(batches.epoch, 9):
-            for holder in (getattr(made, "sampler", None), getattr(made, "batch_sampler", None)):
+            holders: list[Any] = [getattr(made, "sampler", None), getattr(made, "batch_sampler", None)]
+            for holder in holders:
                 if hasattr(holder, "set_epoch"):
                     holder.set_epoch(epoch)
             for batch in batches:

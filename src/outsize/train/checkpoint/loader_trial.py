@@ -1,7 +1,7 @@
 """Finds out by trial, when `engine.batches` gets a loader, whether a run can go on within its batches.
 
-    one copy        batch batch batch | iter() batch       another one, from the same generators: the same?
-    a third         load_state_dict   batch | iter() batch  the same as the first from there?
+    one copy     batch batch batch ... | iter() batch    another one, from the same generators: the same?
+    a third      load_state_dict batch ... | iter() batch    the same as the first from there?
 
 Copies read nothing of a dataset with indices: they give the indices themselves. A copy of a stream reads a
 few batches of it. What cannot be copied (an open file, a socket, a Python generator) is not tried, and
@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from types import ModuleType
 from typing import Any, Final, final
 
 import numpy as np
@@ -35,7 +36,8 @@ from outsize.train.checkpoint.generators import (
     state_of,
 )
 
-_BATCHES: Final = 2
+_BEHIND, _BATCHES = 2, 3  # A state is taken within the first ones, and as many follow as are compared.
+_SEED_BITS: Final = 64  # No one types a longer one.
 _LARGE_BYTES: Final = 1 << 24  # A larger tensor is data, which copies share.
 
 
@@ -43,7 +45,8 @@ _LARGE_BYTES: Final = 1 << 24  # A larger tensor is data, which copies share.
 @dataclass(frozen=True, slots=True)
 class LoaderVerdict:
     """What a trial has found: whether two iterations agree, whether passes follow from those before, whether
-    its state brings it back, and whether a state that was loaded counts for all passes to come.
+    its state brings it back, whether a state that was loaded counts for all passes to come, and whether it
+    holds a generator that has its seed from the system.
     """
 
     is_tried: bool = False
@@ -51,6 +54,7 @@ class LoaderVerdict:
     has_passes: bool = True
     goes_on: bool = True
     sticks: bool = False
+    is_unseeded: bool = False
     draws_in_workers: bool = False
 
 
@@ -83,30 +87,44 @@ def _tried(loader: Any) -> dict[str, bool]:
     one, other = _copied(loader), _copied(loader)
     own = _own_states(one)
     begun = _begun(one, own)
-    first = list(islice(begun, _BATCHES))
-    states = generator_states(), _own_states(one)
+    first = list(islice(begun, _BEHIND - 1))
+    early = generator_states()
     first += list(islice(begun, 1))
-    second = list(islice(_begun(other, own), _BATCHES + 1))
+    states = generator_states(), _own_states(one)
+    is_drawing = any(not torch.equal(early[name], state) for name, state in states[0].items())
+    first += list(islice(begun, _BATCHES))
+    second = list(islice(_begun(other, own), _BEHIND + _BATCHES))
     again = list(islice(_begun(one, own), 1))
     found = {"repeats": _is_same(first, second), "has_passes": not _is_same(first[:1], again)}
+    found["is_unseeded"] = any(map(_is_unseeded, generators_in(one).values()))
     if not is_stateful(loader) or not found["repeats"]:
         return found
-    saved, resumed = _copied(loader), _copied(loader)
     fresh = copy.deepcopy(_copied(loader).state_dict())
-    behind = _begun(saved, own)
-    _ = list(islice(behind, _BATCHES - 1))
-    resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
-    rest = _begun(resumed, own)
-    _ = list(islice(rest, 1))  # Whatever the iterator draws when it begins is over now.
+    resumed, rest = _resumed(loader, own, _BEHIND - 1)
+    dropped = list(islice(rest, 1))  # Whatever the iterator draws when it begins is over now.
     set_generator_states(states[0])
     _set_own(resumed, states[1])
-    found["goes_on"] = _is_same(list(islice(rest, 1)), first[_BATCHES:])
-    if not found["goes_on"] or _is_same(list(islice(_begun(resumed, own), 1)), again):
+    found["goes_on"] = _is_same(list(islice(rest, _BATCHES)), first[_BEHIND:])
+    if not is_drawing:  # The state behind each batch counts, and a buffer of samples is lost at some of them.
+        others = [list(islice(_resumed(loader, own, at)[1], 1)) for at in range(_BEHIND, len(first))]
+        rests = [[batch] for batch in first[_BEHIND:]]
+        found["goes_on"] &= _is_same(dropped, first[_BEHIND - 1 : _BEHIND]) and _is_same(others, rests)
+    if not found["goes_on"] or found["has_passes"]:
         return found
-    resumed.load_state_dict(fresh)
-    found["sticks"] = True
-    found["goes_on"] = _is_same(list(islice(_begun(resumed, own), 1)), again)
+    found["sticks"] = not _is_same(list(islice(_begun(resumed, own), 1)), again)
+    if found["sticks"]:
+        resumed.load_state_dict(fresh)
+        found["goes_on"] = _is_same(list(islice(_begun(resumed, own), 1)), again)
     return found
+
+
+def _resumed(loader: Any, own: Mapping[str, Tensor], behind: int) -> tuple[Any, Iterator[Any]]:
+    """Returns a copy that has loaded the state which another has behind so many batches, and the rest."""
+    saved, resumed = _copied(loader), _copied(loader)
+    begun = _begun(saved, own)
+    _ = list(islice(begun, behind))
+    resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
+    return resumed, _begun(resumed, own)
 
 
 def _copied(loader: Any) -> Any:
@@ -119,8 +137,8 @@ def _copied(loader: Any) -> Any:
             memo[id(each)] = copy.copy(each)  # They may shuffle it in place, but not its items.
         elif isinstance(each, Tensor | np.ndarray) and each.nbytes > _LARGE_BYTES:
             memo[id(each)] = each
-        elif isinstance(each, random.SystemRandom):
-            memo[id(each)] = each  # It has no state that could be copied.
+        elif isinstance(each, random.SystemRandom | ModuleType):
+            memo[id(each)] = each  # They cannot be copied, and have no state.
     memo.pop(id(None), None)
     if is_indexed:
         memo[id(dataset)] = dataset
@@ -131,6 +149,13 @@ def _copied(loader: Any) -> Any:
     if is_indexed:
         vars(copied).update(dataset=_Indices(dataset), collate_fn=list)
     return copied
+
+
+def _is_unseeded(generator: Any) -> bool:
+    """Tells whether NumPy has taken a generator's seed from the system: such seeds have 128 bits."""
+    seeds = getattr(getattr(generator, "bit_generator", None), "seed_seq", None)
+    entropy = getattr(seeds, "entropy", None)
+    return isinstance(entropy, int) and entropy.bit_length() > _SEED_BITS
 
 
 def _begun(loader: Any, own: Mapping[str, Tensor]) -> Iterator[Any]:

@@ -262,6 +262,11 @@ def _warn_of(verdict: LoaderVerdict, loader: Any) -> None:
             f"load_state_dict() does not bring {kind} to where its state_dict() was taken, so a run that "
             "goes on has other batches. Next: mend them, or a loader without a state"
         )
+    elif verdict.is_unseeded:
+        said = (
+            f"{kind} holds a generator of NumPy that has its seed from the system, so what was shuffled when "
+            "it was made is in another order in the next process. Next: a seed, such as shuffle(seed=0)"
+        )
     elif verdict.draws_in_workers:
         said = (
             f"samples of {kind} draw random numbers in workers, whose generators no state has: a run that "

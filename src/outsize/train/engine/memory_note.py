@@ -66,7 +66,9 @@ def _held(device: torch.device, model: nn.Module, optimizer: Optimizer | None) -
     """Returns the bytes that are on the device now, by cause."""
     weights = [*model.parameters(), *model.buffers()]
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
-    states = () if optimizer is None else (v for state in optimizer.state.values() for v in state.values())
+    # Some optimizers keep numbers of all weights there, under a name.
+    held = () if optimizer is None else optimizer.state.values()
+    states = (value for state in held if isinstance(state, dict) for value in state.values())
     known = [_bytes(device, tensors) for tensors in (weights, gradients, states)]
     return [*known, max(0, allocated_bytes(device) - sum(known))]
 

@@ -151,7 +151,9 @@ class RunRecorder:
 
     def _states(self, place: torch.device) -> int:
         optimizer = self._engine.optimizer
-        states = [] if optimizer is None else [state.values() for state in optimizer.state.values()]
+        held = () if optimizer is None else optimizer.state.values()
+        # Some optimizers keep numbers of all weights there, under a name.
+        states = (state.values() for state in held if isinstance(state, dict))
         return tensor_bytes(chain.from_iterable(states), place)
 
     def _weights(self, place: torch.device) -> int:

@@ -120,6 +120,14 @@ class Unseeded(IterableDataset[int]):
         yield from order
 
 
+class HasNumpys(Augmented):
+    """Has an order that was drawn when it was made."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+        self.order = self.rng.permutation(20)
+
+
 class InPlace(Sampler[int]):
     """Shuffles a list that it keeps."""
 
@@ -210,6 +218,7 @@ def test_a_loader_goes_on_behind_what_was_used(kind: str) -> None:
     ("make", "said"),
     [
         (lambda: data_loader(Unseeded()), "DataLoader gives other batches each time, from the same states"),
+        (lambda: data_loader(HasNumpys()), r"holds a generator of NumPy that has its seed from the system"),
         (Passes, r"the passes of Passes follow from those before, and it has no state_dict\(\)"),
         (
             lambda: data_loader(Augmented(), num_workers=1, persistent_workers=True),
