@@ -11,8 +11,13 @@ from house import PACKAGE, parse, sources, spot
 from outsize.schedules.families import families
 
 NAMES = frozenset(family.name for family in families())
-# The records; the names of schedules whose rows a plan holds, which the nouns know as well.
-OWNERS = {PACKAGE / "schedules" / "families.py", PACKAGE / "ir" / "schedule.py"}
+# The records; the names of schedules whose rows a plan holds, which the nouns know as well; the table of what
+# other tools call each schedule.
+OWNERS = {
+    PACKAGE / "schedules" / "families.py",
+    PACKAGE / "ir" / "schedule.py",
+    PACKAGE / "errors" / "words.py",
+}
 # "auto" also says how samples of a microbatch are counted, and whether stages are compiled.
 OTHER_MEANINGS = {"auto": {PACKAGE / "train" / "batch" / "loss_weights.py", PACKAGE / "api" / "running.py"}}
 

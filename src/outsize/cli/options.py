@@ -16,7 +16,7 @@ from outsize.ir import plan as plans
 from outsize.ir.answers.request import AxisSearch, LayoutOptions, Objective
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.schedule import Schedule
-from outsize.schedules.families import offered
+from outsize.schedules.families import DEFAULT, offered
 
 # The number of samples of a batch when neither --batch nor a plan says it.
 BATCH: Final = 8
@@ -265,8 +265,8 @@ def schedule_or_file(text: str | None) -> ScheduleName | Schedule | None:
         raise BadOption(
             f"--schedule {text!r} is neither a schedule nor a file that can be read",
             numbers=f"schedules: {', '.join(offered())}; {error}",
-            next_step=f"--schedule {value_here('schedule', text) or 'auto'}, or a file with a line like "
-            "0F0,0F1,0B0,0B1 for each rank",
+            next_step=f"--schedule {value_here('schedule', text) or DEFAULT.name}, or a file with a line "
+            "like 0F0,0F1,0B0,0B1 for each rank",
         ) from None
     return read(tuple(line for line in lines if line.strip()))
 

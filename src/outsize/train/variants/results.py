@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -70,49 +70,49 @@ class EvalResult:
             object.__setattr__(self, "loss", self.loss.as_subclass(EvaluationLossTensor))
 
 
-class _LookedAt(Tensor):
-    """A loss that is only looked at. What is computed from it, `loss / 4`, is of this class as well, so that
-    a backward from that says what is wrong, too.
-    """
+def _refused(what: str, next_step: str) -> Any:
+    """Returns the `backward` of a loss that is only looked at."""
 
-    _what: ClassVar[str]
-    _next_step: ClassVar[str]
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.requires_grad:  # a penalty of the user's own was added
             return _plain(self).backward(*args, **kwargs)
-        raise BadOption(f"this loss is a number to look at: {self._what}", next_step=self._next_step)
+        raise BadOption(f"this loss is a number to look at: {what}", next_step=next_step)
 
-    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return repr(_plain(self))
+    return backward
 
-    def __format__(self, spec: str) -> str:
-        return format(_plain(self), spec)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return copy.deepcopy(_plain(self), memo)
+# A tensor of torch is shown, saved and copied in the place of one of these classes.
+_AS_PLAIN: Final[tuple[Any, ...]] = (
+    lambda self: repr(_plain(self)),
+    lambda self, spec: format(_plain(self), spec),
+    lambda self, protocol: _plain(self).__reduce_ex__(protocol),
+    lambda self, memo: copy.deepcopy(_plain(self), memo),
+)
 
 
 @final
-class StepLossTensor(_LookedAt):
-    """The loss of a step."""
+class StepLossTensor(Tensor):
+    """The loss of a step. What is computed from it, `loss / 4`, is of this class as well, so that a backward
+    from that says what is wrong, too.
+    """
 
-    _what = "engine.step() has run the backward of every microbatch already"
-    _next_step = (
+    __repr__, __format__, __reduce_ex__, __deepcopy__ = _AS_PLAIN
+    backward = _refused(
+        "engine.step() has run the backward of every microbatch already",
         "delete .backward(); engine.step(x, target=y, update=False, loss_scale=1 / 4) only adds up a quarter "
-        "of the gradients, and engine.update() then steps the optimizer"
+        "of the gradients, and engine.update() then steps the optimizer",
     )
 
 
 @final
-class EvaluationLossTensor(_LookedAt):
-    """The loss of an evaluation."""
+class EvaluationLossTensor(Tensor):
+    """The loss of an evaluation; see StepLossTensor."""
 
-    _what = "engine.evaluate() keeps nothing for a backward"
-    _next_step = "engine.step(x, target=y), which runs forward, backward and the optimizer's step"
+    __repr__, __format__, __reduce_ex__, __deepcopy__ = _AS_PLAIN
+    backward = _refused(
+        "engine.evaluate() keeps nothing for a backward",
+        "engine.step(x, target=y), which runs forward, backward and the optimizer's step",
+    )
 
 
 # Loggers (wandb) know a tensor by the names of its class and module.
