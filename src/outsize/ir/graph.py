@@ -34,6 +34,8 @@ MATMULS: Final[frozenset[OpFamily]] = frozenset({"matmul", "unaligned_matmul"})
 CONVOLUTIONS: Final[frozenset[OpFamily]] = frozenset({"convolution", "direct_convolution"})
 # Smaller storages are not worth a separate copy: they stay on the device where activations are offloaded.
 SMALL_BYTES: Final = 1 << 20
+# The kind of a unit that is put together of several, so that fewer cuts are tried.
+PIECE: Final = "Piece"
 
 
 @final

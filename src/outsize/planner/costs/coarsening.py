@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from outsize.ir.graph import ModelGraph, Unit, Value, Work
+from outsize.ir.graph import PIECE, ModelGraph, Unit, Value, Work
 from outsize.ir.profile import Profile, UnitCost
 from outsize.planner.costs.unit_times import UnitSeconds
 
@@ -99,7 +99,7 @@ def _merged(index: int, units: Sequence[Unit]) -> Unit:
     return Unit(
         index=index,
         name=units[0].name,
-        kind="Piece",
+        kind=PIECE,
         parameters=tuple(dict.fromkeys(name for u in units for name in u.parameters)),
         buffer_bytes=sum(u.buffer_bytes for u in units),
         flops=sum(u.flops for u in units),

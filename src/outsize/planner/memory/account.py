@@ -48,7 +48,7 @@ from typing import Generic, NamedTuple, Self, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.ir.graph import ModelGraph
+from outsize.ir.graph import PIECE, ModelGraph, Unit
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.planner.memory.range_tables import Bytes, RangeTables
 
@@ -223,7 +223,7 @@ def account_stage(
     ranges: RangeTables, graph: ModelGraph, run: tuple[int, int], states: Sequence[InFlightState]
 ) -> StageMemory:
     """Returns the memory of one stage that computes the units `run`, from its `peak_states`."""
-    return _stage_memory(ranges, [u.name for u in graph.units], run, states)
+    return _stage_memory(ranges, graph.units, run, states)
 
 
 def peak_table(ranges: RangeTables, states: Sequence[InFlightState]) -> Bytes:
@@ -428,7 +428,7 @@ def _gradients(ranges: RangeTables, state: InFlightState) -> Bytes:
 
 
 def _stage_memory(
-    ranges: RangeTables, names: Sequence[str], run: tuple[int, int], states: Sequence[InFlightState]
+    ranges: RangeTables, units: Sequence[Unit], run: tuple[int, int], states: Sequence[InFlightState]
 ) -> StageMemory:
     here = ranges.of_run(*run)
     peak = max(states, key=lambda a: (int(_variable_bytes(here, a)), a.phase, a))
@@ -451,7 +451,7 @@ def _stage_memory(
         activations_bytes=activations,
         boundary_bytes=boundary,
         in_flight=max(a.in_flight for a in states),
-        largest=_largest(ranges, names, run, peak),
+        largest=_largest(ranges, units, run, peak),
         workspace_bytes=max(activations - waiting, 0),
         master_bytes=int(here.master),
         phase=_phase_name(peak.phase),
@@ -474,16 +474,35 @@ def _phases(here: RangeTables, states: Sequence[InFlightState]) -> tuple[tuple[s
 
 
 def _largest(
-    ranges: RangeTables, names: Sequence[str], run: tuple[int, int], state: InFlightState
+    ranges: RangeTables, units: Sequence[Unit], run: tuple[int, int], state: InFlightState
 ) -> tuple[tuple[str, int], ...]:
     """Returns the units that hold the most bytes: weights, gradients, states, and saved activations."""
-    units = range(*run)
-    weights, gradients, optimizer, saved = (
+    weights, gradients, optimizer = (
         np.diagonal(table, offset=1)[run[0] : run[1]]
-        for table in (ranges.weights, ranges.gradients, ranges.optimizer, ranges.saved)
+        for table in (ranges.weights, ranges.gradients, ranges.optimizer)
     )
-    bytes_of = dict(
-        zip(units, (weights + gradients + optimizer + state.in_flight * saved).tolist(), strict=True)
-    )
-    ranked = sorted(units, key=lambda u: (-bytes_of[u], u))
-    return tuple((names[u], bytes_of[u]) for u in ranked[:LARGEST])
+    saved = state.in_flight * _saved_by_unit(ranges.saved, run)
+    bytes_of = dict(zip(range(*run), (weights + gradients + optimizer + saved).tolist(), strict=True))
+    ranked = sorted(bytes_of, key=lambda u: (-bytes_of[u], u))
+    return tuple((_shown(units[u]), bytes_of[u]) for u in ranked[:LARGEST])
+
+
+def _shown(unit: Unit) -> str:
+    """Returns the name of a unit; of a piece of several (costs/coarsening.py) also the module of its last
+    weight.
+    """
+    last = unit.parameters[-1].rpartition(".")[0] if unit.kind == PIECE and unit.parameters else unit.name
+    return unit.name if last in ("", unit.name) else f"{unit.name} to {last}"
+
+
+def _saved_by_unit(saved: Bytes, run: tuple[int, int]) -> Bytes:
+    """Returns what each unit of a run adds to its saved bytes.
+
+    A run of one unit may hold more than that: its block's inputs where blocks are recomputed, and what every
+    run holds. The first unit adds what the run without it lacks.
+    """
+    first, end = run
+    if end - first == 1:
+        return saved[first, end:][:1]
+    added = np.diff(saved[first, first + 1 : end + 1])
+    return np.maximum(0, np.append(saved[first, end] - saved[first + 1, end], added))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,11 +12,13 @@ from planner_graphs import chain, cut_graphs, graph_of, parameter, profile_of, u
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import Schedule
+from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.memory.account import (
     InFlightState,
     Phase,
     StageMemory,
+    account_stage,
     account_stages,
     peak_states,
     peak_table,
@@ -184,3 +187,25 @@ def test_copies_of_weights_are_there_once_until_the_optimizer_steps(schedule: st
         assert after.activations_bytes == before.activations_bytes + 1000
         assert after.workspace_bytes == before.workspace_bytes
         assert after.weights_bytes == before.weights_bytes
+
+
+def test_a_unit_is_named_with_what_it_adds_to_the_saved_bytes_of_its_stage() -> None:
+    """Recomputed blocks keep their inputs, and a run of one unit holds its block's, which are not its own."""
+    graph, profile = chain([1.0] * 3, value_bytes=80, weight_bytes=10, saved_bytes=100)
+    plain = RangeTables.of(graph, profile, optimizer_bytes("adamw"))
+    recomputed = replace(plain, saved=plain.saved * 0 + 1000 + np.arange(4) * 5)
+    states = peak_states(lowered("1f1b", graph, (0, 3), 2), 0)
+    (first, *_), (kept, *more) = (
+        account_stage(tables, graph, (0, 3), states).largest for tables in (plain, recomputed)
+    )
+    assert first == ("h.0", 10 + 10 + 24 + 100)
+    assert [kept[1], *(size for _, size in more)] == [10 + 10 + 24 + 5] * 2 + [10 + 10 + 24]
+
+
+def test_a_piece_of_several_units_is_named_with_both_its_ends() -> None:
+    graph, profile = chain([1.0] * 4, value_bytes=80, weight_bytes=10, saved_bytes=100)
+    ends = (0, 1, 4)
+    coarse = coarse_graph(graph, ends)
+    tables = RangeTables.of(coarse, coarse_profile(profile, ends), optimizer_bytes("adamw"))
+    states = peak_states(lowered("1f1b", coarse, (0, 2), 2), 0)
+    assert account_stage(tables, coarse, (0, 2), states).largest[0][0] == "h.1 to h.3"
