@@ -19,6 +19,8 @@ from outsize.capture.models.load import import_torchvision
 from outsize.errors import BadOption
 from outsize.train.checkpoint.checkpoints import ResumeNote
 from outsize.train.checkpoint.optimizer_trial import insist_on_resumable
+from outsize.train.checkpoint.optimizers import NamedOptimizer, is_of_layout, merged
+from outsize.train.checkpoint.regions import located
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -301,3 +303,74 @@ def test_optimizers_of_timm_go_on(name: str, tmp_path: Path) -> None:
     import_torchvision()
     create = importlib.import_module("timm.optim").create_optimizer_v2
     assert differences(lambda parameters: create(list(parameters), name, lr=1e-2), tmp_path) == []
+
+
+# -- over ranks -------------------------------------------------------------------------------------------
+
+
+class Held:
+    """The weights of one rank, under their names; it has all of each."""
+
+    def __init__(self, rank: int, weights: dict[str, nn.Parameter]) -> None:
+        self.rank, self.weights = rank, weights
+
+    def tensors(self) -> dict[str, nn.Parameter]:
+        return self.weights
+
+    def division(self, name: str) -> None:
+        return None
+
+    def placed(self, name: str, tensor: Tensor, division: Any) -> Any:
+        return located(tensor)
+
+
+class Saved:
+    """Tensors that ranks have saved, in memory."""
+
+    folder = Path("memory")
+
+    def __init__(self, ranks: list[NamedOptimizer]) -> None:
+        self.tensors = {part.name: part.tensor.detach().clone() for rank in ranks for part in rank.parts()}
+        self.names = self.tensors.keys
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def read(self, name: str, offsets: Any = None, sizes: Any = None) -> Tensor:
+        return self.tensors[name]
+
+
+def stepped(make: Make, weights: dict[str, nn.Parameter], steps: int) -> Any:
+    optimizer = make(list(weights.values()))
+    for step in range(steps):
+        for name, weight in weights.items():
+            weight.grad = torch.full_like(weight, 0.1 * (step + 1) + 0.01 * int(name))
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "all weights together"])
+def test_what_two_ranks_have_saved_goes_on_on_one(kind: str) -> None:
+    """Each rank numbers its own weights from 0; the one that goes on has all of them."""
+
+    def fresh() -> dict[str, nn.Parameter]:
+        draws = torch.Generator().manual_seed(0)
+        return {str(n): nn.Parameter(torch.randn(3 + n, 2, generator=draws)) for n in range(4)}
+
+    make, whole = SMALL[kind], fresh()
+    stepped(make, whole, 3)
+    halves = fresh()
+    parts = [{name: halves[name] for name in names} for names in ("01", "23")]
+    made = [stepped(make, part, 2) for part in parts]
+    ranks = [NamedOptimizer(each, Held(r, parts[r]), "optimizer") for r, each in enumerate(made)]
+    facts = merged([rank.facts() for rank in ranks])
+    assert not is_of_layout(facts)
+    again = make(list(halves.values()))
+    NamedOptimizer(again, Held(0, halves), "optimizer").restore(facts, Saved(ranks))
+    for name, weight in halves.items():
+        weight.grad = torch.full_like(weight, 0.3 + 0.01 * int(name))
+    again.step()
+    assert [n for n, weight in whole.items() if not torch.equal(weight, halves[n])] == []
