@@ -83,7 +83,7 @@ def _loaded(model: Any, tensors: dict[str, DeferredTensor], source: WeightSource
     """Returns the state dict of the model after its loader was given these tensors."""
     names: Any = import_module("transformers.conversion_mapping")
     loading: Any = import_module("transformers.modeling_utils")
-    empty = _without_values(model)
+    empty: Any = _without_values(model)
     mapping = names.get_model_conversion_mapping(empty)
     how = loading.LoadStateDictConfig(
         weight_mapping=mapping, device_map={"": "cpu"}, ignore_mismatched_sizes=True
@@ -103,7 +103,7 @@ def _loaded(model: Any, tensors: dict[str, DeferredTensor], source: WeightSource
 
 def _refuse(model: nn.Module, source: WeightSource, said: Any) -> None:
     """Raises BadWeights for weights that the loader could not make."""
-    mismatched = sorted(getattr(said, "mismatched_keys", ()))
+    mismatched: list[Any] = sorted(getattr(said, "mismatched_keys", ()))
     if mismatched:
         name, found, wanted = mismatched[0]
         raise BadWeights(
@@ -111,7 +111,7 @@ def _refuse(model: nn.Module, source: WeightSource, said: Any) -> None:
             numbers=f"{list(found)} in the file, {list(wanted)} in the model; {len(mismatched)} such weights",
             next_step="build the model with the config of the weights",
         )
-    failed = sorted(getattr(said, "conversion_errors", {}).items())
+    failed: list[Any] = sorted(getattr(said, "conversion_errors", {}).items())
     if failed:
         name, why = failed[0]
         raise BadWeights(
@@ -121,7 +121,7 @@ def _refuse(model: nn.Module, source: WeightSource, said: Any) -> None:
         )
 
 
-def _without_values(model: nn.Module) -> Any:
+def _without_values(model: nn.Module) -> nn.Module:
     """Returns a copy of the model on meta; nothing of its values is copied."""
     tensors = [t for table, key, _ in places(model) if (t := table[key]) is not None]
     twins = {id(t): like(t, torch.empty_like(t, device="meta", requires_grad=False)) for t in tensors}

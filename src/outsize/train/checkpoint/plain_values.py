@@ -115,7 +115,7 @@ def _written_wrapper(value: Any, place: str, tensors: dict[str, Tensor], special
     return {"$wrapper": {**facts, "size": list(value.shape), "stride": list(value.stride())}}
 
 
-def _made_wrapper(facts: Mapping[str, Any], tensor_of: Callable[[str], Tensor], words: Words) -> Tensor:
+def _made_wrapper(facts: Any, tensor_of: Callable[[str], Tensor], words: Words) -> Tensor:
     """Returns the tensor of `_written_wrapper`. Raises BadOption where its class is not imported.
 
     A class is only looked up among those of this process: a file cannot have one imported.
