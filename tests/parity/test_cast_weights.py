@@ -16,6 +16,7 @@ from cast_counts import Casts, counting_compiler
 from torch import Tensor, nn
 from torch._dynamo.backends import registry
 from torch.utils.checkpoint import checkpoint
+from torch_first import by_torch
 
 import outsize
 from outsize.ir.plan import Axes
@@ -201,6 +202,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def insist_on_parity(name: str, microbatches: int = 4, region: Any = autocast, **how: Any) -> dict[str, int]:
     """Three steps with an evaluation between them; returns how often the last step has cast each weight."""
     model, (x, y) = made(name), batch()
+    by_torch(lambda: plain_step(copy.deepcopy(model), x, y, microbatches, region))
     plain, engine = copy.deepcopy(model), engine_for(model, x, y, microbatches, **how)
     microbatches *= how.get("dp_replicate", 1)
     optimizers, casts = (sgd(plain), sgd(model)), Casts(dict(model.named_parameters()))
@@ -393,3 +395,35 @@ def test_a_weight_that_a_compiled_stage_reads_as_it_is_too(monkeypatch: pytest.M
     counts = compiled_casts(monkeypatch, "tied", 4, stages=1)
     assert counts["table"] == 4
     assert {count for name, count in counts.items() if "layers" in name} == {1}
+
+
+class TiedByGlue(nn.Module):
+    """A weight is used by its own layer, by a function, and once more: in what order, `uses` says."""
+
+    def __init__(self, uses: str) -> None:
+        super().__init__()
+        self.tied = nn.Linear(SIZE, SIZE, bias=False)
+        self.between = nn.ModuleList([nn.Linear(SIZE, SIZE) for _ in range(4)])
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = iter(self.between)
+        for use in self.uses:
+            if use == "l":
+                x = self.tied(x)
+            elif use == "f":
+                x = F.linear(x, self.tied.weight)
+            else:
+                x = torch.tanh(next(layers)(x))
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("uses", ["l--f", "f--l", "l--ff", "-l-f-l", "l-f-l-f"])
+def test_a_weight_of_a_layer_that_a_function_uses_on_another_stage(
+    monkeypatch: pytest.MonkeyPatch, uses: str, schedule: str
+) -> None:
+    """In one process the gradients of all uses are added up in bfloat16, by the copy that autocast keeps."""
+    monkeypatch.setitem(MODELS, "tied by glue", lambda: TiedByGlue(uses))
+    for stages in (2, 3):
+        insist_on_parity("tied by glue", stages=stages, schedule=schedule)

@@ -24,6 +24,7 @@ from test_cast_weights import (
     plain_step,
 )
 from torch import Tensor, nn
+from torch_first import by_torch
 
 from outsize.run.stage import kept_casts
 
@@ -106,10 +107,11 @@ def by_modules(microbatches: int) -> dict[str, int]:
     """Three steps of a model that runs by modules in one process; returns the casts of the last."""
     torch.manual_seed(0)
     model, (x, y) = InPython(), batch()
-    plain, engine = copy.deepcopy(model), engine_for(model, x, y, microbatches)
+    plain = copy.deepcopy(model)
+    expected = by_torch(lambda: plain_step(plain, x, y, microbatches))
+    engine = engine_for(model, x, y, microbatches)
     assert engine.plan.form == "modules"
     casts = Casts(dict(model.named_parameters()))
-    expected = plain_step(plain, x, y, microbatches)
     for _ in range(3):
         model.zero_grad()
         with autocast(), casts:
@@ -127,6 +129,7 @@ def test_models_that_run_by_modules(microbatches: int) -> None:
 def test_a_weight_that_the_forward_writes_is_cast_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "leaf", lambda: behind(Writing))
     model, (x, y) = made("leaf"), batch()
+    by_torch(lambda: plain_step(copy.deepcopy(model), x, y, 4))
     plain, engine = copy.deepcopy(model), engine_for(model, x, y, 4)
     written: Any = plain.get_submodule("1")
     for _ in range(3):

@@ -120,7 +120,7 @@ def _sizes(case: TrainingCase, request: PlanRequest, cluster: Cluster, plan: Pla
         return None
     if captured.graph.form != "tape":
         return None
-    sizes = loss_bytes(captured.tape, there.module, ranks)
+    sizes = loss_bytes(captured.tape, there.whole, ranks)
     least = min(device.memory_bytes for device in cluster.devices)
     worth = sizes is not None and sizes.pieces > 1 and sizes.whole_bytes // ranks > WORTH * least
     return sizes if worth else None
@@ -135,7 +135,7 @@ def _fewest_samples(request: PlanRequest) -> int:
 def _insist_on_pieces(case: TrainingCase, plan: Plan, request: PlanRequest) -> LossBytes:
     there = case.under(request.precision)
     captured = there.in_pieces(1).captured(plan.microbatch_size)
-    sizes = loss_bytes(captured.tape, there.module, plan.axes.cp) if captured.graph.form == "tape" else None
+    sizes = loss_bytes(captured.tape, there.whole, plan.axes.cp) if captured.graph.form == "tape" else None
     if sizes is None:
         raise BadOption(
             "the loss of this model cannot be computed in pieces of rows: no product of weights leads to it "

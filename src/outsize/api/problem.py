@@ -184,15 +184,15 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
         _insist_on_whole_modules(captured.graph, axes)
         return captured.graph
     if axes.ep > 1:
-        insist_on_experts(captured.tape, case.module, axes.ep * tp)
+        insist_on_experts(captured.tape, case.whole, axes.ep * tp)
     if axes.cp > 1 or (always and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS):
-        graph = with_rows(captured, case.module, max(2, axes.cp))
+        graph = with_rows(captured, case.whole, max(2, axes.cp))
         captured = replace(captured, graph=graph)
         if axes.cp > 1 and graph.rows is not None and graph.rows.refused:
-            by_rows(captured.tape, case.module, axes.cp)
+            by_rows(captured.tape, case.whole, axes.cp)
     if tp == 1 and not always:
-        return captured.graph if axes.ep == 1 else with_experts(captured, case.module, captured.graph)
-    graph = with_experts(captured, case.module, with_styles(captured, case.module))
+        return captured.graph if axes.ep == 1 else with_experts(captured, case.whole, captured.graph)
+    graph = with_experts(captured, case.whole, with_styles(captured, case.whole))
     if graph.tensor is not None:
         graph.tensor.insist_on_degree(tp)
     return graph

@@ -39,7 +39,7 @@ from outsize.program.replaying.modes import entering
 from outsize.program.replaying.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
 from outsize.program.tree import FIELD, ITEM, Steps, leaves, paths
-from outsize.program.weight_lookup import attribute_place, weight_named
+from outsize.program.weights.lookup import attribute_place, weight_named
 
 _LITERALS = (
     int,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from outsize.program.generate import SliceSpec, compile_slice
 from outsize.program.replaying.replay import relocated, relocated_constants
 from outsize.program.tape import Tape, backward_slice
-from outsize.program.weight_lookup import CopiedWeights
+from outsize.program.weights.lookup import CopiedWeights
 
 
 def buffers_behind(tape: Tape, slots: Iterable[int]) -> frozenset[str]:

@@ -34,7 +34,8 @@ from outsize.program.tensor_parallel.local_tape import local_tape
 from outsize.program.tensor_parallel.overlap import overlapped
 from outsize.program.tensor_parallel.sequence import in_sequence
 from outsize.program.tensor_parallel.styles import Derived, Role, derive
-from outsize.program.weight_lookup import weight_named
+from outsize.program.weights.lookup import weight_named
+from outsize.program.weights.of_loss import with_loss
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup, local_of
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.changed_values import ChangedValues
@@ -59,6 +60,7 @@ def tensor_styles(
 
     Raises BadOption where `degree` ranks do not divide a size, NotCapturable and ExampleRejected.
     """
+    model = with_loss(model, loss_fn)
     tape = record(model, args, dict(kwargs or {}), loss_fn, () if target is None else (target,))
     styles = explain(tape, model, derive(tape, model))
     styles.insist_on_degree(degree)

@@ -9,7 +9,7 @@ A training step alone changes a model; a forward that only finds out something a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -43,6 +43,24 @@ def untouched(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
         with torch.no_grad():
             for buffer, values in buffers:
                 buffer.copy_(values)
+
+
+@contextmanager
+def taken_back(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gives modules everything back that training within the context changes: also values and gradients."""
+    tensors = list({id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values())
+    kept = [(t, t.detach(), t.detach().clone(), t.grad, t.requires_grad) for t in tensors if not t.is_meta]
+    restore = remember(modules)
+    try:
+        yield
+    finally:
+        restore()
+        with torch.no_grad():
+            for tensor, alias, values, gradient, trained in kept:
+                tensor.data = alias
+                tensor.copy_(values)
+                tensor.grad = gradient
+                tensor.requires_grad_(trained)
 
 
 def _tensors_of(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[Tensor]:

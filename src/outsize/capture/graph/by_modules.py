@@ -33,6 +33,7 @@ from outsize.program.replaying.modes import current_modes
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves, tensors_in, with_copied_tensors
 from outsize.program.values.wrapper_tensors import stored_bytes
+from outsize.program.weights.of_loss import with_loss
 
 # Broadcasts cost time, but uneven stages cost more: a unit has at most this share of all weights.
 _LARGEST = 1 / 16
@@ -56,7 +57,7 @@ def capture_model(
         if not unit_modules(model):
             raise
         return _by_modules(model, args, kwargs, samples, f"{refusal.what} ({refusal.numbers})")
-    return build_graph(tape, model, samples)
+    return build_graph(tape, with_loss(model, loss_fn), samples)
 
 
 def unit_modules(model: nn.Module) -> list[str]:

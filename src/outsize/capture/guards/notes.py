@@ -411,10 +411,10 @@ class Notes:
         return self._origin.get(key if isinstance(key, int) else key[1])
 
     def uses_what_it_writes(self, module: nn.Module, name: str) -> bool:
-        """Returns whether code reads `module.name` for more than `+= 1`, and writes it."""
+        """Returns whether code reads `module.name` for more than `+= 1`, or looks into it, and writes it."""
         key: Key = ("item", id(instance_dict(module)), name)
-        writes = (write for (other, _), write in self._writes.items() if other == key)
-        return any(self._judged(key, write).is_used for write in writes)
+        writes = [(k, w) for (k, _), w in self._writes.items() if k == key or self._origin_of(k) == key]
+        return any(self._judged(k, write).is_used for k, write in writes)
 
     def _own_tables(self) -> set[int]:
         own = {id(instance_dict(module)) for module in self._modules.values()}

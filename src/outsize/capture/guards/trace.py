@@ -78,6 +78,7 @@ from outsize.capture.guards.values import is_container, parts_of
 from outsize.program.objects import Path, Scope, apply, fits, walk
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import is_outsize_file
+from outsize.program.weights.of_loss import modules_held
 
 
 @final
@@ -914,7 +915,8 @@ def without_writes(*functions: Any) -> Iterator[None]:
     random numbers that they hold.
     """
     roots = [root for function in functions for root in roots_of(function)]
-    roots += [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
+    held = (module for function in functions for module in modules_held(function).values())
+    roots += [part for module in held for part in module.modules()]
     notes, generators = Notes({}, roots), list[tuple[torch.Generator, Tensor]]()
     randoms, iterators = list[tuple[Any, Any]](), dict[Path, tuple[Any, Any]]()
     for path, part in walk(roots, _HELD):

@@ -51,6 +51,7 @@ from outsize.program.replaying.modes import Modes, current_modes
 from outsize.program.source_line import raising_line
 from outsize.program.tape import Ref, Tape
 from outsize.program.tree import map_tensors, tensors_in, with_copied_tensors
+from outsize.program.weights.of_loss import loss_modules, plain_model, with_loss
 
 LossFn = Callable[..., Tensor]
 
@@ -119,7 +120,9 @@ def record(
     without any, `tape.loss` is None. Raises NotCapturable, ExampleRejected and BadOption.
     """
     insist_on_module(model)
+    model = with_loss(model, loss_fn)
     rule, caches = _rule_of(loss_fn, options), Caches(model, loss_fn)
+    rule.of_loss = frozenset(loss_modules(model))
     origins = Origins((args, kwargs, target))
     call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes(), origins)
     _insist_on_plain_inputs(call)
@@ -230,7 +233,7 @@ def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torc
         state, notes = kept_state(model, rule, fakes), ()
         if state:
             _climb_for_state(rule, unsettled(state, tape, fakes, run))
-            notes = insist_on_harmless(model, state, tape, run, reads)
+            notes = insist_on_harmless(model, state, tape, run, reads, fakes)
         elif fakes.left or any("_hooks" not in name for _, name in fakes.rebound()):
             # The next forward shows which code sets what a leaf stores or reads: it then finds other state
             # than was left.
@@ -283,7 +286,7 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
     planted = nullcontext() if rule.numbers is None else rule.numbers.planted()
     with planted, caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
         fakes.begin(numbers=rule.numbers is not None)
-        output = call.model(*args, **kwargs)
+        output = plain_model(call.model)(*args, **kwargs)
         recorder.runs_loss = True
         if loss_fn is None:
             tape = _tape(recorder, inputs, output, find_loss(output), rule, modes)

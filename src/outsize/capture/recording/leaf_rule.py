@@ -66,6 +66,7 @@ class LeafRule:
         self.numbers: PlantedNumbers | None = None
         self.keepers: set[str] = set()
         self.used: dict[int, list[Consumed]] = {}
+        self.of_loss = frozenset[str]()
 
     def is_leaf(self, fqn: str, module: nn.Module) -> bool:
         """Returns whether the call of this module is one instruction."""
@@ -79,7 +80,11 @@ class LeafRule:
             return True
         if fqn in self.experts:
             return True
-        return not any(True for _ in module.children()) and any(True for _ in module.parameters())
+        return (
+            fqn not in self.of_loss
+            and not any(True for _ in module.children())
+            and any(True for _ in module.parameters())
+        )
 
     def is_called(self, fqn: str, module: nn.Module, args: Sequence[Any]) -> None:
         """Notes a call: what is called as experts is a leaf, whatever its code shows in this precision."""

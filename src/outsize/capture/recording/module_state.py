@@ -18,6 +18,7 @@ from torch import nn
 from outsize.capture.fakes.fake_model import FakeModel
 from outsize.capture.guards.consumed import Consumed, is_random_generator
 from outsize.capture.guards.notes import Notes, Write
+from outsize.capture.guards.values import is_container
 from outsize.capture.recording.leaf_rule import LeafRule, common_module
 from outsize.errors import NotCapturable
 from outsize.program.python_reads import LOSS
@@ -56,6 +57,8 @@ def unsettled(
 
 
 def _inside_leaf(fqn: str, modules: dict[str, nn.Module], rule: LeafRule) -> bool:
+    if rule.live_loss and fqn in rule.of_loss:
+        return True
     return _head_of(fqn, modules, rule) is not None
 
 
@@ -65,16 +68,24 @@ def _heads(fqn: str) -> Iterator[str]:
 
 
 def insist_on_harmless(
-    model: nn.Module, state: Iterable[Attribute], tape: Tape, again: Callable[[], Tape], reads: Notes
+    model: nn.Module,
+    state: Iterable[Attribute],
+    tape: Tape,
+    again: Callable[[], Tape],
+    reads: Notes,
+    fakes: FakeModel,
 ) -> tuple[str, ...]:
     """Notes on the state if it does not matter; `again` records a second forward. Raises NotCapturable.
 
-    A number that the forward changes at each call and uses otherwise may matter from a later call on.
+    A number that the forward changes at each call and uses otherwise may matter from a later call on, and so
+    may a container.
     """
+    state = list(state)
     for fqn, name in state:
         table = model.get_submodule(fqn)._buffers
         if name in table and name not in model.get_submodule(fqn)._non_persistent_buffers_set:
             raise _refusal(model, fqn, name, "it is a buffer, which the tape cannot rebind")
+    before = {fqn: fakes.state_of(fqn)[""] for fqn, _ in state}
     try:
         same = _same(tape, again())
     except Exception as error:
@@ -83,8 +94,10 @@ def insist_on_harmless(
         raise _refusal(model, *next(iter(state)), "the next call computes something else")
     for fqn, name in state:
         module = model.get_submodule(fqn)
-        # Only a number can count calls; a flag of the first call has its last value after the second.
-        if type(vars(module).get(name)) in (int, float) and reads.uses_what_it_writes(module, name):
+        # A flag, or a cache, of the first call has its last value after the second.
+        value = vars(module).get(name)
+        moves = is_container(value) and before[fqn].get(name) != fakes.state_of(fqn)[""].get(name)
+        if (type(value) in (int, float) or moves) and reads.uses_what_it_writes(module, name):
             raise _refusal(model, fqn, name, "a later call may compute something else")
     return tuple(
         f"{_path(f, n)}: set by the forward, not kept (the numbers do not depend on it)"

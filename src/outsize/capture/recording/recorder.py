@@ -611,7 +611,8 @@ class Recorder(Watcher):
     def _touched(self, target: Any, args: Any, kwargs: Any) -> list[tuple[Weight | None, Tensor]]:
         tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         weights = [(self.slots.weights.get(id(t)), t) for t in tensors]
-        return weights + (self._weights_of(target) if isinstance(target, str) else [])
+        owners = [target] if isinstance(target, str) else self._rule.of_loss if self._runs_live else ()
+        return weights + [found for fqn in owners for found in self._weights_of(fqn)]
 
     def _remember_real(self, target: Any, kwargs: Any, touched: list[tuple[Weight | None, Tensor]]) -> None:
         """Keeps the values of real tensors that a call may write: among real ones alone it really runs."""

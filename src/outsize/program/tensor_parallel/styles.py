@@ -46,6 +46,7 @@ from outsize.program.tensor_parallel.rule_step import (
     op_name,
 )
 from outsize.program.tensor_parallel.share import Share
+from outsize.program.weights.of_loss import of_loss
 
 Kind = Literal["column", "row", "vocabulary", "heads", "experts"]
 
@@ -132,7 +133,8 @@ class _SettledStyles:
             *model.named_buffers(remove_duplicate=False),
         ]
         self.weights: dict[str, Shape] = {name: tuple(t.shape) for name, t in every}
-        self.whole = dict(whole)  # The value is the reason.
+        # The value is the reason.
+        self.whole = dict.fromkeys(of_loss(model, self.weights), "the loss has it") | dict(whole)
         self.points: dict[str, set[Fraction]] = {}
         self.first_user: dict[str, int] = {}
         self.last_reader: dict[int, int] = {}

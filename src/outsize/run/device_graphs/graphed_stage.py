@@ -39,7 +39,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from outsize.device.graphs import DeviceGraph, DrawStates, GraphRecorder, Memory, has_graphs
 from outsize.ir.answers.compilation import StageGraphs
-from outsize.program.weight_lookup import weight_named
+from outsize.program.weights.lookup import weight_named
 from outsize.run.device_graphs.static_values import (
     ValueLayout,
     copies_of,

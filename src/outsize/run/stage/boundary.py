@@ -61,7 +61,10 @@ NO_HOMES: Final = WeightHomes()
 @final
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Describes a value between stages: a slot of the tape, or a weight (`weight`, slot -1)."""
+    """Describes a value between stages: a slot of the tape, or a weight (`weight`, slot -1).
+
+    `cast` is the dtype in which all calls read the parameter under autocast, and in no other way.
+    """
 
     key: int
     slot: int
@@ -70,6 +73,7 @@ class Boundary:
     producer: int
     consumers: tuple[int, ...]
     requires_grad: bool
+    cast: torch.dtype | None = None
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -118,8 +122,16 @@ def find_boundaries(
             producer = homes.first_holder(name)
             consumers = tuple(stage for stage in stages if stage not in homes.holders.get(name, (stage,)))
         if consumers:
-            boundaries.append(Boundary(len(boundaries), -1, name, None, producer, consumers, is_trained))
+            key, cast = len(boundaries), _cast_of(name, tape.instructions, owner) if is_trained else None
+            boundaries.append(Boundary(key, -1, name, None, producer, consumers, is_trained, cast))
     return tuple(boundaries)
+
+
+def _cast_of(name: str, instructions: Sequence[Instruction], owner: Sequence[int]) -> torch.dtype | None:
+    """Returns the dtype in which all calls read a parameter; None where one of them reads it otherwise."""
+    users = [i for i in instructions if owner[i.index] >= 0 and name in i.parameters()]
+    dtypes = {dict(i.casts).get(name) for i in users}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _users_of_weights(instructions: Sequence[Instruction], owner: Sequence[int]) -> dict[str, list[int]]:

@@ -11,8 +11,10 @@ ready, and this one is older than a later microbatch's: it would run last, while
 wait. So it is declared younger than those, and runs as soon as the last of its gradients has come, which is
 where autocast's own node runs: gradients are added in the same order, and bits are equal.
 
-A tied parameter of another stage comes as a tensor of the graph, one for each microbatch. Autocast casts such
-a tensor at each use; here the uses share the values, and have their own nodes.
+A tied parameter of another stage comes as a tensor of the graph, one for each microbatch. Its uses share one
+node that casts it, as those of the parameter itself share the copy: their gradients are added up in the lower
+precision. So the gradient that another stage sends for such a weight enters at the copy, where all calls of
+the program read the weight as this cast alone (Boundary.cast): in one process it is added to theirs, too.
 
 A function that is compiled has copies as arguments, except of weights that it also reads as they are. A
 tensor-parallel rank has copies of its parts. Where ranks add up a weight's gradients (`through`), the copy is
@@ -55,6 +57,8 @@ class CastWeights:
         """Makes no copies yet; `kept` keeps those of the calls that cannot be given any."""
         self.kept = kept
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
+        # Tied parameters of other stages in the running forward, and their casts.
+        self._borrowed: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._places: set[int] = set()
 
     def __call__(self, weight: Tensor, dtype: torch.dtype, through: Through | None = None) -> Tensor:
@@ -72,7 +76,23 @@ class CastWeights:
                 return weight if through is None else through(weight)
             copy = self._copies[key] = _copied(weight, dtype, through, YOUNG + len(self._copies) * _STEP)
             self._places.add(copy.values.untyped_storage().data_ptr())
-        return copy.values if is_own else _shared(weight, copy)
+        if is_own:
+            return copy.values
+        here = id(weight), dtype
+        if here not in self._borrowed:
+            self._borrowed[here] = weight, _shared(weight, copy)
+        return self._borrowed[here][1]
+
+    def begin_forward(self) -> None:
+        """Forgets the casts of tied parameters that the forward before this one has received."""
+        self._borrowed.clear()
+
+    def cast_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Returns what the calls of the last forward have read in place of a weight, if anything."""
+        if not weight.is_leaf:
+            return self._borrowed.get((id(weight), dtype), (weight, None))[1]
+        copy = self._copies.get((id(weight), dtype))
+        return None if copy is None else copy.values
 
     def holds(self, tensor: Tensor) -> bool:
         """Returns whether the tensor is in the memory of a copy."""
@@ -81,6 +101,7 @@ class CastWeights:
     def clear(self) -> None:
         """Drops all copies."""
         self._copies.clear()
+        self._borrowed.clear()
         self._places.clear()
         if self.kept is not None:
             self.kept.end()

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from outsize.device.storage import shares_storage
 from outsize.errors import BoundaryMismatch
 from outsize.program.replaying.modes import casting_devices, outside_autocast
-from outsize.program.weight_lookup import weight_named
+from outsize.program.weights.lookup import weight_named
 from outsize.run.stage.base import Gradients, Result, RunnableStage
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
@@ -86,10 +86,11 @@ def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
 class BackwardEnds:
     """Records where the backward of one microbatch begins and ends."""
 
-    __slots__ = ("aliases", "loss", "sent", "sink")
+    __slots__ = ("aliases", "casts", "loss", "sent", "sink")
 
     def __init__(self) -> None:
         self.aliases: Roots = {}  # The aliases belong to received boundaries.
+        self.casts: Roots = {}  # What calls have read in place of tied parameters, under autocast.
         self.sent: Roots = {}
         self.loss: Tensor | None = None
         self.sink: Gradients = {}
@@ -172,6 +173,7 @@ class StageExecutor(RunnableStage):
         # Weights are looked up by name, since the user may replace parameters between steps
         # (`load_state_dict(assign=True)`).
         self._own = {b.key: b.weight for b in program.sent if b.weight is not None}
+        self._lowered = {b.key: b.cast for b in (*program.received, *program.sent) if b.cast is not None}
         self._model = model
         self._written = _written_by_users(program, model)
         self._weights = _table_entries(program.weights, model)
@@ -228,6 +230,8 @@ class StageExecutor(RunnableStage):
         elif self._casts:
             # torch does the same at the begin of `with torch.autocast` around each forward.
             torch.clear_autocast_cache()
+        if self._cast_weights is not None:
+            self._cast_weights.begin_forward()
         saved, grad = BackwardEnds(), self._grad
         entries = self._enter(saved, received) if grad else received
         function = self._again if grad and self._again is not None else self._function
@@ -247,6 +251,7 @@ class StageExecutor(RunnableStage):
             self._check(sent, grad)
         if grad:
             saved.sent, saved.loss = self._roots_of(sent), loss
+            saved.casts = self._roots_of(self._casts_read(entries))
             self._saved[microbatch] = saved
         return Result(sent, loss, exits[at + self.program.has_loss :])
 
@@ -304,7 +309,7 @@ class StageExecutor(RunnableStage):
         for key, gradient in gradients.items():
             if gradient is not None:
                 roots.append(self.root(saved, key))
-                grads.append(gradient)
+                grads.append(gradient.to(self._lowered[key]) if key in saved.casts else gradient)
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
             grads.append(self.loss_gradient(saved.loss, weight))
@@ -336,6 +341,17 @@ class StageExecutor(RunnableStage):
             entries.append(value)
         saved.aliases = self._roots_of(saved.aliases)
         return entries
+
+    def _casts_read(self, entries: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Returns the casts through which all gradients of tied parameters come, by their boundaries."""
+        if self._cast_weights is None or not self._lowered:
+            return {}
+        keys = [boundary.key for boundary in self.program.received]
+        weights = dict(zip(keys, entries, strict=True)) | {key: self.tied_parameter(key) for key in self._own}
+        pairs = (
+            (key, self._cast_weights.cast_of(weights[key], dtype)) for key, dtype in self._lowered.items()
+        )
+        return {key: cast for key, cast in pairs if cast is not None and cast.requires_grad}
 
     def _uncast(self) -> AbstractContextManager[Any]:
         forgets = self._kept is None or not self._kept.keeps
@@ -372,6 +388,8 @@ class StageExecutor(RunnableStage):
 
     def root(self, saved: BackwardEnds, key: int) -> Root:
         """Returns where the gradient of a boundary enters the backward of a microbatch."""
+        if key in saved.casts:
+            return saved.casts[key]
         if key in saved.aliases:
             return saved.aliases[key]
         return saved.sent[key] if key in saved.sent else self.tied_parameter(key)

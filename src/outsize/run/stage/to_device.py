@@ -26,7 +26,7 @@ from outsize.program.generate import compile_slice
 from outsize.program.replaying.modes import casting_devices
 from outsize.program.replaying.replay import relocated, relocated_constants
 from outsize.program.tape import Tape
-from outsize.program.weight_lookup import CopiedWeights
+from outsize.program.weights.lookup import CopiedWeights
 from outsize.run.stage.cut import StageProgram
 
 

@@ -72,14 +72,14 @@ def placement_of_cut(cut: Cut, model: nn.Module, everywhere: frozenset[str] = fr
 def placement_of_modules(graph: ModelGraph, stage: Sequence[int], model: nn.Module) -> Placement:
     """Returns where whole modules put the weights: with the first unit that has them.
 
-    The stage of a unit is `stage[unit]`; buffers of the glue are on every stage.
+    The stage of a unit is `stage[unit]`; buffers of the glue, and the loss, are on every stage.
     """
     held = {p.name: stage[graph.owner_of[p.name]] for p in graph.parameters}
     names = {id(b): name for name, b in model.named_buffers()}
     for unit in graph.units:
         for buffer in model.get_submodule(unit.name).buffers():
             held.setdefault(names[id(buffer)], stage[unit.index])
-    home = dict.fromkeys(names.values(), 0) | held
+    home = dict.fromkeys((*(name for name, _ in model.named_parameters()), *names.values()), 0) | held
     holders = {name: frozenset({at}) for name, at in held.items()}
     return Placement(home, holders, written=frozenset(names.values()))
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -19,6 +19,7 @@ from typing import final
 import torch
 from torch import nn
 
+from outsize.capture.fakes.untouched import taken_back
 from outsize.capture.graph.build import Captured
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn
@@ -28,6 +29,7 @@ from outsize.ir.plan import Plan
 from outsize.program.objects import model_copy
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import raising_line
+from outsize.program.weights.of_loss import loss_modules, with_loss
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.rng import seeder
 from outsize.run.transport.values import read_value
@@ -97,11 +99,15 @@ def _is_stateful(captured: Captured) -> bool:
     return bool(tape.keepers) or LOSS in tape.live or captured.graph.form == "modules"
 
 
-def _from_now(question: Question) -> AbstractContextManager[None]:
-    """Returns a context that gives the loss function, and what copies of the model share, the state back
-    that they have now: each run begins with it.
+@contextmanager
+def _from_now(question: Question) -> Iterator[None]:
+    """Gives the loss function, and what copies of the model share, the state back that they have now, when
+    the context ends: each run begins with it.
     """
-    return without_writes(question.loss_fn) if _is_stateful(question.captured) else nullcontext()
+    of_loss = list(loss_modules(with_loss(question.model, question.loss_fn)).values())
+    written = without_writes(question.loss_fn) if _is_stateful(question.captured) else nullcontext()
+    with taken_back(of_loss), written:
+        yield
 
 
 def verify(question: Question, *, processes: bool) -> Verdict:
@@ -294,7 +300,8 @@ def _locate(question: Question, differences: Differences) -> str | None:
     unit = _forward_divergence(question) if question.plan.form == "tape" else None
     if unit is not None:
         return f"{unit} (forward)"
-    unit = first_wrong_buffer(question.captured, question.model, differences.wrong_buffers)
+    whole = with_loss(question.model, question.loss_fn)
+    unit = first_wrong_buffer(question.captured, whole, differences.wrong_buffers)
     if unit is not None:
         return f"{unit} (buffers)"
     if differences.loss:
@@ -317,6 +324,6 @@ def _forward_divergence(question: Question) -> str | None:
     engine = _engine(question)
     batch = question.batch.copied()
     engine.prepare(batch)  # recorded outside of the watched step
-    with watched_modules(engine.model) as observed:
+    with watched_modules(engine.model_with_loss) as observed:
         engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs)
     return first_other_call(expected, observed)

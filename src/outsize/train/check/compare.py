@@ -20,6 +20,7 @@ from outsize.capture.recording.fallbacks import LossFn, record
 from outsize.ir.plan import BatchNormMode
 from outsize.program.tape import Tape
 from outsize.program.values.wrapper_tensors import is_wrapper, plain_parts
+from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
@@ -65,7 +66,7 @@ def reference_snapshot(
     model: nn.Module, tape: Tape | TapeOf, batch: Batch, loop: PlainLoop
 ) -> TrainingSnapshot:
     """Runs the plain loop on `model`, which is changed in place."""
-    parts = batch.split(loop.microbatches)
+    parts, whole = batch.split(loop.microbatches), with_loss(model, loop.loss_fn)
     counters = _counters(model, tape, parts, loop.loss_fn)
     optimizer = adamw(model.parameters())
     grads: dict[str, Tensor] = {}
@@ -75,12 +76,12 @@ def reference_snapshot(
         seeds = [seeder(loop.seed, step, mb) for mb in range(loop.microbatches)]
         with DeferredStatistics(model).collecting() if loop.bn == "deferred" else nullcontext():
             loss = reference_step(model, tape, parts, shares, seeds, loop.loss_fn).loss
-        grads = _grads(model.named_parameters())
+        grads = _grads(whole.named_parameters())
         _make_dense(model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     assert loss is not None, "a parity check needs a loss"
-    return _snapshot(loss, grads, model)
+    return _snapshot(loss, grads, whole)
 
 
 def _counters(
@@ -95,7 +96,8 @@ def _counters(
     made: dict[int, LossShares] = {}
     for own, part in zip(tapes, parts, strict=True):
         if id(own) not in made:
-            made[id(own)] = LossShares(own, model, trial=LossTrial(loss_fn, part, recorded))
+            trial = LossTrial(loss_fn, part, recorded)
+            made[id(own)] = LossShares(own, with_loss(model, loss_fn), trial=trial)
     return [made[id(own)] for own in tapes]
 
 
@@ -106,13 +108,13 @@ def engine_snapshot(engine: Engine, batch: Batch, *, steps: int) -> TrainingSnap
     engine.prepare(batch)
     for _ in range(steps):
         loss = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs).loss
-        own = [(n, p.grad) for n, p in engine.named_parameters() if p.grad is not None]
+        own = [(n, p.grad) for n, p in engine.named_parameters(loss=True) if p.grad is not None]
         grads = {n: engine.whole(n, grad).clone() for n, grad in own}
         _make_dense(parameter for _, parameter in engine.named_parameters())
         engine.update()
     assert loss is not None
-    own = {n: engine.whole(n, p) for n, p in engine.named_parameters()}
-    return _snapshot(loss, grads, engine.model, own)
+    own = {n: engine.whole(n, p) for n, p in engine.named_parameters(loss=True)}
+    return _snapshot(loss, grads, engine.model_with_loss, own)
 
 
 def _make_dense(parameters: Iterable[nn.Parameter]) -> None:

@@ -19,6 +19,7 @@ from outsize.capture.recording.fallbacks import LossFn
 from outsize.program.generate import SliceSpec, compile_slice
 from outsize.program.replaying.replay import bindings
 from outsize.program.tape import Instruction
+from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.rng import Seed, borrowed_generators
 from outsize.train.batch.batch import Batch
 from outsize.train.check.reference import eager
@@ -30,7 +31,7 @@ def first_forward_divergence(
     """Returns the name of the first unit whose replay differs from the eager model, or None. Changes
     buffers.
     """
-    tape, values = captured.tape, dict[int, Any]()
+    model, tape, values = with_loss(model, loss_fn), captured.tape, dict[int, Any]()
     values.update(zip(tape.inputs, part.tensors(), strict=True))
 
     def visit(instruction: Instruction, result: Any) -> None:

@@ -25,6 +25,7 @@ from outsize.errors import ReplayMismatch
 from outsize.program.replaying.modes import outside_autocast
 from outsize.program.replaying.replay import insist
 from outsize.program.tape import Instruction, Tape
+from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.rng import Seed, borrowed_generators
 from outsize.run.stage.stage import zero_gradients
 from outsize.train.batch.batch import Batch
@@ -61,7 +62,8 @@ def reference_step(
             output, loss = eager(model, tape_for(tape, part), part, seed, loss_fn)
             outputs.append(output)
             if loss is not None:
-                with outside_autocast(), nullcontext() if weight else zero_gradients(model.parameters()):
+                trained = with_loss(model, loss_fn).parameters()
+                with outside_autocast(), nullcontext() if weight else zero_gradients(trained):
                     (loss * weight).backward()
                 # A mean over no targets is NaN, and has no share.
                 share = loss.detach() * weight if weight else torch.zeros_like(loss)
@@ -90,7 +92,7 @@ def eager(
     with ExitStack() as stack:
         follower = None
         if visit is not None or any(i.random for i in tape.instructions):
-            follower = _Follower(tape, model, seed, visit)
+            follower = _Follower(tape, with_loss(model, loss_fn), seed, visit)
             stack.enter_context(watching(follower, dispatch=False))
         if not tape.instructions:
             seed(0)  # a model that runs by modules is seeded once

@@ -2,6 +2,7 @@
 
 model/layers.0.weight      what the model's state_dict has, under the first of its names
 buffers/rotary.inv_freq    buffers that it leaves out; they may have changed in training
+loss/loss_fn.bank          weights and buffers of the loss
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from outsize.train.ranks.divided_weights import DividedWeights
 
 MODEL: Final = "model"
 BUFFERS: Final = "buffers"
+LOSS: Final = "loss"
 _SHOWN: Final = 3
 
 
@@ -150,8 +152,9 @@ class HeldWeights:
 
     def names(self) -> dict[str, str]:
         """Maps each weight to the name of its tensor in a checkpoint."""
-        saved = saved_names(self.model)
-        return {name: f"{MODEL if name in saved else BUFFERS}/{name}" for name in self.tensors()}
+        saved, of_loss = saved_names(self.model), self._ownership.of_loss
+        groups = {n: LOSS if n in of_loss else MODEL if n in saved else BUFFERS for n in self.tensors()}
+        return {name: f"{group}/{name}" for name, group in groups.items()}
 
     def shapes(self) -> dict[str, Sizes]:
         """Returns the shape of each whole weight, under its name in a checkpoint; the same on all ranks."""
@@ -164,7 +167,7 @@ class HeldWeights:
 
     def insist_on_model(self, saved: CheckpointTensors, where: str) -> None:
         """Raises ModelMismatch where the checkpoint is of a model with other names or shapes."""
-        groups = (f"{MODEL}/", f"{BUFFERS}/")
+        groups = (f"{MODEL}/", f"{BUFFERS}/", f"{LOSS}/")
         there = {name: tuple(saved.shape(name)) for name in saved.names() if name.startswith(groups)}
         here = self.shapes()
         wrong = [name for name in {**here, **there} if here.get(name) != there.get(name)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,13 +26,19 @@ Fetch = Callable[[Tensor], Tensor | None]
 
 
 def gathered(
-    model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: DividedWeights | None = None
-) -> dict[str, Tensor]:
+    model: nn.Module,
+    homes: Mapping[str, int],
+    crew: Crew,
+    ranks: DividedWeights | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Returns copies on the CPU by name, on rank 0; an empty dict on other ranks. Tied names share one
     tensor.
+
+    `state` has tensors of the model, under other names; None: it is the model's state dict.
     """
     fetch, values, fetched = _fetcher(model, homes, crew, ranks), {}, dict[int, Tensor | None]()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in (model.state_dict(keep_vars=True) if state is None else state).items():
         if not isinstance(tensor, Tensor):  # a module's extra state
             values[name] = tensor
             continue

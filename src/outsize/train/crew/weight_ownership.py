@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, final
 
@@ -19,9 +20,11 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.program.values.shared_storage import overlapping
 from outsize.program.values.wrapper_tensors import plain_parts
+from outsize.program.weights.of_loss import of_loss
 from outsize.run.by_module.broadcast import Exchange
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.moves.fsdp import may_be_sharded
+from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.load import load_weights
 from outsize.run.weights.ownership import free_foreign, move_weights, places
 from outsize.run.weights.placement import Holders, Placement
@@ -47,6 +50,7 @@ class Ownership:
         self._model, self._plan, self._crew, self._files = model, plan, crew, files
         self._tensor = tensor
         self._names = frozenset(name for name, _ in model.named_parameters())
+        self._of_loss = of_loss(model, (name for _, _, name in places(model)))
         self._placement: Placement | None = None
         self._foreign: set[str] = set()
         self._sharded: frozenset[str] = frozenset()  # FSDP adds up their gradients, replicas do not
@@ -170,13 +174,50 @@ class Ownership:
         return "dp_shard" if self._plan.shards and self._crew.mesh is not None else None
 
     def trained(self) -> list[nn.Parameter]:
-        """Returns the parameters of this rank's optimizer.
+        """Returns the parameters of this rank that are given to the maker of its optimizer: the model's.
 
         Frozen ones are included: the user may unfreeze them later, as with `optimizer(model.parameters())`.
         Unused ones are included on every rank: without a gradient they are skipped, until one rank has one.
         """
-        unused = self.placement.unused
-        return [p for n, p in self._model.named_parameters() if n in unused or self.is_own(n)]
+        unused, of_loss = self.placement.unused, self._of_loss
+        named = ((n, p) for n, p in self._model.named_parameters() if n not in of_loss)
+        return [p for n, p in named if n in unused or self.is_own(n)]
+
+    @property
+    def of_loss(self) -> frozenset[str]:
+        """Returns the names of the weights and buffers of the loss."""
+        return self._of_loss
+
+    @contextmanager
+    def without_foreign_loss(self, *, at_all: bool = False) -> Iterator[None]:
+        """Puts parameters without elements in place of those of the loss that other ranks have.
+
+        The maker of an optimizer may ask the loss for its parameters on every rank, and an optimizer may make
+        states of them at once. `at_all`: in place of this rank's, too, for an optimizer that is only tried.
+        """
+        held = [(table, key, table[key]) for table, key, name in places(self._model) if name in self._of_loss]
+        freed = [entry for entry in held if at_all or isinstance(entry[2], FreedWeight)]
+        for table, key, weight in freed:
+            if isinstance(weight, nn.Parameter):
+                table[key] = nn.Parameter(torch.empty(0, dtype=weight.dtype, device=self._crew.device))
+        try:
+            yield
+        finally:
+            for table, key, weight in freed:
+                table[key] = weight
+
+    def only_trying(self, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns a maker of optimizers that are only tried: of none of the loss's weights, which they would
+        change.
+        """
+        if not self._of_loss:
+            return make
+
+        def made(parameters: Any) -> Any:
+            with self.without_foreign_loss(at_all=True):
+                return make(parameters)
+
+        return made
 
     def used(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor that this rank computes with, buffers included."""
@@ -227,11 +268,16 @@ class Ownership:
     def _place(self, placement: Placement) -> None:
         self._insist_on_one_memory(placement)
         self._placement = placement
-        self._foreign = placement.foreign(self._crew.stages)
+        self._foreign = placement.foreign(self._crew.stages) - self._constants_of_loss(placement)
         if self._crew.world_size > 1:
             ranks = {name: min(map(self._crew.rank_of, placement.holders[name])) for name in self._foreign}
             free_foreign(self._model, {name: f"rank {rank}" for name, rank in ranks.items()})
             refuse_parts(self._model)
+
+    def _constants_of_loss(self, placement: Placement) -> set[str]:
+        """Returns the weights of the loss that nothing changes: user code may call the loss on any rank."""
+        tensors = {name: table[key] for table, key, name in places(self._model) if name in self._of_loss}
+        return {n for n, t in tensors.items() if not (t.requires_grad or n in placement.written)}
 
     def _insist_on_one_memory(self, placement: Placement) -> None:
         """Raises BadOption for weights that share memory, where they would have memories of their own.

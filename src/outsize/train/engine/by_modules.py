@@ -30,6 +30,7 @@ from outsize.ir.timeline import Lane
 from outsize.program.replaying.modes import casting_devices, outside_autocast
 from outsize.program.source_line import raising_line
 from outsize.program.tree import map_leaves
+from outsize.program.weights.of_loss import of_loss, with_loss
 from outsize.run.by_module import broadcast
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.interpreter.trace import Marks
@@ -73,6 +74,7 @@ class ByModules(Executor):
                 next_step="plan without them; torch.utils.checkpoint inside the model works",
             )
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
+        self._whole = with_loss(model, options.loss_fn)
         self._loss_fn, self._seed = options.loss_fn, options.seed
         self._is_summed = options.counting == "sum"
         self._grad_scale: Tensor | None = None
@@ -124,7 +126,9 @@ class ByModules(Executor):
         """
         graph = module_graph(self._model)
         insist_on_model(self._plan, graph)
-        return placement_of_modules(graph, self._plan.owners(graph), self._model)
+        if self._crew.world_size > 1:
+            _insist_on_constant_loss(self._whole)
+        return placement_of_modules(graph, self._plan.owners(graph), self._whole)
 
     def _run(
         self, parts: Sequence[Batch], scale: float, step: int, *, keeps: bool
@@ -219,6 +223,17 @@ class ByModules(Executor):
             times += [asked_s, had_s, until_s]
         name: tuple[str, Lane] = (f"{rank}{action}", "compute")
         self._crew.keep(rank, Marks([name] * len(ends), times))
+
+
+def _insist_on_constant_loss(model: nn.Module) -> None:
+    """Raises BadOption where a loss that every rank computes has weights to train."""
+    trained = of_loss(model, (name for name, p in model.named_parameters() if p.requires_grad))
+    if trained:
+        raise BadOption(
+            "a model that runs by modules computes its loss on every rank, and this one has weights to train",
+            numbers=f"{len(trained)} weights, such as {min(trained)}",
+            next_step="call the loss in the model's forward, as its last module, or train with --stages 1",
+        )
 
 
 def _detached(leaf: Any) -> Any:

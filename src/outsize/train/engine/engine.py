@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, final
 
@@ -32,11 +32,13 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.replaying.modes import outside_autocast
 from outsize.program.tree import map_tensors
+from outsize.program.weights.of_loss import loss_state, with_loss
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.stage.compile import insist_on_backend
 from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
 from outsize.run.tensor_parallel.collectives import full_of
+from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.watchdog.progress import watched
 from outsize.run.weights.pretrained_names import is_pretrained
 from outsize.run.weights.safetensors import WeightFiles
@@ -110,6 +112,8 @@ class Engine:
     ) -> None:
         insist_on_backend(options.compiled, plan.form)
         self.model, self.plan, self.crew = model, plan, crew
+        self.model_with_loss = whole = with_loss(model, options.loss_fn)
+        self._trained_of_loss = frozenset[str]()
         self._options, self.seed = options, options.seed
         self.clip_norm, scaler = options.clip_norm, options.scaler
         self._speculation = speculation_for(options.clipping, options.clip_norm, scaler, crew, plan)
@@ -124,23 +128,25 @@ class Engine:
         self._owned: OwnedStep | None = None  # it steps whole weights, where ranks own these
         home = _home(model, crew, len(plan.stages))
         is_compiled = options.compiled is not None
-        self._tensor = divided_ranks(model, plan, crew.mesh, compiled=is_compiled)
-        self._ownership = Ownership(model, plan, crew, options.weights, self._tensor)
+        self._tensor = divided_ranks(whole, plan, crew.mesh, compiled=is_compiled)
+        self._ownership = Ownership(whole, plan, crew, options.weights, self._tensor)
         rejects = rejection(model, options.loss_fn, home)
         rejects = rejects if self._tensor is None else self._tensor.whole()(rejects)
         self._dims = BatchDims(rejects, options.batch_dims)
         self._scaling = Scaling(scaler, crew, _loss_device(model, crew, plan)) if scaler is not None else None
-        self._held = held = HeldWeights(model, crew, self._ownership, self._tensor)
-        settings = RunSettings(plan, options.seed, options.loss_fn, scaler, options.optimizer)
+        self._held = held = HeldWeights(whole, crew, self._ownership, self._tensor)
+        make = options.optimizer
+        tried = None if make is None else self._ownership.only_trying(make)
+        settings = RunSettings(plan, options.seed, options.loss_fn, scaler, tried)
         # An engine in a cycle would keep what it has recorded until the garbage is collected.
         itself = weakref.ref(self)
         self._checkpoints = Checkpoints(held, settings, lambda: engine.steps if (engine := itself()) else 0)
-        context = context_ranks(model, plan, crew.mesh, compiled=is_compiled)
+        context = context_ranks(whole, plan, crew.mesh, compiled=is_compiled)
         recording = RecordingOptions(options.counting, home, self._tensor, context, options.captures)
         self._executor: Executor = (
             ByModules(model, plan, crew, self._ownership, options)
             if plan.form == "modules"
-            else Pipelined(model, plan, crew, self._ownership, options, recording)
+            else Pipelined(whole, plan, crew, self._ownership, options, recording)
         )
 
     def __repr__(self) -> str:
@@ -330,9 +336,13 @@ class Engine:
         """Returns this process's rank in the run; 0 when all stages are in one process."""
         return self.crew.global_rank
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields this rank's own parameters, under the user's names, in the model's order."""
-        return ((n, p) for n, p in self.model.named_parameters() if self._ownership.is_own(n))
+    def named_parameters(self, *, loss: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this rank's own parameters, under the user's names, in the model's order.
+
+        `loss`: also those of the loss, which are `loss_fn.*`.
+        """
+        named = (self.model_with_loss if loss else self.model).named_parameters()
+        return ((n, p) for n, p in named if self._ownership.is_own(n))
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Returns the whole of a weight of this rank, or of its gradient, where ranks hold parts of it.
@@ -388,6 +398,15 @@ class Engine:
             return gathered(self.model, home, self.crew, self._tensor)
         save(self.model, home, self.crew, Path(to), shard_bytes, self._tensor)
         return {}
+
+    def loss_state_dict(self) -> dict[str, Any]:
+        """Returns the state of the modules of the loss; every rank calls this.
+
+        Rank 0 gets what `loss_fn.state_dict()` would be, in copies on the CPU; other ranks get an empty dict.
+        Of a function that holds modules the names begin with their variables: `criterion.centers`.
+        """
+        home, state = self._ownership.placement.home, loss_state(self.model_with_loss)
+        return gathered(self.model_with_loss, home, self.crew, self._tensor, state)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a folder that the `from_pretrained` of the model's class reads.
@@ -564,7 +583,7 @@ class Engine:
         step; `float("inf")` only measures. `names`: of these parameters alone, in this order, the same on
         every rank. Every rank calls this.
         """
-        own, every = dict(self.named_parameters()), dict(self.model.named_parameters())
+        own, every = self._trained_parameters()
         if names is not None:
             own, every = ({n: table[n] for n in names if n in table} for table in (own, every))
         with outside_autocast():
@@ -619,10 +638,15 @@ class Engine:
         """Clips the gradients, if asked for, and returns their norm before."""
         if self.clip_norm is None:
             return None
-        all_parameters = dict(self.model.named_parameters())
-        own = dict(self.named_parameters())
+        own, all_parameters = self._trained_parameters()
         context = self.crew, self._tensor, self._speculation
         return clip_by_global_norm(own, all_parameters, self.clip_norm, *context)
+
+    def _trained_parameters(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """Returns this rank's and all parameters of the model, with those of the loss that are trained."""
+        without = self._ownership.of_loss - self._trained_of_loss
+        every = {n: p for n, p in self.model_with_loss.named_parameters() if n not in without}
+        return {n: p for n, p in every.items() if self._ownership.is_own(n)}, every
 
     def _non_finite_place(self, parts: Sequence[Batch]) -> str | None:
         """Runs the forward again, on every rank, and returns where on this rank a NaN or an infinity appears.
@@ -703,12 +727,26 @@ class Engine:
         """Builds the optimizer over this rank's parameters, once it is known which these are."""
         make_optimizer = self._options.optimizer
         if make_optimizer is not None and self.optimizer is None:
-            placing = OptimizerPlacing(self.model, self.plan, self._held, self._ownership)
+            placing = OptimizerPlacing(self.model_with_loss, self.plan, self._held, self._ownership)
             optimizer, self._owned = placing.make(make_optimizer)
             insist_on_closure(optimizer, self.crew.world_size, scaled=self._scaling is not None)
             insist_on_parts(optimizer, self._speculation)
             self.optimizer = optimizer
+            self._trained_of_loss = self._found_of_loss(optimizer)
             self._loop.begin(optimizer)
+
+    def _found_of_loss(self, optimizer: Optimizer) -> frozenset[str]:
+        """Returns the parameters of the loss that the optimizer of their rank has, the same on all ranks."""
+        of_loss = self._ownership.of_loss
+        if not of_loss:
+            return of_loss
+        groups: Any = getattr(optimizer, "param_groups", ())
+        trained = {id(p) for group in groups for p in group["params"]}
+        own = [n for n, p in self.named_parameters(loss=True) if n in of_loss and id(p) in trained]
+        if self.crew.mesh is None:
+            return frozenset(own)
+        found = all_gather_json(own, self.crew.mesh.group.host, "trained weights of the loss")
+        return frozenset(chain.from_iterable(found))
 
 
 def _offset_device(device: str, offset: int) -> str:

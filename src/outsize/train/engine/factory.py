@@ -11,6 +11,7 @@ from torch import nn
 
 from outsize.errors import BadOption, OutsizeError, error_of
 from outsize.ir.plan import Plan
+from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.batchnorm import use_local_statistics
 from outsize.run.transport.control_messages import broadcast_json
 from outsize.train.crew.crew import Crew, CrewOptions, LocalCrew, ProcessCrew, device_of
@@ -58,7 +59,7 @@ def make_engine(
     plan.check_runs()
     _insist_on_devices(plan, group, ranks)
     crew = (
-        hosted_crew(model, plan, group, ranks.places, ranks.offload_folder)
+        hosted_crew(with_loss(model, options.loss_fn), plan, group, ranks.places, ranks.offload_folder)
         if plan.streams
         else make_crew(plan, group, device_of(plan), ranks.places, own_batches=ranks.own_batches)
     )

@@ -26,6 +26,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.program.objects import copy_attributes
 from outsize.program.tree import map_tensors
+from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.to_device import device_of_model
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, rejection, warn_of_tables
@@ -112,6 +113,11 @@ class TrainingCase:
         _, module = self.known_models[key]
         return dataclasses.replace(self, module=module, batch=batch, precision=precision)
 
+    @property
+    def whole(self) -> nn.Module:
+        """The model with the modules of its loss, which its graph has as well."""
+        return with_loss(self.module, self.loss_fn)
+
     def on(self, cluster: Cluster) -> TrainingCase:
         """Returns the case with the costs that this cluster's devices have; a CPU's where it has one."""
         return dataclasses.replace(self, accelerated=all(d.is_accelerator for d in cluster.devices))
@@ -157,13 +163,13 @@ class TrainingCase:
         if max(self.loss_pieces, self.module_pieces) > 1:
             whole = self.in_pieces(1).captured(samples)
             with self._casting():
-                return with_pieces(whole, self.module, self.loss_pieces, self.module_pieces)
+                return with_pieces(whole, self.whole, self.loss_pieces, self.module_pieces)
         return self._accelerated(samples) if self.accelerated else self._recorded(samples)
 
     def _accelerated(self, samples: int) -> Captured:
         if self._has_own_recording:
-            return on_accelerators(self._recorded(samples), self.module)
-        return on_accelerators(dataclasses.replace(self, accelerated=False).captured(samples), self.module)
+            return on_accelerators(self._recorded(samples), self.whole)
+        return on_accelerators(dataclasses.replace(self, accelerated=False).captured(samples), self.whole)
 
     @property
     def _has_own_recording(self) -> bool:

@@ -109,7 +109,7 @@ def measure_captured(
     batch = case.batch.resized(captured.graph.batch_size)
     how = dataclasses.replace(how or UnitTimingOptions(), seed=seeder(0, 0, 0))
     with casting(case.precision, device_type=device_of_model(case.module).type):
-        profile = measure_units(captured, case.module, batch.tensors(), how, progress)
+        profile = measure_units(captured, case.whole, batch.tensors(), how, progress)
     return profile.model_copy(update={"precision": case.precision})
 
 

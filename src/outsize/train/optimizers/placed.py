@@ -92,7 +92,8 @@ class OptimizerPlacing:
 
     def _made(self, factory: MakeOptimizer, weights: list[nn.Parameter]) -> Any:
         """Returns the factory's optimizer over weights that the model has while it is called."""
-        return made_optimizer(factory, weights, list(self.model.parameters()), self.held.crew.device)
+        with self.ownership.without_foreign_loss():
+            return made_optimizer(factory, weights, list(self.model.parameters()), self.held.crew.device)
 
     def _own(self) -> list[nn.Parameter]:
         """Returns the weights of a rank that steps what it has."""
@@ -103,7 +104,9 @@ class OptimizerPlacing:
     def _agreed(self, mesh: Mesh, factory: MakeOptimizer, is_divided: bool, is_spread: bool) -> Coupling:
         """Returns the widest coupling that any rank has found; it says so where the trial had no answer."""
         device = self.held.crew.gradient_device
-        trial = CouplingTrial(factory, self.model, self._kinds(), device, is_divided, is_spread)
+        trial = CouplingTrial(
+            self.ownership.only_trying(factory), self.model, self._kinds(), device, is_divided, is_spread
+        )
         told = shared_facts(mesh.group.host, lambda: asdict(trial.run()))
         found = [Coupling(**each) for each in told]
         widest = max(found, key=lambda each: _REACHES.index(each.reach))

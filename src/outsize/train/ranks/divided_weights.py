@@ -75,6 +75,7 @@ class DividedWeights(ABC):
                 values = bare(weight)
                 empty = torch.empty_like(values, device="meta")
                 whole_parameters[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
+                vars(whole_parameters[id(weight)]).update(vars(weight))
                 parts[id(weight)] = like(weight, self.group_of(name).part(values.detach(), share))
             self._whole_parameters.append((table, key, whole_parameters[id(weight)]))
         replace(self._model, parts)

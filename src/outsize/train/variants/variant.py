@@ -31,6 +31,7 @@ from outsize.program.replaying.modes import current_modes
 from outsize.program.replaying.replay import resolve
 from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
+from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.boundary import backward_edges, forward_edges
 from outsize.run.stage.cut import Cut, cut
 from outsize.run.stage.to_device import TapeHome
@@ -132,7 +133,8 @@ class Variants:
         loss_fn: LossFn | None,
         options: RecordingOptions = _DEFAULTS,
     ) -> None:
-        self._model, self._plan, self._loss_fn, self._options = model, plan, loss_fn, options
+        self._model, self._plan = with_loss(model, loss_fn), plan
+        self._loss_fn, self._options = loss_fn, options
         self._known: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._made = 0
         self.changes = ChangedValues()

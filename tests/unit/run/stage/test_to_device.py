@@ -14,7 +14,7 @@ from zoo import case
 from outsize.capture.recording.fallbacks import record
 from outsize.program.liveness import legal_cuts
 from outsize.program.replaying.replay import relocated
-from outsize.program.weight_lookup import CopiedWeights
+from outsize.program.weights.lookup import CopiedWeights
 from outsize.run.stage.cut import cut, in_runs
 from outsize.run.stage.to_device import device_of_model, program_on_device
 
