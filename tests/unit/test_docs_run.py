@@ -22,6 +22,7 @@ from outsize.capture.models.imports import import_transformers
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
+    "docs/batches.md",
     "docs/checkpoints.md",
     "docs/from-pytorch-tutorial.md",
     "docs/integrations.md",

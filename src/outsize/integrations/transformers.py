@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -187,6 +187,11 @@ class Trainer(transformers.Trainer, ABC):
 
     def _microbatch_of(self, inputs: dict[str, Any], items: Any) -> Batch:
         """Returns the arguments with which `compute_loss` calls the model, and those of the loss."""
+        if not isinstance(inputs, Mapping):
+            raise BadOption(
+                f"a batch of the Trainer is a {type(inputs).__name__}; compute_loss wants arguments by name",
+                next_step="data_collator=transformers.default_data_collator, or another that returns a dict",
+            )
         arguments = arguments_of_call(
             self._whole, lambda model: self.compute_loss(model, dict(inputs), num_items_in_batch=items)
         )
