@@ -29,6 +29,7 @@ import gc
 import operator
 import os
 import pathlib
+import re
 import sysconfig
 import warnings
 import weakref
@@ -36,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires
 from threading import get_ident
 from types import (
     BuiltinFunctionType,
@@ -290,7 +292,11 @@ class ReadTrace:
             return False
         if frame not in self._frames:
             caller = self._frames.get(frame.f_back) if frame.f_back is not None else None
-            if caller is None and (get_ident() != self._thread or not _calls_users(frame.f_back)):
+            if caller is None and (
+                get_ident() != self._thread
+                or not _calls_users(frame.f_back)
+                or _serves_others(code.co_filename)
+            ):
                 return False
             functions = self._functions_of(frame, UNKNOWN if caller is None else caller.callee)
             self._frames[frame] = _Frame(code, functions)
@@ -1022,6 +1028,26 @@ def _calls_users(frame: FrameType | None) -> bool:
     """Returns whether a frame that is not traced hands control to the user: not what outsize calls inside."""
     name = "" if frame is None else frame.f_code.co_filename
     return not is_outsize_file(name) or name.endswith(_CALLERS)
+
+
+def _serves_others(file: str) -> bool:
+    """Returns whether code that a frame which is not traced has called works for that frame and not for the
+    user: the packages that torch requires (its compiler computes with sympy), and parts of the standard
+    library.
+    """
+    is_library = file in _TRANSPARENT or file in _TRANSPARENT_FILES
+    return is_library or any(folder in file for folder in _required_by_torch())
+
+
+@functools.cache
+def _required_by_torch() -> tuple[str, ...]:
+    """Returns the folders of the packages that torch requires, as parts of paths."""
+    try:
+        lines = requires("torch") or []
+    except PackageNotFoundError:
+        lines = []
+    names = (re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in lines)
+    return tuple(f"{os.sep}site-packages{os.sep}{name.replace('-', '_').lower()}{os.sep}" for name in names)
 
 
 def is_known(value: Any) -> bool:

@@ -506,7 +506,7 @@ def _rejection(call: _RecordedCall) -> ExampleRejected | None:
     at_fault = "model"
     try:
         with (
-            torch.no_grad(),
+            torch.set_grad_enabled(call.modes.grad),  # As in the plain loop: some code refuses a backward.
             torch.random.fork_rng(devices=[]),
             untouched(model, weights=True),
             without_writes(model.forward, call.loss_fn),

@@ -99,3 +99,22 @@ def test_weights_that_tie_are_one_weight_under_its_first_name() -> None:
 )
 def test_the_loss_inside_an_output(output: Any, found: bool) -> None:
     assert (find_loss(output) is not None) is found
+
+
+class ForInference(nn.Module):
+    """Refuses a backward, as flex_attention does on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.requires_grad:
+            raise NotImplementedError("no backward here")
+        return y
+
+
+def test_an_example_is_tried_with_gradients_where_it_is_recorded_with_them() -> None:
+    with pytest.raises(ExampleRejected, match="NotImplementedError: no backward here"):
+        captured(ForInference(), batch())
