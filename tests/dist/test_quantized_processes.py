@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("parity", "unit"))
 
@@ -17,6 +18,7 @@ from coded_tensors import Coded, network
 from forked import on_ranks
 
 import outsize
+from outsize.errors import BadOption
 from outsize.program.values.wrapper_tensors import plain_parts
 from outsize.train.engine.engine import Engine
 
@@ -40,6 +42,29 @@ def trained(root: Path, group: dist.ProcessGroup) -> tuple[list[float], dict[str
     state = engine.full_state_dict()
     coded = {name: plain_parts(tensor) for name, tensor in state.items() if isinstance(tensor, Coded)}
     return losses, coded
+
+
+class Telling(nn.Linear):
+    """Names what it saves by what it has, as quanto's layers do."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}{'freed' if self.weight.is_meta else 'weight'}"] = self.weight
+
+
+def told(group: dist.ProcessGroup) -> str:
+    model = nn.Sequential(*(Telling(16, 16) for _ in range(3)))
+    loss = {"target": X, "loss_fn": F.mse_loss, "microbatches": 2, "stages": 2}
+    engine = outsize.parallelize(model, (X,), **loss)
+    try:
+        engine.full_state_dict()
+    except BadOption as error:
+        return str(error)
+    return ""
+
+
+def test_names_that_depend_on_the_rank_are_refused_on_all(tmp_path: Path) -> None:
+    said = on_ranks(tmp_path, 2, told)
+    assert all("state_dict() of Sequential has other names on rank 1 than on rank 0" in each for each in said)
 
 
 def test_two_ranks_train_and_save_what_one_process_does(tmp_path: Path) -> None:

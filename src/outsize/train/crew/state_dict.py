@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from outsize.errors import BadOption, BadWeights
 from outsize.run.checkpoint.write import said
 from outsize.run.tensor_parallel.collectives import full_of
+from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.weights.freed import parts_of, structure_of
 from outsize.run.weights.ownership import places
 from outsize.run.weights.save import ShardWriter, shards
@@ -37,6 +38,7 @@ def gathered(
 
     `state` has tensors of the model, under other names; None: it is the model's state dict.
     """
+    _insist_on_same_names(model, crew)
     fetch, values, fetched = _fetcher(model, homes, crew, ranks), {}, dict[int, Tensor | None]()
     for name, tensor in (model.state_dict(keep_vars=True) if state is None else state).items():
         if not isinstance(tensor, Tensor):  # a module's extra state
@@ -68,6 +70,7 @@ def save(
         )
     fetch, tensors = _fetcher(model, homes, crew, ranks), _once(model)
     _refuse_wrappers(tensors)
+    _insist_on_same_names(model, crew)
     parts = shards(tensors if ranks is None else ranks.shown(tensors), limit)
     writer = ShardWriter(folder, parts) if crew.global_rank == 0 else None
     try:
@@ -87,6 +90,26 @@ def save(
             writer.discard()
     if crew.mesh is not None:
         dist.barrier(group=crew.mesh.group.host)  # every rank waits until rank 0 has written the files
+
+
+def _insist_on_same_names(model: nn.Module, crew: Crew) -> None:
+    """Raises BadOption on every rank where `model.state_dict()` has other names from rank to rank.
+
+    A module may name what it saves by the values that it has, and ranks walk the list together.
+    """
+    if crew.mesh is None:
+        return
+    names = list(model.state_dict(keep_vars=True))
+    of_ranks: list[list[str]] = all_gather_json(names, crew.mesh.group.host, "names of the state dict")
+    other = next((rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]), None)
+    if other is not None:
+        own = sorted({*of_ranks[0]} ^ {*of_ranks[other]})
+        raise BadOption(
+            f"state_dict() of {type(model).__name__} has other names on rank {other} than on rank 0",
+            numbers=f"{len(own)} names, such as {own[0] if own else 'in another order'}: it depends on "
+            "weights that one of the ranks does not have",
+            next_step="engine.save(FOLDER), and engine.full_state_dict() after resume= in one process",
+        )
 
 
 def _refuse_wrappers(tensors: Mapping[str, Tensor]) -> None:
