@@ -109,3 +109,20 @@ def test_clipping_scaling_and_schedules_are_those_of_one_process(tmp_path: Path,
     plan = plan_of(2, dp_shard=2)
     for gap in on_ranks(tmp_path, 2, lambda group: clipped(EVERY[name], plan, expected, group)):
         assert gap <= 1e-6
+
+
+def test_only_what_needs_whole_weights_has_owners(tmp_path: Path) -> None:
+    """AdamW steps this rank's shards; Rprop's operations do not know them."""
+    makes, plan = {"adamw": torch.optim.AdamW, "rprop": EVERY["rprop"]}, plan_of(2, dp_shard=2)
+
+    def work(group: Any) -> dict[str, list[int]]:
+        engines = {name: engine_of(make, plan, group) for name, make in makes.items()}
+        return {
+            name: sorted({p.numel() for g in engine.optimizer.param_groups for p in g["params"] if p.is_meta})
+            for name, engine in engines.items()
+            if engine.optimizer is not None
+        }
+
+    for meta in on_ranks(tmp_path, 2, work):
+        assert not meta["adamw"]
+        assert meta["rprop"]

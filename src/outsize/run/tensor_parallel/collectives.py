@@ -341,6 +341,13 @@ def divided_like(local: Tensor, weight: Tensor) -> Tensor:
     )
 
 
+def shard_like(local: Tensor, weight: Tensor) -> Tensor:
+    """Returns a tensor whose shard on this rank is `local`, divided over the ranks that divide `weight`."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
+
+
 @contextmanager
 def whole_shapes(model: nn.Module) -> Iterator[None]:
     """Replaces sharded parameters within the context by meta tensors of the whole shape, to record

@@ -96,7 +96,8 @@ class CouplingTrial:
     A factory that hands out an optimizer which exists already may have a method `tried`, which makes another
     one of its kind over the weights that it is given. `divided`: ranks may hold parts of weights, so it
     matters whether elements of one weight are coupled.
-    `spread`: ranks have different weights, so it matters whether weights are.
+    `sharded` makes of a tensor the shard of one as FSDP has them, where ranks have such: what cannot step
+    these wants whole weights. `spread`: ranks have different weights, so it matters whether weights are.
     """
 
     make: MakeOptimizer
@@ -105,6 +106,7 @@ class CouplingTrial:
     device: torch.device
     divided: bool = True
     spread: bool = True
+    sharded: Callable[[Tensor], Tensor] | None = None
 
     def run(self) -> Coupling:
         """Returns what the optimizer couples; one of all weights where the factory fails on small ones."""
@@ -133,6 +135,8 @@ class CouplingTrial:
             if shapes is not None:
                 large = replace(self, spread=False)
                 reach, _ = large._compared(_samples(chosen, shapes, dtype, self.device), _LARGE_STEPS)
+        if reach == "elementwise" and not self._takes_shards(samples):
+            reach = "per weight"
         return Coupling(reach, kind, joint.drew or self._draws(chosen, dtype), joint.states())
 
     def _compared(self, samples: Sequence[_Sample], steps: int) -> tuple[Reach, _Run]:
@@ -164,6 +168,18 @@ class CouplingTrial:
     def _halves(self, samples: Sequence[_Sample], of: Callable[[Sequence[int]], tuple[slice, ...]]) -> _Other:
         boxes = {sample.kind.name: of(sample.value.shape) for sample in samples}
         return _Other(self._run([sample.part(boxes[sample.kind.name]) for sample in samples]), boxes)
+
+    def _takes_shards(self, samples: Sequence[_Sample]) -> bool:
+        """Tells whether steps run on shards; not every operation knows them."""
+        if self.sharded is None:
+            return True
+        try:
+            run = self._run([sample.over(self.sharded) for sample in samples])
+            for step in range(_LARGE_STEPS):
+                run.step(step)
+        except Exception:
+            return False
+        return True
 
     def _draws(self, kinds: Sequence[WeightKind], dtype: torch.dtype) -> bool:
         """Tells whether steps draw with the model's own dtypes: rounding may be random in some of them."""
@@ -214,6 +230,12 @@ class _Sample:
     def part(self, box: tuple[slice, ...]) -> _Sample:
         """Returns the weight that a rank would have which has this box."""
         return _Sample(self.kind, self.value[box].clone(), tuple(g[box].clone() for g in self.gradients))
+
+    def over(self, sharded: Callable[[Tensor], Tensor]) -> _Sample:
+        """Returns the weight of which each rank has a shard like this one."""
+        return _Sample(
+            self.kind, sharded(self.value.clone()), tuple(sharded(g.clone()) for g in self.gradients)
+        )
 
     def changed(self) -> _Sample:
         """Returns a weight of the same shape with other values and gradients."""

@@ -26,6 +26,7 @@ from outsize.device.memory_limit import free_bytes
 from outsize.errors import BadOption
 from outsize.ir.formatting import bytes_text
 from outsize.ir.plan import Axes, Plan
+from outsize.run.tensor_parallel.collectives import local_of, shard_like
 from outsize.run.weights.freed import FreedWeight, bare
 from outsize.train.batch.checks import insist_on_closure, made_optimizer
 from outsize.train.checkpoint.agreement import shared_facts
@@ -104,9 +105,9 @@ class OptimizerPlacing:
     def _agreed(self, mesh: Mesh, factory: MakeOptimizer, is_divided: bool, is_spread: bool) -> Coupling:
         """Returns the widest coupling that any rank has found; it says so where the trial had no answer."""
         device = self.held.crew.gradient_device
-        trial = CouplingTrial(
-            self.ownership.only_trying(factory), self.model, self._kinds(), device, is_divided, is_spread
-        )
+        how = is_divided, is_spread, self._sharded()
+        tried = self.ownership.only_trying(factory)
+        trial = CouplingTrial(tried, self.model, self._kinds(), device, *how)
         told = shared_facts(mesh.group.host, lambda: asdict(trial.run()))
         found = [Coupling(**each) for each in told]
         widest = max(found, key=lambda each: _REACHES.index(each.reach))
@@ -120,6 +121,12 @@ class OptimizerPlacing:
                 stacklevel=4,
             )
         return replace(widest, draws=any(each.draws for each in found), unknown=unknown)
+
+    def _sharded(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Returns what makes shards like those of the model; None where it has none."""
+        of_model = (weight for weight in self.model.parameters() if weight is not local_of(weight))
+        one = next(of_model, None)
+        return None if one is None else partial(shard_like, weight=one)
 
     def _kinds(self) -> list[WeightKind]:
         named = self.model.named_parameters()

@@ -165,6 +165,7 @@ ELEMENTWISE = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=1e-3),
     "rate of a schedule": lambda parameters: torch.optim.AdamW(parameters, lr=0.0),
     "small": Small,
 }
