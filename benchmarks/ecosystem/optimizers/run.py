@@ -2,7 +2,7 @@
 
     pip install pytorch_optimizer==4.1.0 prodigyopt==1.1.2 dadaptation==3.2
     python benchmarks/ecosystem/optimizers/run.py                   # writes results/optimizers.json
-    python benchmarks/ecosystem/optimizers/run.py --only SOAP Lamb  # these alone, printed
+    python benchmarks/ecosystem/optimizers/run.py --only SOAP Lamb  # these alone, put into the results
 
 Every optimizer of `pytorch_optimizer`, `torch.optim`, prodigyopt and dadaptation with its default arguments
 trains a small network for some steps over five layouts, each a group of forks over gloo, and is compared with
@@ -257,20 +257,20 @@ def main() -> None:
     only = parser.parse_args().only
     torch.set_num_threads(1)
     plans = {layout: planned(ranks, axes) for layout, (ranks, axes) in LAYOUTS.items()}
-    rows: dict[str, dict[str, str]] = {}
+    path = HERE / "results" / "optimizers.json"
+    rows: dict[str, dict[str, str]] = json.loads(path.read_text())["optimizers"] if only else {}
     for name, make in optimizers().items():
         if only and name.partition(" ")[0] not in only:
             continue
         rows[name] = row(make, plans)
         print(f"{name:40} {'; '.join(rows[name].values())[:160]}", flush=True)
-        if not only:
-            document = {
-                "question": "optimizers of other packages on five layouts",
-                "versions": versions(),
-                "date": datetime.date.today().isoformat(),
-                "optimizers": rows,
-            }
-            (HERE / "results" / "optimizers.json").write_text(json.dumps(document, indent=1) + "\n")
+        document = {
+            "question": "optimizers of other packages on five layouts",
+            "versions": versions(),
+            "date": datetime.date.today().isoformat(),
+            "optimizers": rows,
+        }
+        path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"{sum(o.startswith('wrong') for r in rows.values() for o in r.values())} wrong")
 
 
