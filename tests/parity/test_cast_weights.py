@@ -426,4 +426,5 @@ def test_a_weight_of_a_layer_that_a_function_uses_on_another_stage(
     """In one process the gradients of all uses are added up in bfloat16, by the copy that autocast keeps."""
     monkeypatch.setitem(MODELS, "tied by glue", lambda: TiedByGlue(uses))
     for stages in (2, 3):
-        insist_on_parity("tied by glue", stages=stages, schedule=schedule)
+        cluster = f"{stages}xcpu"
+        insist_on_parity("tied by glue", stages=stages, schedule=schedule, cluster=cluster)
