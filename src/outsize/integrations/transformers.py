@@ -175,7 +175,9 @@ class Trainer(transformers.Trainer, ABC):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         parts = [self._microbatch_of(self._prepare_inputs(inputs), items) for inputs in batches]
-        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers before 5.19 has no such wish
+        # transformers before 5.19 does not look at such an attribute, also where a subclass has it.
+        is_known = hasattr(transformers.Trainer, "loss_is_scaled_for_ga")
+        is_scaled = self.loss_is_scaled_for_ga if is_known else None
         if is_scaled is None:
             by_items = self.model_accepts_loss_kwargs and items is not None
             is_scaled = by_items or self.compute_loss_func is not None
