@@ -104,7 +104,7 @@ def test_memory_can_be_given() -> None:
         ("0xcpu", r"E106.*no device"),
         ("2xcpu+0x3xcpu", r"E106.*no device"),
         ("2x0gb", r"E106.*without memory"),
-        ("2xv100-32gb+4xa101-40gb", r"E105.*Next: --cluster 2xa100-40gb"),
+        ("2xv100-32gb+4xa101-40gb", r"E105.*Next: --cluster 4xa100-40gb"),
         ("2x-12GB", r"E106.*without memory; -12 GB. Next: --cluster 2x12GB"),
         ("4xh10", r"E105.*known devices: cpu"),
     ],
