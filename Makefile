@@ -33,7 +33,7 @@ test-integrations: $(STAMP) $(CLUSTERS)/installed  ## test against the real pack
 	command -v slurmctld munged >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
 	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
 	$(PIP) install -c constraints.txt nbclient ipykernel hatchling
-	$(PIP) install -c constraints.txt --no-deps torch_geometric tensordict pyvers torchao bitsandbytes optimum-quanto hqq termcolor trl datasets dill multiprocess pandas pyarrow xxhash
+	$(PIP) install -c constraints.txt --no-deps torch_geometric tensordict pyvers orjson cloudpickle importlib_metadata zipp torchao bitsandbytes optimum-quanto hqq termcolor trl datasets dill multiprocess pandas pyarrow xxhash
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
 
 FILES := 1000000
