@@ -727,12 +727,18 @@ class Engine:
         """Builds the optimizer over this rank's parameters, once it is known which these are."""
         make_optimizer = self._options.optimizer
         if make_optimizer is not None and self.optimizer is None:
-            placing = OptimizerPlacing(self.model_with_loss, self.plan, self._held, self._ownership)
+            placing = OptimizerPlacing(self.model, self.plan, self._held, self._ownership)
             optimizer, self._owned = placing.make(make_optimizer)
             insist_on_closure(optimizer, self.crew.world_size, scaled=self._scaling is not None)
             insist_on_parts(optimizer, self._speculation)
             self.optimizer = optimizer
             self._trained_of_loss = self._found_of_loss(optimizer)
+            if self._owned is not None and self._trained_of_loss:
+                raise BadOption(
+                    "weights of the model are stepped by owners, and those of the loss have none",
+                    numbers=f"{len(self._trained_of_loss)} weights, such as {min(self._trained_of_loss)}",
+                    next_step="an optimizer of its own for the loss, dp_replicate, or AdamW",
+                )
             self._loop.begin(optimizer)
 
     def _found_of_loss(self, optimizer: Optimizer) -> frozenset[str]:
