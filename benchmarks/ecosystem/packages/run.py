@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,9 +23,11 @@ import torch
 from torch import nn
 
 import outsize
+from outsize.capture.models.imports import import_torchvision
 from outsize.errors import OutsizeError
 
 RESULTS: Final = Path(__file__).parent / "results" / "packages.json"
+_FOLDERS: Final = re.compile(r"\S*site-packages/")
 Case = tuple[nn.Module, tuple[Any, ...], Any, Callable[..., Any]]
 CASES: dict[str, tuple[str, Callable[[], Case]]] = {}
 
@@ -336,7 +339,7 @@ def outcome(make: Callable[[], Case]) -> str:
     try:
         report = outsize.check(model, args, target=target, loss_fn=loss, stages=2, microbatches=4)
     except OutsizeError as error:
-        return f"refused: {str(error)[:200]}"
+        return f"refused: {_FOLDERS.sub('', str(error))[:200]}"
     except Exception as error:
         return f"wrong: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
     if report.bit_equal:
@@ -372,4 +375,5 @@ def main(wanted: list[str]) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    import_torchvision()  # Some packages import it; beside a CPU build of torch its operators are missing.
     main(sys.argv[1:])
