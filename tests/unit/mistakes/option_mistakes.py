@@ -120,11 +120,17 @@ _VALUES: tuple[tuple[Callable[..., Any], str, Any, str, str], ...] = (
     (engine, "plan", "plan.json", "plan is a str, no Plan", "outsize.Plan.load('plan.json')"),
 )  # fmt: skip
 
+
+def _shown(value: Any) -> str:
+    """Returns a value as the row names it, never with an address: processes of tests name rows alike."""
+    return getattr(value, "__name__", None) or f"{value!r:.40}"
+
+
 OPTION_MISTAKES = {
     f"{make.__name__}({word}=...)": Mistake(partial(make, **{word: 2}), f"no option `{word}`", next_step)
     for make, word, next_step in _WORDS
 } | {
-    f"{make.__name__}({name}={value!r:.40})": Mistake(partial(make, **{name: value}), answer, next_step)
+    f"{make.__name__}({name}={_shown(value)})": Mistake(partial(make, **{name: value}), answer, next_step)
     for make, name, value, answer, next_step in _VALUES
 } | {
     "devices=2": Mistake(

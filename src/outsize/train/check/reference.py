@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from outsize.capture.recording.fallbacks import LossFn, find_loss
 from outsize.capture.recording.intercept import Watcher, watching
 from outsize.errors import ReplayMismatch
+from outsize.program.liveness import live
 from outsize.program.replaying.modes import outside_autocast
 from outsize.program.replaying.replay import insist
 from outsize.program.tape import Instruction, Tape
@@ -114,6 +115,9 @@ class _Follower(Watcher):
 
     def __init__(self, tape: Tape, model: nn.Module, seed: Seed, visit: Visit | None) -> None:
         self._left = [i for i in tape.instructions if _is_watched(i)]
+        # Fakes take some of their methods apart (`tolist` iterates), which leaves calls that nothing reads.
+        needed = live(tape, (*tape.output_slots(), *([] if tape.loss is None else [tape.loss.slot])))
+        self._unread = {i.index for i in self._left if not (needed[i.index] or i.random)}
         self._at = 0
         self._fqn = {id(m): fqn for fqn, m in reversed(dict(model.named_modules()).items())}
         self._seed, self._visit = seed, visit
@@ -137,8 +141,8 @@ class _Follower(Watcher):
 
     def insist_on_end(self) -> None:
         """Raises ReplayMismatch when the eager run made other calls than the tape."""
-        if self._at < len(self._left):
-            missing = self._left[self._at]
+        missing = next((i for i in self._left[self._at :] if i.index not in self._unread), None)
+        if missing is not None:
             raise ReplayMismatch(
                 f"the model did not call {missing.name} as it did when it was captured",
                 numbers=f"instruction {missing.index} of {len(self._left)}, {missing.where}",
@@ -146,10 +150,9 @@ class _Follower(Watcher):
             )
 
     def _step(self, target: Any, run: Callable[[], Any]) -> Any:
-        if self._muted or self._at == len(self._left) or not _same(self._left[self._at].target, target):
+        instruction = None if self._muted else self._matching(target)
+        if instruction is None:
             return run()
-        instruction = self._left[self._at]
-        self._at += 1
         if instruction.random:
             self._seed(instruction.index)
         self._muted = True
@@ -163,6 +166,19 @@ class _Follower(Watcher):
         if self._visit is not None:
             self._visit(instruction, out)
         return out
+
+    def _matching(self, target: Any) -> Instruction | None:
+        """Returns the next instruction if it calls `target`, and goes past it; what nothing reads may be
+        missing before it.
+        """
+        for at in range(self._at, len(self._left)):
+            instruction = self._left[at]
+            if _same(instruction.target, target):
+                self._at = at + 1
+                return instruction
+            if instruction.index not in self._unread:
+                break
+        return None
 
 
 def _is_watched(instruction: Instruction) -> bool:
