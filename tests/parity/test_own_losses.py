@@ -156,3 +156,30 @@ def test_what_model_and_loss_have_in_common_has_the_names_of_the_model(shares: b
     insist_on_equal(plain, net)
     insist_on_equal(plain_criterion, criterion)
     assert engine.full_state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_check_begins_without_the_gradients_of_the_loss_and_leaves_them() -> None:
+    net, criterion = made("memory")
+    x, y = batch(0)
+    criterion(net(x), y).backward()
+    found = {name: p.grad.clone() for name, p in criterion.named_parameters() if p.grad is not None}
+    assert found
+    assert outsize.check(net, (x,), target=y, loss_fn=criterion, stages=2, microbatches=2).bit_equal
+    for name, gradient in found.items():
+        assert torch.equal(criterion.get_parameter(name).grad, gradient), name
+
+
+class OverAxes(nn.Module):
+    """Takes a mean over axes that it lists by `tolist`, which a fake tensor computes element by element."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        axes = torch.arange(1, output.dim()).tolist()
+        return (output - target).square().mean(axes).mean()
+
+
+def test_a_check_follows_a_loss_that_makes_a_list_of_a_tensor() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 4))
+    x, y = torch.randn(8, 6), torch.randn(8, 4)
+    report = outsize.check(net, (x,), target=y, loss_fn=OverAxes(), stages=2, microbatches=4)
+    assert report.bit_equal

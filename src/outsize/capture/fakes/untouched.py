@@ -47,11 +47,16 @@ def untouched(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
 
 @contextmanager
 def taken_back(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Gives modules everything back that training within the context changes: also values and gradients."""
+    """Gives modules everything back that training within the context changes: also values and gradients.
+
+    Within the context they begin without gradients, which a backward would add to in place.
+    """
     tensors = list({id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values())
     kept = [(t, t.detach(), t.detach().clone(), t.grad, t.requires_grad) for t in tensors if not t.is_meta]
     restore = remember(modules)
     try:
+        for tensor, *_ in kept:
+            tensor.grad = None
         yield
     finally:
         restore()
