@@ -38,12 +38,13 @@ class Origins:
         self._batch = batch
         self._alive: dict[int, Tensor] | None = None
         self.error: BadOption | None = None  # Of the first recording: the second one may end otherwise.
+        self._frozen: BadOption | None = None
 
     def asks_again(self, constants: Constants, reads: Notes, is_cached: Callable[[Tensor], bool]) -> bool:
         """Returns whether a second recording is needed, which tells what the forward itself makes.
 
-        `is_cached` says whether a function with a cache that the model can call has made a tensor. Raises
-        BadOption for a constant that lived before the second recording.
+        `is_cached` says whether a function with a cache that the model can call has made a tensor. A constant
+        that lived before the second recording is an error, which `insist` raises.
         """
         left = [each for each in constants if not reads.has_read_tensor(each[0]) and not is_cached(each[0])]
         unknown = _unknown(left, reads) if left else []
@@ -54,9 +55,16 @@ class Origins:
             self._alive = {id(each): each for each in gc.get_objects() if issubclass(type(each), Tensor)}
             return True
         old = next(((tensor, site) for tensor, site in unknown if id(tensor) in self._alive), None)
-        if old is not None:
-            raise self._error(*old)
+        self._frozen = None if old is None else self._error(*old)
         return False
+
+    def insist(self) -> None:
+        """Raises BadOption where the last recording has such a constant.
+
+        It is asked when the recording has ended: a forward that writes what it reads has an error of its own.
+        """
+        if self._frozen is not None:
+            raise self._frozen
 
     def _error(self, tensor: Tensor, site: Site) -> BadOption:
         frame = f" in {site.frame}" if site.frame else ""

@@ -242,6 +242,7 @@ def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torc
         notes += _said(insist_on_harmless_writes(model, rule, reads, run), rule)
         if len(rule.forced) > forced:
             raise _Retry
+        call.origins.insist()
     # The values are read when no fake is in the model any more.
     depends_on: dict[str, Any] = {"reads": reads.reads(tape.live), "keepers": tape.keepers | rule.keepers}
     if rule.numbers is not None:
@@ -290,22 +291,20 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
         recorder.runs_loss = True
         if loss_fn is None:
             tape = _tape(recorder, inputs, output, find_loss(output), rule, modes)
-            _insist_on_origins(recorder, reads, caches, call.origins)
+            _note_origins(recorder, reads, caches, call.origins)
             return tape
         loss, detail = _fine_loss(recorder, loss_fn, (output, *target), rule), None
         if rule.live_loss:
             detail = None if loss is None else _tape(recorder, inputs, output, loss, rule, modes)
             loss, detail = _live_loss(recorder, loss_fn, (output, *target), loss, detail)
     tape = _tape(recorder, inputs, output, loss, rule, modes)
-    _insist_on_origins(recorder, reads, caches, call.origins)
+    _note_origins(recorder, reads, caches, call.origins)
     live = {fqn for fqn in rule.forced if fqn} | ({LOSS} if recorder.has_live_loss else set())
     return replace(tape, loss_detail=detail, live=frozenset(live), keepers=frozenset(fakes.left))
 
 
-def _insist_on_origins(recorder: Recorder, reads: Notes, caches: Caches, origins: Origins) -> None:
-    """Checks that the real tensors on the tape are found again at each step, where reads are noted. Raises
-    BadOption.
-    """
+def _note_origins(recorder: Recorder, reads: Notes, caches: Caches, origins: Origins) -> None:
+    """Notes real tensors on the tape that are not found again at each step, where reads are noted."""
     used = [(t, site) for t, site in recorder.constants if site.frame != LOSS or not recorder.has_live_loss]
     if is_traced() and origins.asks_again(used, reads, caches.has):
         raise _Retry
