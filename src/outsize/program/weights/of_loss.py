@@ -12,6 +12,7 @@ What the loss shares with the model has the model's names alone.
 from __future__ import annotations
 
 import functools
+from abc import ABC
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType, new_class
 from typing import Any, cast
@@ -22,8 +23,11 @@ from outsize.program.objects import is_filled
 from outsize.program.python_reads import LOSS
 
 
-class ModelWithLoss(nn.Module):
-    """A model and the modules of its loss under one set of names; it has all attributes of the model."""
+class ModelWithLoss(nn.Module, ABC):
+    """A model and the modules of its loss under one set of names; it has all attributes of the model.
+
+    Each is of a class of its own, which has the name of the model's.
+    """
 
     __slots__ = ("loss_parts", "plain")
     loss_parts: dict[str, nn.Module]

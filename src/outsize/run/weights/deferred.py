@@ -25,14 +25,15 @@ from torch.utils import _pytree as pytree
 _ATEN: Any = torch.ops.aten
 
 
-class Box(NamedTuple):
+@final
+class ReadBox(NamedTuple):
     """A box of a tensor: where it begins, and its size, along each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-Read = Callable[[Box], Tensor]
+Read = Callable[[ReadBox], Tensor]
 
 
 @final
@@ -59,7 +60,7 @@ class DeferredTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Writes down the call: its results are deferred as well."""
-        call = _Call(func, tuple(args), dict(kwargs or {}))
+        call = _DeferredCall(func, tuple(args), dict(kwargs or {}))
         if func is _ATEN._to_copy.default:
             return _same(args[0])
         twins = func(*_twins(call.args), **_twins(call.kwargs))
@@ -67,14 +68,14 @@ class DeferredTensor(Tensor):
             return call.result(twins, None)
         return type(twins)(call.result(twin, at) for at, twin in enumerate(twins))
 
-    def whole(self) -> Box:
+    def whole(self) -> ReadBox:
         """Returns the box of the whole tensor."""
-        return Box((0,) * self.twin.ndim, tuple(self.twin.shape))
+        return ReadBox((0,) * self.twin.ndim, tuple(self.twin.shape))
 
 
 @final
 @dataclass(frozen=True)
-class _Call:
+class _DeferredCall:
     """One call of an operator, some of whose arguments are deferred."""
 
     func: Any
@@ -86,7 +87,7 @@ class _Call:
         inputs = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if _is_deferred(leaf)]
         rule = _RULES.get(self.func)
 
-        def read(box: Box) -> Tensor:
+        def read(box: ReadBox) -> Tensor:
             if rule is not None:
                 return rule(self, at or 0, box)
             values = self.func(*_values(self.args), **_values(self.kwargs))
@@ -119,51 +120,51 @@ def _laid_out(tensor: DeferredTensor) -> Tensor:
     return torch.empty_strided(values.shape, strides, dtype=values.dtype).copy_(values)
 
 
-def _cut(tensor: Tensor, box: Box) -> Tensor:
+def _cut(tensor: Tensor, box: ReadBox) -> Tensor:
     for dim, (offset, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
-def _dim(call: _Call, position: int, ndim: int, default: int = 0) -> int:
+def _dim(call: _DeferredCall, position: int, ndim: int, default: int = 0) -> int:
     given = call.args[position] if len(call.args) > position else call.kwargs.get("dim", default)
     return given % ndim
 
 
-def _moved(box: Box, dim: int, by: int) -> Box:
+def _moved(box: ReadBox, dim: int, by: int) -> ReadBox:
     """Returns the box, `by` further along `dim`."""
-    return Box((*box.offsets[:dim], box.offsets[dim] + by, *box.offsets[dim + 1 :]), box.sizes)
+    return ReadBox((*box.offsets[:dim], box.offsets[dim] + by, *box.offsets[dim + 1 :]), box.sizes)
 
 
-def _along(box: Box, dim: int, offset: int, size: int) -> Box:
+def _along(box: ReadBox, dim: int, offset: int, size: int) -> ReadBox:
     """Returns the box with another range along `dim`."""
-    return Box(
+    return ReadBox(
         (*box.offsets[:dim], offset, *box.offsets[dim + 1 :]), (*box.sizes[:dim], size, *box.sizes[dim + 1 :])
     )
 
 
-def _without(box: Box, dim: int) -> Box:
-    return Box((*box.offsets[:dim], *box.offsets[dim + 1 :]), (*box.sizes[:dim], *box.sizes[dim + 1 :]))
+def _without(box: ReadBox, dim: int) -> ReadBox:
+    return ReadBox((*box.offsets[:dim], *box.offsets[dim + 1 :]), (*box.sizes[:dim], *box.sizes[dim + 1 :]))
 
 
-def _with(box: Box, dim: int, offset: int) -> Box:
-    return Box((*box.offsets[:dim], offset, *box.offsets[dim:]), (*box.sizes[:dim], 1, *box.sizes[dim:]))
+def _with(box: ReadBox, dim: int, offset: int) -> ReadBox:
+    return ReadBox((*box.offsets[:dim], offset, *box.offsets[dim:]), (*box.sizes[:dim], 1, *box.sizes[dim:]))
 
 
 # -- how a box of a result is made from boxes of the inputs -------------------------------------------
 
 
-def _pass(call: _Call, at: int, box: Box) -> Tensor:
+def _pass(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     return call.args[0].read(box)
 
 
-def _cat(call: _Call, at: int, box: Box) -> Tensor:
+def _cat(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     tensors = call.args[0]
     dim = _dim(call, 1, tensors[0].ndim)
     return torch.cat([t.read(part) for t, part in _pieces(tensors, box, dim)], dim)
 
 
-def _pieces(tensors: Sequence[Any], box: Box, dim: int) -> Iterator[tuple[Any, Box]]:
+def _pieces(tensors: Sequence[Any], box: ReadBox, dim: int) -> Iterator[tuple[Any, ReadBox]]:
     """Yields the tensors, concatenated along `dim`, in which the box lies, and the box in each."""
     begin, end, at = box.offsets[dim], box.offsets[dim] + box.sizes[dim], 0
     for tensor in tensors:
@@ -174,14 +175,14 @@ def _pieces(tensors: Sequence[Any], box: Box, dim: int) -> Iterator[tuple[Any, B
         at += size
 
 
-def _stack(call: _Call, at: int, box: Box) -> Tensor:
+def _stack(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     tensors = call.args[0]
     dim = _dim(call, 1, tensors[0].ndim + 1)
     first, inner = box.offsets[dim], _without(box, dim)
     return torch.stack([t.read(inner) for t in tensors[first : first + box.sizes[dim]]], dim)
 
 
-def _permuted(call: _Call, at: int, box: Box) -> Tensor:
+def _permuted(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     """transpose, t and permute: finds out where each dim comes from by a trial on the dims' numbers."""
     ndim = call.args[0].ndim
     trial = call.func(torch.empty(tuple(range(1, ndim + 1)), device="meta"), *call.args[1:])
@@ -189,10 +190,10 @@ def _permuted(call: _Call, at: int, box: Box) -> Tensor:
     offsets, sizes = [0] * ndim, [0] * ndim
     for dim, origin in enumerate(source):
         offsets[origin], sizes[origin] = box.offsets[dim], box.sizes[dim]
-    return call.args[0].read(Box(tuple(offsets), tuple(sizes))).permute(source)
+    return call.args[0].read(ReadBox(tuple(offsets), tuple(sizes))).permute(source)
 
 
-def _slice(call: _Call, at: int, box: Box) -> Tensor:
+def _slice(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     given: Any = (*call.args, *(0, None, None, 1)[len(call.args) - 1 :])
     tensor, dim, start, end, step = given
     if step != 1:
@@ -202,36 +203,36 @@ def _slice(call: _Call, at: int, box: Box) -> Tensor:
     return tensor.read(_moved(box, dim, begin))
 
 
-def _split(call: _Call, at: int, box: Box) -> Tensor:
+def _split(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     tensor, sizes = call.args[:2]
     dim = _dim(call, 2, tensor.ndim)
     before = at * sizes if isinstance(sizes, int) else sum(sizes[:at])
     return tensor.read(_moved(box, dim, before))
 
 
-def _unbind(call: _Call, at: int, box: Box) -> Tensor:
+def _unbind(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     dim = _dim(call, 1, call.args[0].ndim)
     return call.args[0].read(_with(box, dim, at)).squeeze(dim)
 
 
-def _select(call: _Call, at: int, box: Box) -> Tensor:
+def _select(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     tensor, dim, index = call.args
     dim %= tensor.ndim
     return tensor.read(_with(box, dim, index % tensor.shape[dim])).squeeze(dim)
 
 
-def _squeeze(call: _Call, at: int, box: Box) -> Tensor:
+def _squeeze(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     tensor, dim = call.args
     dim %= tensor.ndim
     return tensor.read(box if tensor.shape[dim] != 1 else _with(box, dim, 0)).reshape(box.sizes)
 
 
-def _unsqueeze(call: _Call, at: int, box: Box) -> Tensor:
+def _unsqueeze(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     tensor, dim = call.args
     return tensor.read(_without(box, dim % (tensor.ndim + 1))).reshape(box.sizes)
 
 
-_RULES: dict[Any, Callable[[_Call, int, Box], Tensor]] = {
+_RULES: dict[Any, Callable[[_DeferredCall, int, ReadBox], Tensor]] = {
     **dict.fromkeys((_ATEN.alias.default, _ATEN.detach.default, _ATEN.clone.default), _pass),
     **dict.fromkeys((_ATEN.transpose.int, _ATEN.t.default, _ATEN.permute.default), _permuted),
     **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default), _split),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadWeights
-from outsize.run.weights.deferred import Box, DeferredTensor
+from outsize.run.weights.deferred import DeferredTensor, ReadBox
 from outsize.run.weights.ownership import like, places
 from outsize.run.weights.source import Sizes, WeightSource
 
@@ -66,7 +66,7 @@ class PretrainedWeights:
         made = self._made[name]
         if offsets is None or sizes is None:
             return made.read(made.whole())
-        return made.read(Box(tuple(offsets), tuple(sizes)))
+        return made.read(ReadBox(tuple(offsets), tuple(sizes)))
 
 
 def is_pretrained(model: nn.Module) -> bool:

@@ -50,11 +50,16 @@ from outsize.train.checkpoint.generators import (
     generator_states,
     set_generator_states,
 )
-from outsize.train.checkpoint.loaders import CountedLoader
+from outsize.train.checkpoint.loaders.loader_states import CountedLoader
 from outsize.train.checkpoint.module_states import ModuleStates, merged_states, restore_modules
-from outsize.train.checkpoint.optimizer_documents import groups_of
-from outsize.train.checkpoint.optimizer_trial import MakeOptimizer, insist_on_resumable
-from outsize.train.checkpoint.optimizers import NamedOptimizer, WholeWeights, is_of_layout, merged
+from outsize.train.checkpoint.optimizers.optimizer_documents import groups_of
+from outsize.train.checkpoint.optimizers.optimizer_states import (
+    NamedOptimizer,
+    WholeWeights,
+    is_of_layout,
+    merged,
+)
+from outsize.train.checkpoint.optimizers.optimizer_trial import MakeOptimizer, insist_on_resumable
 from outsize.train.checkpoint.plain_values import read, written
 from outsize.train.checkpoint.weights import (
     MODEL,

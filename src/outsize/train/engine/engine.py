@@ -62,7 +62,7 @@ from outsize.train.checkpoint.checkpoints import (
     newest_checkpoint,
 )
 from outsize.train.checkpoint.interval import SaveInterval
-from outsize.train.checkpoint.loaders import CountedLoader
+from outsize.train.checkpoint.loaders.loader_states import CountedLoader
 from outsize.train.checkpoint.progress import SaveProgress
 from outsize.train.checkpoint.timer import SaveRule, StepSaver
 from outsize.train.checkpoint.weights import HeldWeights

@@ -79,6 +79,7 @@ class Coupling:
         return self.draws or self.reach == "all weights"
 
 
+@final
 class WeightKind(NamedTuple):
     """A weight of the model as the trial has to know it: its name, its whole shape, dtype and flag."""
 
@@ -139,7 +140,7 @@ class CouplingTrial:
             reach = "per weight"
         return Coupling(reach, kind, joint.drew or self._draws(chosen, dtype), joint.states())
 
-    def _compared(self, samples: Sequence[_Sample], steps: int) -> tuple[Reach, _Run]:
+    def _compared(self, samples: Sequence[_Sample], steps: int) -> tuple[Reach, _OptimizerRun]:
         """Returns how far the optimizer reaches, and the run over all weights."""
         joint = self._run(samples)
         singles = list[_Other]() if not self.spread else [self._alone(samples, each) for each in samples]
@@ -192,10 +193,10 @@ class CouplingTrial:
         except Exception:  # It has been tried in another dtype, where it draws nothing.
             return False
 
-    def _run(self, samples: Sequence[_Sample]) -> _Run:
+    def _run(self, samples: Sequence[_Sample]) -> _OptimizerRun:
         weights = _fresh(samples)
         optimizer = self._optimizer(samples, weights)
-        return _Run(list(zip(samples, weights, strict=True)), optimizer)
+        return _OptimizerRun(list(zip(samples, weights, strict=True)), optimizer)
 
     def _optimizer(self, samples: Sequence[_Sample], weights: Sequence[nn.Parameter]) -> Any:
         """Returns an optimizer of these weights, which the model has while the factory looks at it."""
@@ -310,7 +311,7 @@ def _second_half(shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 @final
-class _Run:
+class _OptimizerRun:
     """One optimizer that takes steps."""
 
     def __init__(self, weights: Sequence[tuple[_Sample, nn.Parameter]], optimizer: Any) -> None:
@@ -361,10 +362,10 @@ class _Run:
 class _Other:
     """A run of some weights, or parts of them; `boxes` are those parts of the joint run's."""
 
-    run: _Run
+    run: _OptimizerRun
     boxes: Mapping[str, tuple[slice, ...]]
 
-    def agrees(self, joint: _Run, step: int, *, compares: bool) -> bool:
+    def agrees(self, joint: _OptimizerRun, step: int, *, compares: bool) -> bool:
         """Takes the same step; where it compares, tells whether these weights are still the joint run's.
 
         What cannot step on such weights is no match for them either.
@@ -375,7 +376,7 @@ class _Other:
             return False
         return not compares or all(self._is_same(name, box, joint) for name, box in self.boxes.items())
 
-    def _is_same(self, name: str, box: tuple[slice, ...], joint: _Run) -> bool:
+    def _is_same(self, name: str, box: tuple[slice, ...], joint: _OptimizerRun) -> bool:
         (here, _), (there, first) = self.run.weight(name), joint.weight(name)
         there, first = there[box], first[box]
         moved = torch.maximum((there - first).abs().max(), (here - first).abs().max())

@@ -33,7 +33,7 @@ from outsize.run.transport.control_messages import broadcast_json
 from outsize.run.transport.groups import RankGroup
 from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.ownership import places
-from outsize.train.checkpoint.optimizer_documents import groups_of
+from outsize.train.checkpoint.optimizers.optimizer_documents import groups_of
 from outsize.train.checkpoint.regions import Located, Region, located
 from outsize.train.checkpoint.weights import HeldWeights
 from outsize.train.optimizers.coupling import standing_in

@@ -41,6 +41,7 @@ from outsize.train.ranks.mesh import Mesh
 _REACHES: Final = ("elementwise", "per weight", "all weights")
 
 
+@final
 class PlacedOptimizer(NamedTuple):
     """The user's optimizer on a rank; `owned` steps it where weights have owners, else None."""
 

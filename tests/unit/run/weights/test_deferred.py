@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.run.weights.deferred import Box, DeferredTensor
+from outsize.run.weights.deferred import DeferredTensor, ReadBox
 
 SHAPE = (4, 6, 2)
 Make = Callable[[list[Any]], Any]
@@ -33,7 +33,7 @@ CASES: dict[str, Make] = {
 
 
 def deferred(values: Tensor, name: str, read: list[tuple[str, int]]) -> DeferredTensor:
-    def box_of(box: Box) -> Tensor:
+    def box_of(box: ReadBox) -> Tensor:
         found = values[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))]
         read.append((name, found.numel()))
         return found
@@ -41,10 +41,10 @@ def deferred(values: Tensor, name: str, read: list[tuple[str, int]]) -> Deferred
     return DeferredTensor(values.to("meta"), box_of, frozenset((name,)))
 
 
-def boxes(shape: torch.Size) -> list[Box]:
-    last = Box(tuple(n - 1 for n in shape), (1,) * len(shape))
-    half = Box(tuple(n // 2 for n in shape), tuple(n - n // 2 for n in shape))
-    return [Box((0,) * len(shape), tuple(shape)), last, half]
+def boxes(shape: torch.Size) -> list[ReadBox]:
+    last = ReadBox(tuple(n - 1 for n in shape), (1,) * len(shape))
+    half = ReadBox(tuple(n // 2 for n in shape), tuple(n - n // 2 for n in shape))
+    return [ReadBox((0,) * len(shape), tuple(shape)), last, half]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,10 +62,10 @@ def test_only_the_box_is_read() -> None:
     read: list[tuple[str, int]] = []
     tensors = [deferred(torch.randn(SHAPE), str(i), read) for i in range(4)]
     merged = CASES["merged"](tensors)  # (2, 8, 6, 2): experts, gate and up, ...
-    merged.read(Box((1, 4, 0, 0), (1, 4, 6, 1)))
+    merged.read(ReadBox((1, 4, 0, 0), (1, 4, 6, 1)))
     assert read == [("3", 24)]
     read.clear()
-    CASES["any other operator"](tensors).read(Box((0, 0, 0), (1, 1, 1)))
+    CASES["any other operator"](tensors).read(ReadBox((0, 0, 0), (1, 1, 1)))
     assert read == [("0", 48)]
 
 

@@ -29,7 +29,7 @@ from outsize.run.checkpoint.write import write_part
 from outsize.train.checkpoint import background
 from outsize.train.checkpoint.checkpoints import ResumeNote, newest_folder
 from outsize.train.checkpoint.copies import copy_rule
-from outsize.train.checkpoint.loaders import LoaderNote
+from outsize.train.checkpoint.loaders.loader_states import LoaderNote
 from outsize.train.checkpoint.module_states import merged_states
 from outsize.train.engine.engine import Engine
 from outsize.train.launch.launch import COPIES

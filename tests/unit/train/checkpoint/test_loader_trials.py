@@ -24,8 +24,8 @@ from outsize.train.checkpoint.generators import (
     set_state_of,
     state_of,
 )
-from outsize.train.checkpoint.loader_trial import tried
-from outsize.train.checkpoint.loaders import CountedLoader, LoaderNote
+from outsize.train.checkpoint.loaders.loader_states import CountedLoader, LoaderNote
+from outsize.train.checkpoint.loaders.loader_trial import tried
 
 NUMBERS = list(range(20))
 

@@ -18,8 +18,8 @@ import outsize
 from outsize.capture.models.load import import_torchvision
 from outsize.errors import BadOption
 from outsize.train.checkpoint.checkpoints import ResumeNote
-from outsize.train.checkpoint.optimizer_trial import insist_on_resumable
-from outsize.train.checkpoint.optimizers import NamedOptimizer, is_of_layout, merged
+from outsize.train.checkpoint.optimizers.optimizer_states import NamedOptimizer, is_of_layout, merged
+from outsize.train.checkpoint.optimizers.optimizer_trial import insist_on_resumable
 from outsize.train.checkpoint.regions import located
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))

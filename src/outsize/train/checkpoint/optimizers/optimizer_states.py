@@ -25,11 +25,11 @@ from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
 from outsize.program.values.wrapper_tensors import is_wrapper
 from outsize.run.tensor_parallel.collectives import divided_like, local_of
-from outsize.train.checkpoint.optimizer_documents import (
+from outsize.train.checkpoint.optimizers.optimizer_documents import (
     HOW,
     TOP,
     Facts,
-    OptimizerParts,
+    SavedOptimizerParts,
     from_plain,
     groups_of,
     optimizers_in,
@@ -129,7 +129,7 @@ class NamedOptimizer:
         """Returns the parts of all states that are tensors, of the last `facts`."""
         return self._parts
 
-    def _taken_apart(self, names: Mapping[int, str]) -> OptimizerParts:
+    def _taken_apart(self, names: Mapping[int, str]) -> SavedOptimizerParts:
         if not (hasattr(self._optimizer, "state_dict") and hasattr(self._optimizer, "load_state_dict")):
             raise BadOption(
                 f"{self.kind} has no state_dict() and load_state_dict(), so a run cannot go on with it",

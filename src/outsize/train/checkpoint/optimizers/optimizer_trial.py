@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from outsize.errors import BadOption
 from outsize.run.stage.rng import borrowed_generators, seed_all
-from outsize.train.checkpoint.optimizers import NamedOptimizer, merged
+from outsize.train.checkpoint.optimizers.optimizer_states import NamedOptimizer, merged
 from outsize.train.checkpoint.regions import Division, Located, Sizes, located
 
 MakeOptimizer = Callable[[Any], Any]
@@ -39,7 +39,7 @@ def insist_on_resumable(make: MakeOptimizer) -> None:
     with borrowed_generators(), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         for shapes in _SHAPES:
-            trial = _Trial(make, shapes)
+            trial = _OptimizerTrial(make, shapes)
             try:
                 optimizer = trial.begun()
             except Exception:
@@ -53,7 +53,7 @@ Run = tuple[list[nn.Parameter], Any]
 
 
 @final
-class _Trial:
+class _OptimizerTrial:
     """An optimizer over weights of some shapes."""
 
     def __init__(self, make: MakeOptimizer, shapes: Sequence[Sizes]) -> None:

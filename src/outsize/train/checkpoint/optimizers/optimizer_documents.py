@@ -38,7 +38,7 @@ Groups = list[list[Tensor]]
 
 @final
 @dataclass(slots=True)
-class OptimizerParts:
+class SavedOptimizerParts:
     """An optimizer's state in parts: `entries[weight][place]`, `groups[place]`, and the `template` that says
     where each was; `whole` are the tensors that are of no weight.
     """
@@ -77,7 +77,7 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     return [group for each in optimizers_in(optimizer)[1:] for group in groups_of(each)]
 
 
-def taken_apart(optimizer: Any, names: Mapping[int, str]) -> OptimizerParts:
+def taken_apart(optimizer: Any, names: Mapping[int, str]) -> SavedOptimizerParts:
     """Returns the parts of an optimizer; `names` maps id(weight) to its name.
 
     Raises BadOption for what a checkpoint cannot hold.
@@ -95,7 +95,7 @@ class _Splitter:
         self._weights = list(chain.from_iterable(self._order))
         self._elements = sum(weight.numel() for weight in self._weights)
         self._in_state = False
-        self.parts = OptimizerParts(order=self._order)
+        self.parts = SavedOptimizerParts(order=self._order)
         self.parts.template = written(optimizer.state_dict(), TOP, self.parts.whole, self._special)
         self.parts.is_whole |= bool(self.parts.whole)
 
@@ -205,7 +205,7 @@ class _Splitter:
 
 def put_together(
     template: Any,
-    own: OptimizerParts,
+    own: SavedOptimizerParts,
     entries: Mapping[int, Mapping[str, Any]],
     groups_at: Callable[[str], list[Facts]],
     tensor_of: Callable[[str], Tensor],

@@ -40,7 +40,7 @@ from outsize.train.checkpoint.generators import (
     set_state_of,
     state_of,
 )
-from outsize.train.checkpoint.loader_trial import LoaderVerdict, is_stateful, keeps_iterator, tried
+from outsize.train.checkpoint.loaders.loader_trial import LoaderVerdict, is_stateful, keeps_iterator, tried
 
 _START, _NOW = "start:", "now:"
 _NONE: Final = object()

@@ -203,7 +203,7 @@ class _Indices(Dataset[Any]):
 
 
 @final
-class _Probe(Dataset[bool]):
+class _WorkerProbe(Dataset[bool]):
     """Tells whether reading a sample moves the generators of the worker that reads it."""
 
     def __init__(self, of: Any) -> None:
@@ -226,7 +226,7 @@ def _draws_in_a_worker(loader: Any) -> bool:
         return False
     how = {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
     probe: Any = DataLoader(
-        _Probe(loader.dataset), batch_size=None, worker_init_fn=loader.worker_init_fn, **how
+        _WorkerProbe(loader.dataset), batch_size=None, worker_init_fn=loader.worker_init_fn, **how
     )
     with borrowed_generators():
         try:
