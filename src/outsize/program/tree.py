@@ -11,7 +11,6 @@ import array
 import copy
 import dataclasses
 import hashlib
-import pickle
 import weakref
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -263,8 +262,9 @@ def _key_of_leaf(value: Any, numbers: Mapping[int, int]) -> Hashable:
     if isinstance(value, _ROUNDED):
         return kind, repr(value)
     if isinstance(value, np.ndarray | np.generic):
-        digest = hashlib.blake2b(value.tobytes() if not value.dtype.hasobject else pickle.dumps(value))
-        return kind, value.dtype.str, value.shape, digest.digest()
+        if value.dtype.hasobject:
+            return kind, value.shape, tuple(_key_of_leaf(item, numbers) for item in np.ravel(value))
+        return kind, value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()
     if isinstance(value, bytearray | array.array | memoryview):
         return kind, bytes(value)
     if isinstance(value, set | frozenset):

@@ -175,8 +175,7 @@ def _instead_of(file: Path) -> str:
         start = opened.read(len(_ZIP))
     if start.startswith(_PICKLE) or start == _ZIP:
         as_new = file.with_suffix(".safetensors").name
-        return (
-            f"it is one of torch.save: safetensors.torch.save_file(torch.load({file.name!r}), {as_new!r}), "
-            "or model.load_state_dict(torch.load(...)) before parallelize"
-        )
+        next_step = f"safetensors.torch.save_file(torch.load({file.name!r}), {as_new!r}), or "
+        next_step += "model.load_state_dict(torch.load(...)) before parallelize"
+        return f"it is one of torch.save: {next_step}"
     return f"ls -l {file}"

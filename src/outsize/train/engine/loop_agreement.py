@@ -65,8 +65,9 @@ class LoopAgreement:
     def look(self, parameters: Iterable[nn.Parameter]) -> None:
         """Looks at the smallest gradients."""
         with_gradients = [(p, local_of(p.grad)) for p in parameters if p.grad is not None]
-        smallest = sorted(with_gradients, key=lambda pair: pair[1].numel())[:_GRADIENTS]
-        self._seen = [_Seen(p, g, torch.linalg.vector_norm(g)) for p, g in smallest if g.is_floating_point()]
+        dense = [(p, g) for p, g in with_gradients if g.is_floating_point() and g.layout is torch.strided]
+        smallest = sorted(dense, key=lambda pair: pair[1].numel())[:_GRADIENTS]
+        self._seen = [_Seen(p, g, torch.linalg.vector_norm(g)) for p, g in smallest]
 
     @torch.no_grad()
     def before_step(self) -> None:
