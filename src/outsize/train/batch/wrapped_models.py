@@ -13,11 +13,12 @@ backward of a whole batch through the whole model, and their optimizers read tha
 
 from __future__ import annotations
 
+import sys
+
 import torch.distributed as dist
 from torch import nn
 
 from outsize.errors import BadOption
-from outsize.run.moves.fsdp import is_fully_sharded
 
 
 def insist_on_unwrapped(model: nn.Module) -> None:
@@ -60,7 +61,7 @@ def _own_parallelism(module: nn.Module) -> str | None:
     """Returns what a wrapper does over devices; None for any other module."""
     if isinstance(module, nn.DataParallel):
         return "copies the model to several devices at each call"
-    if is_fully_sharded(module):
+    if _is_fully_sharded(module):
         return "divides weights over processes (FSDP)"
     holds_group = dist.is_available() and any(isinstance(v, dist.ProcessGroup) for v in vars(module).values())
     if holds_group and _only_child(module) is not None:
@@ -78,9 +79,18 @@ def _only_child(module: nn.Module) -> str | None:
 
 def _next_step(fqn: str, module: nn.Module) -> str:
     child = _only_child(module)
-    if is_fully_sharded(module) or child is None:
+    if _is_fully_sharded(module) or child is None:
         return "leave out fully_shard, and pass dp_shard=2, the number of devices that share the weights"
     inner = ".".join(part for part in ("model", fqn, child) if part)
     if fqn:
         return f"put {inner} in the place of its wrapper; dp_replicate=2 or dp_shard=2 divides the batch"
     return f"pass {inner} in place of model; dp_replicate=2 or dp_shard=2 divides the batch"
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    """Tells whether fully_shard has divided a module; then FSDP is loaded, a second of importing."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from outsize.run.moves.fsdp import is_fully_sharded
+
+    return is_fully_sharded(module)

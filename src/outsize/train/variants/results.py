@@ -90,12 +90,23 @@ _AS_PLAIN: Final[tuple[Any, ...]] = (
 )
 
 
+def _with_other_losses(
+    cls: Any, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """Computes with losses of both kinds as with tensors of torch (`torch.equal(step.loss, evaluated.loss)`);
+    torch alone gives up where two classes meet of which none is the other's.
+    """
+    others = tuple(kind for kind in types if kind not in (StepLossTensor, EvaluationLossTensor))
+    return vars(Tensor)["__torch_function__"].__func__(cls, func, others, args, kwargs or {})
+
+
 @final
 class StepLossTensor(Tensor):
     """The loss of a step. What is computed from it, `loss / 4`, is of this class as well, so that a backward
     from that says what is wrong, too.
     """
 
+    __torch_function__: Any = classmethod(_with_other_losses)
     __repr__, __format__, __reduce_ex__, __deepcopy__ = _AS_PLAIN
     backward = _refused(
         "engine.step() has run the backward of every microbatch already",
@@ -108,6 +119,7 @@ class StepLossTensor(Tensor):
 class EvaluationLossTensor(Tensor):
     """The loss of an evaluation; see StepLossTensor."""
 
+    __torch_function__: Any = classmethod(_with_other_losses)
     __repr__, __format__, __reduce_ex__, __deepcopy__ = _AS_PLAIN
     backward = _refused(
         "engine.evaluate() keeps nothing for a backward",

@@ -249,12 +249,6 @@ class _Named(nn.Module):
         return self.layer(target)
 
 
-@final
-class _Holder:
-    def __init__(self) -> None:
-        self.x = X
-
-
 def _accumulated(optimizer: Any) -> Engine:
     built = engine(mlp(), optimizer=optimizer)
     built.step(X, target=Y, update=False)
@@ -277,7 +271,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[OutsizeError], str]] = {
     "an empty step": (lambda: engine(mlp()).step(X[:0], target=Y[:0]), BadOption, "no sample"),
     "a NumPy array": (lambda: check(mlp(), (X.numpy(),)), BadOption, "NumPy array"),
     "a sparse tensor": (lambda: check(mlp(), (X.to_sparse(),)), BadOption, "sparse_coo"),
-    "tensors in an object": (lambda: check(mlp(), (_Holder(), X)), BadOption, "_Holder"),
     "no loss to check": (lambda: check(mlp(), loss_fn=None, target=None), BadOption, "needs a loss"),
     "no loss to train": (
         lambda: engine(mlp(), loss_fn=None, target=None).step(X),
