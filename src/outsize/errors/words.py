@@ -1,4 +1,4 @@
-"""What other tools call things, and what they are called here: one table, read wherever a word is unknown.
+"""Maps what other tools call things to what they are called here: a table, read where a word is unknown.
 
     outsize plan MODEL --gpus 8            an option of the command line
     outsize.parallelize(model, fsdp=8)     a keyword argument

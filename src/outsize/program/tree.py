@@ -182,7 +182,7 @@ _ROUNDED: Final = (float, complex)  # 0.0 == -0.0, and NaN != NaN, but not for a
 
 @final
 class _Node(NamedTuple):
-    """What the walk has opened: its items with their steps, how it is made again, and what else it says."""
+    """Holds what the walk has opened: items with their steps, how it is made again, and what else it says."""
 
     items: list[tuple[Step, Any]]
     rebuilt: Callable[[list[Any]], Any]

@@ -58,7 +58,7 @@ _RELATIVE: Final = 1e-5  # of the weight's movement: what rounding may differ by
 @final
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """What the update of one element of a weight depends on, besides numbers that all ranks know.
+    """Says what the update of one element of a weight depends on, besides numbers that all ranks know.
 
     `draws`: a step draws from generators of the program, so weights are stepped in one place and order.
     `states` is how many elements of states there are to one of a weight. `unknown` says why the trial had no

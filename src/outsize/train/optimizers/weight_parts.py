@@ -11,7 +11,7 @@ ranks have nothing. What several ranks have is taken from the owner itself, or e
 Each way is one all-to-all of bytes: a rank sends what it has of each weight to that weight's owner.
 
 Complexity: a rank sends and gets its part of all weights and gradients once, and holds a copy meanwhile.
-Oracle: tests/unit/train/optimizers/test_weight_parts.py.
+Oracle: tests/dist/test_owned_steps.py.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ _LARGE_BYTES: Final = 1 << 24  # A larger tensor is data, which copies share.
 @final
 @dataclass(frozen=True, slots=True)
 class LoaderVerdict:
-    """What a trial has found: whether two iterations agree, whether passes follow from those before, whether
-    its state brings it back, whether a state that was loaded counts for all passes to come, and whether it
+    """Holds what a trial found: whether two iterations agree, whether passes follow from those before,
+    whether its state brings it back, whether a state that was loaded counts for all passes to come, and whether it
     holds a generator that has its seed from the system.
     """
 
