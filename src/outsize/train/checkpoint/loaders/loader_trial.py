@@ -45,8 +45,8 @@ _LARGE_BYTES: Final = 1 << 24  # A larger tensor is data, which copies share.
 @dataclass(frozen=True, slots=True)
 class LoaderVerdict:
     """Holds what a trial found: whether two iterations agree, whether passes follow from those before,
-    whether its state brings it back, whether a state that was loaded counts for all passes to come, and whether it
-    holds a generator that has its seed from the system.
+    whether its state brings it back, whether a state that was loaded counts for all passes to come, and
+    whether it holds a generator that has its seed from the system.
     """
 
     is_tried: bool = False
