@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from zoo import case
 from zoo_case import Case, classes, cross_entropy, features, squared_error, tokens
 
 import outsize
+from outsize.ir.answers.verdict import Verdict
 from outsize.train.batch.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
@@ -153,14 +154,38 @@ def test_shared_under_autocast_without_its_cache(known: Case, stages: int) -> No
     insist_on_parity(Situation("autocast", loop=loop, stages=stages, changes=False), known)
 
 
+@final
+class ReadTwoWays(nn.Module):
+    """The first layer's weight is multiplied in bfloat16 there, and in float32 and bfloat16 at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = linear(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.last(torch.tanh(self.second(torch.tanh(self.first(x))))))
+        return x @ self.first.weight + x.float() * self.first.weight.sum(0)
+
+
+def checked(model: nn.Module, *, cache: bool, processes: bool = False) -> Verdict:
+    x = features(8, 8)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+        return outsize.check(model, (x,), stages=3, loss_fn=F.mse_loss, target=x, processes=processes)
+
+
 def test_check_says_when_the_cache_of_autocast_is_not_shared() -> None:
-    model, x = CalledThrice(), features(8, 8)
-    options: Any = {"stages": 3, "loss_fn": F.mse_loss, "target": x}
-    with torch.autocast("cpu", torch.bfloat16):
-        verdict = outsize.check(model, (x,), **options)
+    verdict = checked(ReadTwoWays(), cache=True)
     assert not verdict.bit_equal
     assert verdict.grad_diff < 2**-5  # a few roundings to bfloat16
+    assert any("first.weight, cast or not" in note for note in verdict.notes)
     assert any("cache_enabled=False) is bit-equal" in note for note in verdict.notes)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        assert outsize.check(model, (x,), **options).bit_equal
-    assert not any("cache_enabled" in note for note in outsize.check(model, (x,), **options).notes)
+    assert checked(ReadTwoWays(), cache=False).bit_equal
+
+
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("cache", [False, True])
+def test_check_is_under_the_autocast_of_its_caller(processes: bool, cache: bool) -> None:
+    """Ranks work in other threads than the caller's, where autocast is off. All stages read one cast."""
+    verdict = checked(CalledThrice(), cache=cache, processes=processes)
+    assert verdict.bit_equal
+    assert not any("autocast" in note for note in verdict.notes)

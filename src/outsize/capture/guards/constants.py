@@ -48,6 +48,7 @@ class Origins:
         """
         left = [each for each in constants if not reads.has_read_tensor(each[0]) and not is_cached(each[0])]
         unknown = _unknown(left, reads) if left else []
+        self._frozen = None  # Of an earlier recording, whose module may run as it is by now.
         if not unknown:
             return False
         if self._alive is None:

@@ -40,11 +40,13 @@ def entering(modes: Modes, ambient: Modes) -> list[str]:
     return contexts
 
 
-def under(modes: Modes) -> list[torch.autocast]:
-    """Returns contexts that set autocast as it is in `modes`, whatever is around; nothing is cached."""
+def under(modes: Modes, *, caches: bool = False) -> list[torch.autocast]:
+    """Returns contexts that set autocast as it is in `modes`, whatever is around; `caches` switches its cache
+    of weights on.
+    """
     on = dict(modes.autocast)
     return [
-        torch.autocast(device, dtype=on.get(device), enabled=device in on, cache_enabled=False)
+        torch.autocast(device, dtype=on.get(device), enabled=device in on, cache_enabled=caches)
         for device in _devices()
     ]
 

@@ -89,7 +89,8 @@ def _next_step(fqn: str, module: nn.Module) -> str:
 
 def _is_fully_sharded(module: nn.Module) -> bool:
     """Tells whether fully_shard has divided a module; then FSDP is loaded, a second of importing."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    if loaded is None or "FSDPModule" not in vars(loaded):  # `outsize fit` has a stand-in there
         return False
     from outsize.run.moves.fsdp import is_fully_sharded
 

@@ -52,7 +52,7 @@ from outsize.train.check.divergence import first_forward_divergence, first_wrong
 from outsize.train.check.leaf_outputs import eager_calls, first_other_call, watched_modules
 from outsize.train.check.notes import autocast_note, batchnorm_note, undivided_note
 from outsize.train.check.reference import TapeOf, undivided_loss
-from outsize.train.check.worker import SENDABLE, Payload, run_rank
+from outsize.train.check.worker import SENDABLE, Ambient, Payload, run_rank
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
@@ -266,8 +266,7 @@ def _over_processes(question: Question) -> TrainingSnapshot:
     ranks = question.plan.axes.world_size
     plan = by_blocks(question.plan, question.planned.graph)
     # Some kernels (LayerNorm's weight gradient) add up in as many parts as there are threads.
-    threads = torch.get_num_threads()
-    rest = question.batch.copied(), question.loss_fn, plan, question.steps, question.seed, threads
+    rest = question.batch.copied(), question.loss_fn, plan, question.steps, question.seed, Ambient.here()
     with tempfile.TemporaryDirectory(prefix="outsize-check-") as folder:
         if can_fork():
             run_in_forks(ranks, lambda: run_rank((_copied(question.model), *rest), Path(folder)))

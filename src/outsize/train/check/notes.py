@@ -36,21 +36,26 @@ def undivided_note(plan: Plan, whole: float, weighted: float, distance: float) -
 
 
 def autocast_note(captured: Captured, plan: Plan) -> Iterator[str]:
-    """Yields a note when autocast casts a weight in several stages.
+    """Yields a note when several stages read a weight under autocast, and not all in one precision.
 
-    One process casts such a weight once per forward and adds up its gradients in the low precision; each
-    stage casts it for itself and adds up in the weight's own precision.
+    One process casts such a weight once per forward and adds up the gradients of its casts in the low
+    precision; each stage casts it for itself and adds up in the weight's own precision.
     """
     owners = instruction_owners(plan, captured)
     stages: dict[str, set[int]] = {}
+    # Dtypes, "own" where a call does not cast, None where that is not known.
+    reads: dict[str, set[object]] = {}
     for instruction in captured.tape.instructions:
+        casts = dict(instruction.casts)
         for name in instruction.parameters() if instruction.modes.autocast else ():
             stages.setdefault(name, set()).add(owners[instruction.index])
-    shared = [name for name, weight_stages in stages.items() if len(weight_stages) > 1]
+            reads.setdefault(name, set()).add(casts.get(name, "own"))
+    several = [name for name, weight_stages in stages.items() if len(weight_stages) > 1]
+    shared = [name for name in several if len(reads[name]) > 1 or None in reads[name]]
     if shared:
         others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         yield (
-            f"under autocast {shared[0]}{others} may be cast in several stages, and gradients then add up in "
+            f"under autocast several stages read {shared[0]}{others}, cast or not, and gradients add up in "
             "the weight's own precision; one process adds them in the low one. "
             "torch.autocast(..., cache_enabled=False) is bit-equal."
         )

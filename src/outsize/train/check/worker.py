@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import nn
@@ -15,6 +19,8 @@ from outsize.capture.models import torchvision_operators
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
+from outsize.program.replaying.modes import current_modes, under
+from outsize.program.tape import Modes
 from outsize.run.transport.values import write_value
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import UnknownShares
@@ -24,8 +30,35 @@ from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import join, leave
 from outsize.train.launch.world import visible_accelerators
 
-# Model, batch, loss function, plan, steps, seed and threads.
-Payload = tuple[nn.Module, Batch, LossFn | None, Plan, int, int, int]
+
+@final
+@dataclass(frozen=True)
+class Ambient:
+    """Holds what the caller's thread has set and a new thread or process has not: how many threads kernels
+    use, and autocast, and whether that has its cache of weights.
+    """
+
+    threads: int
+    modes: Modes
+    caches_casts: bool
+
+    @classmethod
+    def here(cls) -> Ambient:
+        """Returns that of this thread."""
+        return cls(torch.get_num_threads(), current_modes(), torch.is_autocast_cache_enabled())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Sets it in this thread: kernels sum in as many parts, and the same calls are cast."""
+        torch.set_num_threads(self.threads)
+        with ExitStack() as stack:
+            for context in under(self.modes, caches=self.caches_casts) if self.modes.autocast else ():
+                stack.enter_context(context)
+            yield
+
+
+# Model, batch, loss function, plan, steps, seed and what is set around.
+Payload = tuple[nn.Module, Batch, LossFn | None, Plan, int, int, Ambient]
 SENDABLE = "define them at the top level of an importable module, or check in one process"
 
 
@@ -37,11 +70,11 @@ def main(folder: Path) -> None:
 
 def run_rank(payload: Payload, folder: Path) -> None:
     """Runs the stage of this process and writes its tensors to a file of the folder. `model` is changed."""
-    model, batch, loss_fn, plan, steps, seed, threads = payload
+    model, batch, loss_fn, plan, steps, seed, ambient = payload
     world = join(_device_type(plan))
-    torch.set_num_threads(threads)  # as in the reference, so that kernels sum in the same parts
-    engine = make_engine(model, plan, world.group, EngineOptions(loss_fn=loss_fn, optimizer=adamw, seed=seed))
-    with warnings.catch_warnings():
+    options = EngineOptions(loss_fn=loss_fn, optimizer=adamw, seed=seed)
+    with warnings.catch_warnings(), ambient.entered():
+        engine = make_engine(model, plan, world.group, options)
         warnings.simplefilter("ignore", UnknownShares)  # the verdict notes it, with numbers
         snapshot = engine_snapshot(engine, batch, steps=steps)
     write_value(folder / f"rank{world.rank}.values", snapshot)
