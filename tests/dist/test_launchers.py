@@ -137,8 +137,10 @@ def test_two_jobs_of_mpich_on_one_machine_at_a_time(folder: Path, losses: str) -
 def test_processes_that_are_many_and_have_no_rank_say_so(folder: Path) -> None:
     """As `python train.py & python train.py &` of a shell: nothing tells them of each other."""
     both = [_started(folder, sys.executable, "train.py", "beside", other) for other in ("2", "1")]
-    said = [one.communicate(timeout=PATIENCE_S)[1] for one in both]
+    ended = [one.communicate(timeout=PATIENCE_S) for one in both]
+    said = [err for _, err in ended]
     assert [one.returncode for one in both] == [0, 0], said
+    assert all(said), ended
     for err, other in zip(said, reversed(both), strict=True):
         assert f"2 have one parent, and no variable gives each a rank (the others: pid {other.pid})" in err
         assert "Next: outsize run --nproc-per-node 2 train.py" in err
