@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from outsize.cli.model_input import batch_size, make_model_input
 from outsize.errors import BadOption
+from outsize.ir.formatting import whole_number
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +42,8 @@ class ModelSize:
         from outsize.capture.models.load import with_option
 
         name, colon, step_text = what.partition(":")
-        if colon and not (step_text.isdecimal() and int(step_text)):
+        step = whole_number(step_text)
+        if colon and not step:
             raise BadOption(
                 f"--max {what} has no step",
                 numbers=f"{step_text!r} is no positive number",
@@ -49,7 +51,7 @@ class ModelSize:
             )
         if name == BATCH:
             return self._largest_batch(what, colon, asked)
-        step = int(step_text) if colon else TOKENS if name == SEQUENCE else 1
+        step = step or (TOKENS if name == SEQUENCE else 1)
         most = self._positions(what) if name == SEQUENCE else None
         options = self._layers() if name == LAYERS else (name,)
 

@@ -14,6 +14,7 @@ from outsize.files.strict_json import BadJson, read_text
 from outsize.ir import offload
 from outsize.ir import plan as plans
 from outsize.ir.answers.request import AxisSearch, LayoutOptions, Objective
+from outsize.ir.formatting import whole_number
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.schedule import Schedule
 from outsize.schedules.families import DEFAULT, offered
@@ -289,7 +290,7 @@ def sizes_in(text: str, option: str, allowed: Sequence[int] | None = None) -> tu
     """
     sizes = set[int]()
     for part in text.split(","):
-        size = int(part) if part.strip().isdigit() else 0
+        size = whole_number(part.strip()) or 0
         if size < 1 or (allowed is not None and size not in allowed):
             values = "positive numbers" if allowed is None else ", ".join(map(str, allowed))
             example = ",".join(map(str, (allowed or (1, 2, 4))[:3]))

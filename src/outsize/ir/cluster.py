@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from outsize.errors import BadOption, UnknownDevice
 from outsize.errors.words import value_here
 from outsize.ir.base import Count, Record, Speed
+from outsize.ir.formatting import whole_number
 from outsize.ir.hardware.devices import GIB, STAND_IN, TABLE, Device, DeviceKind, kind_named
 from outsize.ir.hardware.links import NETWORKS, Link
 from outsize.ir.hardware.memory_share import split_share
@@ -274,9 +275,9 @@ def _meant(part: str) -> str:
     if here is not None:
         return f"--cluster {here}, the devices of this machine, or 8xh100-80gb, others"
     words = [word for word in _WORDS.split(part) if word]
-    kinds = [word for word in words if not word.isdigit()]
+    kinds = [word for word in words if whole_number(word) is None]
     model = next((word for word in words if kind_named(f"rtx{word}")), None)
-    counts = [word for word in words if word.isdigit() and int(word) and word != model]
+    counts = [word for word in words if whole_number(word) and word != model]
     count, size = "x".join(counts[:2]) or "2", next(filter(None, map(_SIZE.match, kinds)), None)
     if size is not None:
         return f"--cluster {count}x{size[1]}GB"

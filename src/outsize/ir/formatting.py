@@ -1,10 +1,12 @@
-"""Formats numbers for people: one spelling of bytes, seconds, shares and counts everywhere."""
+"""Formats numbers for people: one spelling of bytes, seconds, shares and counts everywhere. Reads counts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 _UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
+_WHOLE = re.compile(r"[0-9]{1,18}\Z")
 
 
 def bytes_text(size_bytes: float) -> str:
@@ -93,3 +95,12 @@ def needs_text(who: str, needs_bytes: int, device: str, room_bytes: int) -> str:
     needs, room = needs_bytes / unit, room_bytes / unit
     digits = next((d for d in (1, 3, 6) if f"{needs:.{d}f}" != f"{room:.{d}f}"), 9)
     return f"{who} needs {needs:.{digits}f} {name}, {device} has room for {room:.{digits}f}"
+
+
+def whole_number(text: str) -> int | None:
+    """Returns the number that a text is in digits from 0 to 9, at most 18 of them; None for any other text.
+
+    `int` alone also reads signs and digits of other scripts, and raises ValueError for very long ones, as for
+    `str.isdigit()`'s superscripts.
+    """
+    return int(text) if _WHOLE.match(text) else None

@@ -53,6 +53,12 @@ def test_a_part_that_does_not_begin_with_a_count_is_refused(text: str) -> None:
             parse_cluster(text)
 
 
+@pytest.mark.parametrize("text", ["9" * 5000, f"2x{'9' * 5000}", "h100x\u00b2", "\u0663xcpu"])
+def test_a_count_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UnknownDevice, match=r"Next: --cluster "):
+        parse_cluster(text)
+
+
 def test_nodes_of_unequal_devices_have_links_of_their_own() -> None:
     cluster = parse_cluster("2xv100-32gb+2x1xa100-40gb")
     assert links_between_all(cluster) == [

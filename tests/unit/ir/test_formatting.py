@@ -10,6 +10,7 @@ from outsize.ir.formatting import (
     percent_text,
     rate_text,
     seconds_text,
+    whole_number,
 )
 
 
@@ -74,3 +75,14 @@ def test_flops_have_si_prefixes(flops: float, text: str) -> None:
 
 def test_a_rate() -> None:
     assert [rate_text(r) for r in (2.824, 48, 12900)] == ["2.82", "48.0", "12900"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "+1", " 1", "1 ", "1\n", "1_0", "1.0", "\u00b2", "\u0663", "9" * 5000]
+)
+def test_what_is_no_whole_number(text: str) -> None:
+    assert whole_number(text) is None
+
+
+def test_whole_numbers() -> None:
+    assert [whole_number(text) for text in ("0", "007", "9" * 18)] == [0, 7, 10**18 - 1]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from outsize.capture.models.transformers_classes import labels_of
 from outsize.errors import BadOption, ExampleRejected
+from outsize.ir.formatting import whole_number
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 Shape = tuple[int, ...]
@@ -56,10 +57,11 @@ def example(
 def _shapes(text: str | None) -> list[Shape]:
     if text is None:
         return []
-    sizes = [part.split("x") for part in text.replace(" ", "").split(",")]
-    if not all(size.isdecimal() and int(size) > 0 for shape in sizes for size in shape):
+    shapes = text.replace(" ", "").split(",")
+    sizes = [tuple(whole_number(size) or 0 for size in shape.split("x")) for shape in shapes]
+    if not all(map(all, sizes)):
         raise BadOption(f"--input {text!r} is no shape", next_step="--input 3x224x224, or --input 128")
-    return [tuple(map(int, shape)) for shape in sizes]
+    return sizes
 
 
 @final

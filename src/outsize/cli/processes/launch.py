@@ -17,6 +17,7 @@ from outsize.cli.screen import Screen, error_document
 from outsize.errors import BadOption, RankFailed, WorldMismatch
 from outsize.files.run_folders import RunFolder
 from outsize.ir.base import Record
+from outsize.ir.formatting import whole_number
 from outsize.ir.hardware.devices import places_in
 from outsize.run.watchdog.options import WatchOptions
 from outsize.train.launch.launch import LaunchSpec, launch, processes_for
@@ -47,8 +48,7 @@ class LaunchPlace:
     @property
     def nnodes(self) -> int:
         """Returns the number of machines; for MIN:MAX the least."""
-        least = str(self.options.get("nnodes", "1")).split(":")[0]
-        return int(least) if least.isdigit() and int(least) else 1
+        return whole_number(str(self.options.get("nnodes", "1")).split(":")[0]) or 1
 
     @property
     def most_nproc(self) -> str | None:

@@ -26,6 +26,7 @@ from outsize.cli.model_input import (
 from outsize.cli.screen import Screen
 from outsize.errors import BadOption
 from outsize.ir.answers.job import DNS_LABEL
+from outsize.ir.formatting import whole_number
 from outsize.report.jobs.engines import Engine, Scheduler
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def emit(
 def nodes_in(text: str) -> range:
     """Returns the numbers of nodes of `4` or `1:4`. Raises BadOption."""
     least, colon, most = text.partition(":")
-    numbers = [int(part) if part.isdigit() else 0 for part in (least, most if colon else least)]
+    numbers = [whole_number(part) or 0 for part in (least, most if colon else least)]
     if not 0 < numbers[0] <= numbers[1] <= _MOST_NODES:
         raise BadOption(
             f"--nodes {text} is no number of nodes",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from outsize.ir.answers.runs.recorded_run import MeasuredMemory
+from outsize.ir.formatting import whole_number
 from outsize.ir.plan import Expected, Plan, StageFigures
 
 BYTES = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
@@ -35,7 +36,8 @@ def device_text(plan: Plan, stage: int) -> str:
     family, _, number = first.rpartition(":")
     if not more:
         return first
-    return f"{first}-{int(number) + more}" if family and number.isdecimal() else f"{first} and {more} more"
+    last = whole_number(number) if family else None
+    return f"{first} and {more} more" if last is None else f"{first}-{last + more}"
 
 
 def lanes(plan: Plan) -> list[str]:

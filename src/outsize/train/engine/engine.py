@@ -27,7 +27,7 @@ from outsize.device.accelerators import is_accelerator
 from outsize.errors import BadOption
 from outsize.ir.answers.compilation import Compilation, GraphUse
 from outsize.ir.answers.utilisation import Utilisation
-from outsize.ir.formatting import axes_text, microbatches_text
+from outsize.ir.formatting import axes_text, microbatches_text, whole_number
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.replaying.modes import outside_autocast
@@ -758,7 +758,8 @@ class Engine:
 def _offset_device(device: str, offset: int) -> str:
     """Returns the name of the device `places` after `device`; a plan names the first device of each stage."""
     kind, _, number = device.rpartition(":")
-    return f"{kind}:{int(number) + offset}" if number.isdigit() else f"{device}+{offset}"
+    first = whole_number(number)
+    return f"{device}+{offset}" if first is None else f"{kind}:{first + offset}"
 
 
 def _loss_device(model: nn.Module, crew: Crew, plan: Plan) -> torch.device:

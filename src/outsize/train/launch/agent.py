@@ -42,6 +42,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from outsize.errors import Preempted
 from outsize.files.wanted_size import WantedSize, signal_where_caught
+from outsize.ir.formatting import whole_number
 from outsize.run.transport.run_secret import RunSecret, sealed_store
 from outsize.run.watchdog.processes import look_at
 from outsize.train.launch.failure import Failure, first_failure, read_failure
@@ -167,7 +168,8 @@ class Agent(LocalElasticAgent):
         text, now = self._attempts.wanted.asked(), group.spec.local_world_size
         if text is not None:
             least, most = self._attempts.least, self._attempts.most
-            self._size = int(text) if text.isdecimal() and least <= int(text) <= most else None
+            size = whole_number(text)
+            self._size = size if size is not None and least <= size <= most else None
             if self._size is None:
                 self._attempts.say(
                     f"outsize: {text!r} processes are wanted, and {least} to {most} can be had"

@@ -34,6 +34,7 @@ from typing import Final, NamedTuple, final
 import psutil
 
 from outsize.errors import BadOption
+from outsize.ir.formatting import whole_number
 from outsize.train.launch.rendezvous import LOOPBACK
 
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -207,7 +208,7 @@ def looks_like_one_of_many(env: Mapping[str, str], script: str) -> str | None:
             f"--nproc-per-node 2 {script}, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         )
     tasks = env.get("SLURM_NTASKS", "")
-    if "SLURM_STEP_ID" not in env and tasks.isdigit() and int(tasks) > 1:
+    if "SLURM_STEP_ID" not in env and (whole_number(tasks) or 0) > 1:
         return (
             f"this process trains alone, in a job of Slurm with several tasks; SLURM_NTASKS={tasks}, and "
             f"srun has not started it. Next: srun python {script}"
@@ -316,11 +317,11 @@ def _place(launcher: _Launcher, env: Mapping[str, str]) -> tuple[int, int, int]:
             next_step=f"start it with srun, mpirun or torchrun, or unset {launcher.rank} to run alone",
         )
     assignments = ", ".join(f"{name}={env[name]}" for name in names)
-    if not all(env[name].isdigit() for name in names) or not int(env[names[0]]) < int(env[names[1]]):
+    rank, size, local_rank = (whole_number(env[name]) for name in names)
+    if rank is None or size is None or local_rank is None or rank >= size:
         raise BadOption(
             f"{launcher.name}'s variables are no place in a run", numbers=assignments, next_step="env | sort"
         )
-    rank, size, local_rank = (int(env[name]) for name in names)
     return rank, size, local_rank
 
 
@@ -328,8 +329,7 @@ def _local_size(launcher: _Launcher, env: Mapping[str, str], size: int) -> int |
     """Returns the number of processes on this machine, where the launcher says so."""
     if launcher.machines:
         return size if env.get(launcher.machines) == "1" else None
-    local_size = env.get(launcher.local_size, "")
-    return int(local_size) if local_size.isdigit() else None
+    return whole_number(env.get(launcher.local_size, ""))
 
 
 def _master(launcher: _Launcher, env: Mapping[str, str], *, is_alone: bool) -> str:

@@ -24,6 +24,7 @@ from outsize.device.cores import usable_cores
 from outsize.errors import BadOption, Preempted, RankFailed
 from outsize.files.run_folders import RunFolder
 from outsize.files.wanted_size import WantedSize, size_wanted
+from outsize.ir.formatting import whole_number
 from outsize.ir.hardware.memory_share import checked_share
 from outsize.run.transport.run_secret import SECRET, RunSecret
 from outsize.run.watchdog.options import ON_HANG, WatchOptions
@@ -108,9 +109,9 @@ def processes_for(nproc: str) -> int:
 
     Raises BadOption (E106). Only words import torch.
     """
-    if nproc.isdigit() and int(nproc) > 0:
-        return int(nproc)
-    if nproc.removeprefix("-").isdigit():
+    if count := whole_number(nproc):
+        return count
+    if count == 0 or nproc.removeprefix("-").isdigit():
         raise BadOption(f"--nproc-per-node {nproc!r} is no count", next_step="--nproc-per-node 2, or auto")
     from torch.distributed.run import determine_local_world_size
 
