@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from outsize.ir.cluster import Cluster
     from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
     from outsize.ir.profile import ProfileSet
+    from outsize.train.batch.batch import Batch
     from outsize.train.batch.batch_dims import Asked
     from outsize.train.batch.loss_weights import Counting
     from outsize.train.crew.grad_clip import Clipping
@@ -123,6 +124,7 @@ class CheckOptions(CaseOptions, total=False):
     steps: int | None
     seed: int
     weights: str | Path | None
+    second_batch: Batch | None
 
 
 class TuneOptions(CaseOptions, RequestOptions, total=False):

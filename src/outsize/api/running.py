@@ -53,6 +53,7 @@ from outsize.run.weights.load import load_weights, source_for
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.families import DEFAULT
 from outsize.schedules.refine import by_blocks
+from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import SplitTable
 from outsize.train.batch.wrapped_models import insist_on_unwrapped
 from outsize.train.check.check import Question, enough_steps, verify
@@ -226,9 +227,10 @@ def resume(
 def check(
     model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, **options: Unpack[CheckOptions]
 ) -> Verdict:
-    """Runs the model split and plain on the same batch; compares loss, gradients, buffers and parameters.
+    """Runs the model split and plain on the same batches; compares loss, gradients, buffers and parameters.
 
-    The model itself is not changed. The options:
+    The model itself is not changed. Before the last update the gradients of a second batch are added, in
+    which a value that became a constant of the recorded program shows. The options:
 
     - `plan`: the plan to check; without one the planner cuts the model by the five options that follow.
     - `stages` (2), `microbatches` (4, or 1 with `bn="sync"`), `schedule` ("1f1b"), `recompute` ("none") and
@@ -236,6 +238,9 @@ def check(
     - `processes`: True runs one process per rank; by default all ranks take turns in this one.
     - `steps` (1, or 3 where the model or loss keeps state from call to call): the AdamW steps that are
       compared; `seed` (0): of random numbers in the model.
+    - `second_batch`: `outsize.microbatch(*args, target=..., **kwargs)`, of the same kind; by default one is
+      made of the first: samples in another order, and floating-point tensors without samples halved. Where
+      the model refuses that, or nothing can be changed, there is none.
     - `weights`: as in `parallelize`; a copy of the model gets all of them.
     - `loss_fn`, `target`, `batch_dims`: as for `plan`.
 
@@ -269,8 +274,22 @@ def check(
         capture_s=capture_s,
         steps=options.get("steps") or enough_steps(captured),
         seed=options.get("seed", 0),
+        second_batch=_second_batch(case, options),
     )
     return verify(question, processes=processes)
+
+
+def _second_batch(case: TrainingCase, options: CheckOptions) -> Batch | None:
+    """Returns the user's second batch, whose samples lie as in the first. Raises BadOption."""
+    second = options.get("second_batch")
+    if second is None:
+        return None
+    if not isinstance(second, Batch):
+        raise BadOption(
+            f"second_batch is a {type(second).__name__}",
+            next_step="second_batch=outsize.microbatch(x, target=y), as in model(x) and loss_fn(output, y)",
+        )
+    return case.sized(second, options.get("batch_dims"))
 
 
 def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:

@@ -169,7 +169,8 @@ def accessor(steps: Steps) -> str:
 # What is given to a model is opened further than what its own calls pass on, which may be an object that is
 # written in the call (a cache) and must stay the same one. Types in torch's pytree registry are opened by the
 # functions that their authors have registered, containers as above, and other objects of Python classes by
-# their attributes and slots. An object is copied only where a part of it changes.
+# their attributes and slots. So are attributes of a user's own list or dict, if they hold tensors. An object
+# is copied only where a part of it changes.
 
 IsWhole = Callable[[Steps, Any], bool]
 _BUILT_IN: Final = (tuple, list, dict, OrderedDict, defaultdict)  # Opened here, with subclasses of their own.
@@ -182,12 +183,16 @@ _ROUNDED: Final = (float, complex)  # 0.0 == -0.0, and NaN != NaN, but not for a
 
 @final
 class _Node(NamedTuple):
-    """Holds what the walk has opened: items with their steps, how it is made again, and what else it says."""
+    """Holds what the walk has opened: items with their steps, how it is made again, and what else it says.
+
+    An object, which may lead back to itself, is made in two steps: `blank()`, and `rebuilt` on that with the
+    new items. Of what has no `blank`, `rebuilt` gets None.
+    """
 
     items: list[tuple[Step, Any]]
-    rebuilt: Callable[[list[Any]], Any]
+    rebuilt: Callable[[Any, list[Any]], Any]
     facts: Any = None
-    is_object: bool = False
+    blank: Callable[[], Any] | None = None
 
 
 def parts(batch: Any, is_whole: IsWhole | None = None) -> list[tuple[Steps, Any]]:
@@ -229,11 +234,11 @@ def with_copied_tensors(batch: Any) -> Any:
     return map_tensors(copied, batch)
 
 
-def key_of(batch: Any, of_tensor: Callable[[Tensor], Hashable], *, values: bool = True) -> Hashable:
+def key_of(batch: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable:
     """Returns what is equal for batches of one structure whose tensors agree in `of_tensor`.
 
     Numbers, texts and arrays count by value. An object that cannot be looked into counts by identity, and
-    lives as long as the key. Without `values`, all that is no tensor counts by its type alone.
+    lives as long as the key.
     """
     numbers: dict[int, int] = {}
 
@@ -242,8 +247,8 @@ def key_of(batch: Any, of_tensor: Callable[[Tensor], Hashable], *, values: bool 
             return of_tensor(value)
         node = _opened(value)
         if node is None:
-            return _key_of_leaf(value, numbers) if values else type(value)
-        if node.is_object:
+            return _key_of_leaf(value, numbers)
+        if node.blank is not None:
             if id(value) in numbers:
                 return numbers[id(value)]
             numbers[id(value)] = len(numbers)
@@ -312,25 +317,24 @@ class _BatchWalk:
         if node is None:
             part = self._followed(value) if isinstance(value, _BACK) else self._fn(steps, value)
             return self._noted(value, part)
-        if node.is_object:
-            return self._object(value, node, steps)
-        return node.rebuilt([self.of(item, (*steps, step)) for step, item in node.items])
+        if node.blank is not None:
+            return self._object(value, node, node.blank, steps)
+        return node.rebuilt(None, [self.of(item, (*steps, step)) for step, item in node.items])
 
     def _noted(self, old: Any, new: Any) -> Any:
         self._changes += new is not old
         return new
 
-    def _object(self, value: Any, node: _Node, steps: Steps) -> Any:
+    def _object(self, value: Any, node: _Node, blank: Callable[[], Any], steps: Steps) -> Any:
         if id(value) in self._met:
             return self._noted(value, self._met[id(value)][1])
-        clone, before = blank_like(value), self._changes
+        clone, before = blank(), self._changes
         self._met[id(value)] = value, clone
         items = [self.of(item, (*steps, step)) for step, item in node.items]
         if self._changes == before:
             self._met[id(value)] = value, value
             return value
-        with_attributes(clone, {name: item for ((_, name), _), item in zip(node.items, items, strict=True)})
-        return clone
+        return node.rebuilt(clone, items)
 
     def _followed(self, value: Any) -> Any:
         """Returns a weak reference to, or a method of, what stands for its object in the new batch."""
@@ -348,14 +352,78 @@ def _opened(value: Any) -> _Node | None:
     if registered is not None:
         return _of_registered(value, registered)
     if is_container(value):
-        of_slice = [((FIELD, name), getattr(value, name)) for name in _OF_SLICE] if kind is slice else None
-        return _Node(of_slice or children(value), lambda new: map_items(_next_of(new), value))
+        return _of_container(value)
     if isinstance(value, _CLOSED) or not is_plain_class(kind):
         return None
     attributes = attributes_of(value)
     if not attributes:
         return None
-    return _Node([((FIELD, name), item) for name, item in attributes.items()], list, is_object=True)
+    pairs = [((FIELD, name), item) for name, item in attributes.items()]
+    return _Node(pairs, partial(_with_fields, attributes), blank=partial(blank_like, value))
+
+
+def _with_fields(names: Iterable[str], clone: Any, new: Iterable[Any]) -> Any:
+    with_attributes(clone, dict(zip(names, new, strict=True)))
+    return clone
+
+
+def _of_container(value: Any) -> _Node:
+    """Opens a container: its items, and those attributes of one of a user's own class that hold tensors."""
+    if type(value) is slice:
+        items: list[tuple[Step, Any]] = [((FIELD, name), getattr(value, name)) for name in _OF_SLICE]
+    else:
+        items = children(value)
+    attributes = {} if type(value) in _BUILT_IN else attributes_of(value)
+    known = {key: item for (kind, key), item in items if kind == ITEM}
+    same = [name for name, item in attributes.items() if name in known and known[name] is item]
+    held = {id(value), *(id(item) for _, item in items)}
+    beside = [(name, item) for name, item in attributes.items() if name not in same]
+    extra = [name for name, item in beside if _holds_tensors(item, set(held))]
+    if not same and not extra:
+        return _Node(items, lambda _, new: map_items(_next_of(new), value))
+
+    def rebuilt(blank: Any, new: list[Any]) -> Any:
+        fresh = dict(zip((key for (_, key), _ in items), new, strict=False))
+        clone = _refilled(blank, value, fresh)
+        with_attributes(clone, {name: fresh[name] for name in same})
+        with_attributes(clone, dict(zip(extra, new[len(items) :], strict=True)))
+        return clone
+
+    pairs = [*items, *(((FIELD, name), attributes[name]) for name in extra)]
+    is_fixed = isinstance(value, tuple)
+    return _Node(pairs, rebuilt, blank=None if is_fixed else partial(copy.copy, value))
+
+
+def _refilled(clone: Any, value: Any, items: Mapping[Any, Any]) -> Any:
+    """Returns the clone of a container with these items; of a tuple there is none yet."""
+    if isinstance(value, tuple):
+        clone = tuple.__new__(type(value), items.values())
+        with_attributes(clone, attributes_of(value))
+    elif isinstance(value, list):
+        refill(clone, items.values())
+    elif isinstance(value, dict):
+        refill(clone, items)
+    elif isinstance(value, UserDict):
+        clone.data = dict(items)
+    else:
+        for name, item in items.items():
+            object.__setattr__(clone, name, item)
+    if getattr(value, "__dict__", None) is value:  # Its keys are its attributes.
+        object.__setattr__(clone, "__dict__", clone)
+    return clone
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    """Returns whether there is a tensor in a value, but for what was `seen`."""
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, _CLOSED) or not (is_container(value) or is_plain_class(type(value))):
+        return False
+    held = (*(item for _, item in children(value)), *attributes_of(value).values())
+    return any(_holds_tensors(item, seen) for item in held)
 
 
 def _of_registered(value: Any, registered: Any) -> _Node:
@@ -365,7 +433,7 @@ def _of_registered(value: Any, registered: Any) -> _Node:
     if registered.flatten_with_keys_fn is not None:
         steps = [_step(key) for key, _ in registered.flatten_with_keys_fn(value)[0]]
     pairs = list(zip(steps, items, strict=True))
-    return _Node(pairs, lambda new: registered.unflatten_fn(new, context), context)
+    return _Node(pairs, lambda _, new: registered.unflatten_fn(new, context), context)
 
 
 def _step(key: Any) -> Step:

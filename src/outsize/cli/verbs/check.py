@@ -55,7 +55,8 @@ def check(
     batch (dp) or a layer (tp) add up in another order: then loss and gradients, gathered from all ranks, have
     to agree within 1e-6 of a tensor's largest element (1e-10 in double precision).
 
-    Without --plan: 2 stages, 4 microbatches (1 with --bn sync), 1f1b.
+    A second batch, the samples in another order, is compared as well. Without --plan: 2 stages, 4
+    microbatches (1 with --bn sync), 1f1b.
     """
     screen, chosen = Screen(json), load_plan_to_run(plan)
     asked: LayoutOptions = {

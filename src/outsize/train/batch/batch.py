@@ -11,7 +11,7 @@ take the samples as items of lists: images of several sizes, a dict of boxes for
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, final
@@ -28,6 +28,7 @@ from outsize.program.tree import (
     accessor,
     key_of,
     map_parts,
+    map_tensors,
     parts,
     tensors_in,
     with_copied_tensors,
@@ -182,6 +183,27 @@ class Batch:
         size = self.size
         return self if size == samples else self.take(torch.arange(samples) % size)
 
+    def with_other_values(self) -> Batch | None:
+        """Returns a batch of the same shapes: samples in another order, and tensors that hold none halved.
+
+        All tensors are halved where another order changes nothing. Those of integers keep their values, which
+        may be positions in something; None when a batch has no others.
+        """
+        turned = self.take(torch.arange(self.size).roll(1))
+        before, now = self.tensors(), turned.tensors()
+        is_turned = not _are_equal(before, now)
+        if len(before) != len(now):
+            return turned
+        is_whole = [dim is None for dim in turned.batch_dims()]
+        pairs = zip(before, now, is_whole, turned.is_inside(), strict=True)
+        made = [
+            _laid_out(_halved(new) if not is_turned or (whole and not inside) else new, old)
+            for old, new, whole, inside in pairs
+        ]
+        left = iter(made)
+        args, kwargs, target = map_tensors(lambda _: next(left), turned.tree())
+        return None if _are_equal(before, made) else replace(turned, args=args, kwargs=kwargs, target=target)
+
     def signature(self) -> Hashable:
         """Returns what is equal for batches that share a tape, guards aside.
 
@@ -189,10 +211,6 @@ class Batch:
         looked into.
         """
         return key_of(self.tree(), _kind_of)
-
-    def shapes(self) -> Hashable:
-        """Returns what is equal for batches whose tensors have the same shapes, whatever else they hold."""
-        return key_of(self.tree(), _kind_of, values=False)
 
     def mapped(self, part: Callable[[Any], Any]) -> Batch:
         """Returns the batch with `part(leaf)` in place of every leaf."""
@@ -208,6 +226,36 @@ def _kind_of(tensor: Tensor) -> Hashable:
     if tensor.is_nested:
         return how, tuple((row.shape, row.stride()) for row in tensor.unbind())
     return how, tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Returns whether tensors are equal, as far as they can be compared: nested ones cannot."""
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(not a.is_nested and torch.equal(a, b) for a, b in pairs)
+
+
+def _halved(tensor: Tensor) -> Tensor:
+    """Returns half of a tensor of a floating-point dtype that has arithmetic, and others as they are."""
+    is_halved = tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).bits > 8)
+    return (tensor.detach() * 0.5).requires_grad_(tensor.requires_grad) if is_halved else tensor
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns the tensor with the strides of another one, which the same recorded program takes.
+
+    Dims along which memory repeats (`expand`) repeat in it, too.
+    """
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.shape != like.shape:
+        return tensor
+    if tensor.stride() == like.stride():
+        return tensor
+    once = tensor.detach()
+    for dim in (d for d, stride in enumerate(like.stride()) if not stride and like.shape[d]):
+        once = once.narrow(dim, 0, 1)
+    made = torch.empty_strided(once.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+        once
+    )
+    return made.expand(like.shape).requires_grad_(tensor.requires_grad)
 
 
 def _samples_in(tensor: Tensor, dim: int | PackedRows) -> int:

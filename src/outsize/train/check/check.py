@@ -1,5 +1,6 @@
-"""Compares the split run with the plain loop, on the user's own model and batch.
+"""Compares the split run with the plain loop, on the user's own model and on two batches.
 
+The second batch has other values: what of the first one became a constant of the program shows in its step.
 Both start from copies, so the user's model stays unchanged. In one process all stages take turns; with
 `processes` each stage is a real process (train/check/worker.py) that writes its tensors to files. When
 numbers differ the verdict names the first unit whose numbers do.
@@ -10,8 +11,8 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -23,7 +24,7 @@ from outsize.capture.fakes.untouched import taken_back
 from outsize.capture.graph.build import Captured
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn
-from outsize.errors import BadOption, ExampleRejected, OutsizeError, RankFailed
+from outsize.errors import BadOption, ExampleRejected, OutsizeError, RankFailed, ReplayMismatch
 from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE, Verdict
 from outsize.ir.plan import Plan
 from outsize.program.objects import model_copy
@@ -43,14 +44,15 @@ from outsize.train.check.compare import (
     TrainingSnapshot,
     adamw,
     compare,
-    engine_snapshot,
+    engine_snapshots,
     merge,
-    reference_snapshot,
+    reference_snapshots,
     relative_difference,
+    worst,
 )
 from outsize.train.check.divergence import first_forward_divergence, first_wrong_buffer, last_wrong_gradient
 from outsize.train.check.leaf_outputs import eager_calls, first_other_call, watched_modules
-from outsize.train.check.notes import autocast_note, batchnorm_note, undivided_note
+from outsize.train.check.notes import autocast_note, batchnorm_note, constant_note, undivided_note
 from outsize.train.check.reference import TapeOf, undivided_loss
 from outsize.train.check.worker import SENDABLE, Ambient, Payload, run_rank
 from outsize.train.engine.engine import Engine
@@ -70,8 +72,9 @@ UNDIVIDED = 1e-3
 @final
 @dataclass(frozen=True)
 class Question:
-    """A model, batch and plan to be checked. `steps` AdamW steps are compared, and the gradients of the
-    last one. `planned` is the captured model as the plan runs it: with its loss in pieces, if it has them.
+    """A model, batch and plan to be checked. `steps` AdamW steps are compared, and the gradients of the last
+    one, to which those of `second_batch` are added, or of one that is made of the batch. `planned` is the
+    captured model as the plan runs it: with its loss in pieces, if it has them.
     """
 
     model: nn.Module
@@ -83,6 +86,7 @@ class Question:
     capture_s: float
     steps: int = 1
     seed: int = 0
+    second_batch: Batch | None = None
 
 
 def enough_steps(captured: Captured) -> int:
@@ -119,14 +123,20 @@ def verify(question: Question, *, processes: bool) -> Verdict:
     if plan.form == "tape":
         insist_on_loss(question.captured.tape)
     insist_on_values(question.model.named_parameters(), question.batch)
-    reference = _reference(question)
+    second = question.second_batch or question.batch.with_other_values()
+    batches = [question.batch] if second is None else [question.batch, second]
+    references = _references(question, batches)
+    batches = batches[: len(references)]
+    reference = references[0]
     start = time.perf_counter()
-    split_run = _over_processes(question) if processes else _in_one_process(question)
+    split_runs = _over_processes(question, batches) if processes else _in_one_process(question, batches)
     run_s = time.perf_counter() - start
-    differences = compare(reference, split_run)
+    pairs = list(zip(references, split_runs, strict=True))
+    by_batch = [compare(expected, found) for expected, found in pairs]
+    differences = worst(by_batch)
     meshed = processes and plan.axes.group_size > 1
     rounds = meshed or max(plan.loss_pieces, plan.module_pieces) > 1
-    relative = relative_difference(reference, split_run) if rounds else None
+    relative = max(relative_difference(*pair) for pair in pairs) if rounds else None
     within = WITHIN_DOUBLE if _is_double(reference) else WITHIN
     holds = differences.bit_equal or (relative is not None and relative <= within)
     return Verdict(
@@ -136,14 +146,18 @@ def verify(question: Question, *, processes: bool) -> Verdict:
         grad_diff=differences.grads,
         buffer_diff=differences.buffers,
         parameter_diff=differences.parameters,
-        first_divergence=None if holds else _locate(question, differences),
+        first_divergence=None if holds else _first_divergence(question, batches, by_batch),
         stages=tuple(stage.units for stage in plan.stages),
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         processes=plan.axes.world_size if processes else 0,
         capture_s=question.capture_s,
         run_s=run_s,
-        notes=(*question.captured.tape.opaque, *_by_design(question, reference, meshed=meshed)),
+        notes=(
+            *question.captured.tape.opaque,
+            *([constant_note()] if by_batch[0].bit_equal and not holds else []),
+            *_by_design(question, reference, meshed=meshed),
+        ),
         relative_diff=relative,
         within=within,
     )
@@ -163,7 +177,8 @@ def _by_design(question: Question, reference: TrainingSnapshot, *, meshed: bool)
             f" count, relative to each tensor's largest element;{parts} buffers and parameters are shown"
         )
     if plan.microbatches * plan.axes.replicas > 1 and DeferredStatistics(question.model).training:
-        whole = compare(_uncounted(_reference(question, microbatches=1)), _uncounted(reference))
+        undivided = _references(question, [question.batch], microbatches=1)[0]
+        whole = compare(_uncounted(undivided), _uncounted(reference))
         yield batchnorm_note(plan, question.batch.size, whole)
         if plan.axes.replicas > 1:
             yield "over processes running statistics are those of replica 0's microbatches, as under DDP"
@@ -184,7 +199,7 @@ def _against_undivided(question: Question, reference: TrainingSnapshot) -> Itera
     if lowered or not exact or any(i.random for i in instructions):
         return
     if question.steps > 1:
-        reference = _reference(replace(question, steps=1))
+        reference = _references(replace(question, steps=1), [question.batch])[0]
     model = _copied(question.model)
     with _from_now(question):
         loss = undivided_loss(model, question.batch.copied(), question.loss_fn)
@@ -212,22 +227,33 @@ def _tapes(question: Question) -> TapeOf:
     return lambda part: variants.find(part, outputs=False).tape
 
 
-def _reference(question: Question, microbatches: int | None = None) -> TrainingSnapshot:
-    """Returns the snapshot of the plain loop. An error there is the model's own and is shown as such."""
+def _references(
+    question: Question, batches: Sequence[Batch], microbatches: int | None = None
+) -> list[TrainingSnapshot]:
+    """Returns the snapshots of the plain loop, one for each batch. An error there is the model's own and is
+    shown as such; but a second batch that was made here, and that the model refuses, is left out.
+    """
     model = _copied(question.model)
     try:
+        parts = [
+            batch.copied().split(microbatches or question.plan.microbatches_of(batch.size))
+            for batch in batches
+        ]
         loop = PlainLoop(
-            microbatches or question.plan.microbatches_of(question.batch.size),
+            len(parts[0]),
             question.loss_fn,
             steps=question.steps,
             seed=question.seed,
             bn="micro" if microbatches == 1 else question.plan.bn,
         )
         with _from_now(question):
-            return reference_snapshot(model, _tapes(question), question.batch.copied(), loop)
-    except OutsizeError:
-        raise
+            return reference_snapshots(model, _tapes(question), parts, loop)
     except Exception as error:
+        refuses = isinstance(error, ExampleRejected) or not isinstance(error, OutsizeError)
+        if refuses and len(batches) > 1 and question.second_batch is None:
+            return _references(question, batches[:1], microbatches)
+        if isinstance(error, OutsizeError):
+            raise
         raise ExampleRejected(
             f"the plain loop on the example batch fails: {type(error).__name__}: {error}",
             numbers=f"at {raising_line(error)}",
@@ -245,10 +271,10 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _in_one_process(question: Question) -> TrainingSnapshot:
+def _in_one_process(question: Question, batches: Sequence[Batch]) -> list[TrainingSnapshot]:
     with warnings.catch_warnings(), _from_now(question):
         warnings.simplefilter("ignore", UnknownShares)  # the verdict notes it, with numbers
-        return engine_snapshot(_engine(question), question.batch.copied(), steps=question.steps)
+        return engine_snapshots(_engine(question), [b.copied() for b in batches], steps=question.steps)
 
 
 def _engine(question: Question) -> Engine:
@@ -258,22 +284,23 @@ def _engine(question: Question) -> Engine:
     return make_engine(model, plan, None, EngineOptions(loss_fn, adamw, seed=question.seed))
 
 
-def _over_processes(question: Question) -> TrainingSnapshot:
-    """Returns the snapshot of a run with a process for each rank: forks of this one where they can compute.
+def _over_processes(question: Question, batches: Sequence[Batch]) -> list[TrainingSnapshot]:
+    """Returns the snapshots of a run with a process for each rank: forks of this one where they can compute.
 
     Elsewhere the processes are launched, and the model is sent to them.
     """
     ranks = question.plan.axes.world_size
     plan = by_blocks(question.plan, question.planned.graph)
     # Some kernels (LayerNorm's weight gradient) add up in as many parts as there are threads.
-    rest = question.batch.copied(), question.loss_fn, plan, question.steps, question.seed, Ambient.here()
+    copies = [batch.copied() for batch in batches]
+    rest = copies, question.loss_fn, plan, question.steps, question.seed, Ambient.here()
     with tempfile.TemporaryDirectory(prefix="outsize-check-") as folder:
         if can_fork():
             run_in_forks(ranks, lambda: run_rank((_copied(question.model), *rest), Path(folder)))
         else:
             _launch(ranks, (question.model, *rest), Path(folder))
         parts = [read_value(Path(folder) / f"rank{rank}.values") for rank in range(ranks)]
-    return merge(parts)
+    return [merge(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
 
 def _launch(ranks: int, payload: Payload, folder: Path) -> None:
@@ -290,6 +317,14 @@ def _launch(ranks: int, payload: Payload, folder: Path) -> None:
         raise RankFailed(
             "a process of the check failed", numbers=f"exit code {code}", next_step="see its traceback above"
         )
+
+
+def _first_divergence(
+    question: Question, batches: Sequence[Batch], by_batch: Sequence[Differences]
+) -> str | None:
+    """Returns what `_locate` says of the first batch that differs."""
+    number = next(number for number, each in enumerate(by_batch) if not each.bit_equal)
+    return _locate(replace(question, batch=batches[number]), by_batch[number])
 
 
 def _locate(question: Question, differences: Differences) -> str | None:
@@ -312,8 +347,8 @@ def _locate(question: Question, differences: Differences) -> str | None:
 def _forward_divergence(question: Question) -> str | None:
     """Returns the first unit that differs in a replay of one microbatch, or else in a step of an engine."""
     parts = question.batch.copied().split(question.plan.microbatches_of(question.batch.size))
-    model, seed = _copied(question.model), seeder(question.seed, 0, 0)
-    with _from_now(question):
+    model, seed, unit = _copied(question.model), seeder(question.seed, 0, 0), None
+    with _from_now(question), suppress(ReplayMismatch):  # A second batch may have another program.
         unit = first_forward_divergence(question.captured, model, parts[0], seed, question.loss_fn)
     if unit is not None:
         return unit

@@ -7,10 +7,11 @@ A TrainingSnapshot holds the tensors at the end of a run. Two snapshots are comp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import final
+from dataclasses import dataclass, field, replace
+from itertools import count, repeat
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,9 @@ Tensors = Mapping[str, Tensor]
 @final
 @dataclass(frozen=True)
 class TrainingSnapshot:
-    """Loss and gradients of the last step, buffers and parameters after it; names are the user's."""
+    """Loss of a step, gradients and buffers after it, and the parameters after the last update; names are the
+    user's.
+    """
 
     loss: Tensor
     grads: dict[str, Tensor] = field(default_factory=dict)
@@ -50,7 +53,8 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 @final
 @dataclass(frozen=True, slots=True)
 class PlainLoop:
-    """Describes the plain loop: `steps` AdamW steps on the same batch, in microbatches.
+    """Describes the plain loop: `steps` AdamW steps on the first batch, in microbatches. Before the last
+    update the gradients of the other batches are added.
 
     Running statistics of BatchNorm are kept as `bn` says, as in every engine.
     """
@@ -66,22 +70,40 @@ def reference_snapshot(
     model: nn.Module, tape: Tape | TapeOf, batch: Batch, loop: PlainLoop
 ) -> TrainingSnapshot:
     """Runs the plain loop on `model`, which is changed in place."""
-    parts, whole = batch.split(loop.microbatches), with_loss(model, loop.loss_fn)
-    counters = _counters(model, tape, parts, loop.loss_fn)
-    optimizer = adamw(model.parameters())
-    grads: dict[str, Tensor] = {}
-    loss: Tensor | None = None
-    for step in range(loop.steps):
-        shares = counters[0].of(parts, counters)
-        seeds = [seeder(loop.seed, step, mb) for mb in range(loop.microbatches)]
-        with DeferredStatistics(model).collecting() if loop.bn == "deferred" else nullcontext():
-            loss = reference_step(model, tape, parts, shares, seeds, loop.loss_fn).loss
-        grads = _grads(whole.named_parameters())
+    return reference_snapshots(model, tape, [batch.split(loop.microbatches)], loop)[0]
+
+
+def reference_snapshots(
+    model: nn.Module, tape: Tape | TapeOf, batches: Sequence[Sequence[Batch]], loop: PlainLoop
+) -> list[TrainingSnapshot]:
+    """Runs the plain loop on batches that are given as their microbatches; returns a snapshot of each.
+
+    `model` is changed in place.
+    """
+    whole, optimizer, numbers = with_loss(model, loop.loss_fn), adamw(model.parameters()), count()
+    counted = [(parts, _counters(model, tape, parts, loop.loss_fn)) for parts in batches]
+    snapshots = list[TrainingSnapshot]()
+    for of_update in _by_updates(counted, loop.steps):
+        snapshots.clear()
+        for (parts, counters), number in zip(of_update, numbers, strict=False):
+            shares = counters[0].of(parts, counters)
+            seeds = [seeder(loop.seed, number, mb) for mb in range(len(parts))]
+            with DeferredStatistics(model).collecting() if loop.bn == "deferred" else nullcontext():
+                loss = reference_step(model, tape, parts, shares, seeds, loop.loss_fn).loss
+            snapshots.append(_snapshot(loss, _grads(whole.named_parameters()), whole))
         _make_dense(model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    assert loss is not None, "a parity check needs a loss"
-    return _snapshot(loss, grads, whole)
+    return _with_parameters(snapshots, dict(whole.named_parameters()))
+
+
+def _by_updates(batches: Sequence[Any], steps: int) -> Iterator[Sequence[Any]]:
+    """Yields the batches whose gradients are accumulated for each update: the first alone, and at last all.
+
+    So the gradients of other batches do not depend on an update, which makes much of small roundings.
+    """
+    yield from repeat(batches[:1], steps - 1)
+    yield batches
 
 
 def _counters(
@@ -103,18 +125,24 @@ def _counters(
 
 def engine_snapshot(engine: Engine, batch: Batch, *, steps: int) -> TrainingSnapshot:
     """Runs the same steps on an engine; returns this rank's own tensors, each of them whole."""
-    grads: dict[str, Tensor] = {}
-    loss: Tensor | None = None
-    engine.prepare(batch)
-    for _ in range(steps):
-        loss = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs).loss
-        own = [(n, p.grad) for n, p in engine.named_parameters(loss=True) if p.grad is not None]
-        grads = {n: engine.whole(n, grad).clone() for n, grad in own}
+    return engine_snapshots(engine, [batch], steps=steps)[0]
+
+
+def engine_snapshots(engine: Engine, batches: Sequence[Batch], *, steps: int) -> list[TrainingSnapshot]:
+    """Runs the same steps on an engine; returns a snapshot of each batch, with this rank's own tensors."""
+    snapshots = list[TrainingSnapshot]()
+    engine.prepare(batches[0])
+    for of_update in _by_updates(batches, steps):
+        snapshots.clear()
+        for batch in of_update:
+            loss = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs).loss
+            own = [(n, p.grad) for n, p in engine.named_parameters(loss=True) if p.grad is not None]
+            grads = {n: engine.whole(n, grad).clone() for n, grad in own}
+            snapshots.append(_snapshot(loss, grads, engine.model_with_loss))
         _make_dense(parameter for _, parameter in engine.named_parameters())
         engine.update()
-    assert loss is not None
     own = {n: engine.whole(n, p) for n, p in engine.named_parameters(loss=True)}
-    return _snapshot(loss, grads, engine.model_with_loss, own)
+    return _with_parameters(snapshots, own)
 
 
 def _make_dense(parameters: Iterable[nn.Parameter]) -> None:
@@ -128,16 +156,16 @@ def _grads(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def _snapshot(
-    loss: Tensor, grads: dict[str, Tensor], model: nn.Module, own: Tensors | None = None
-) -> TrainingSnapshot:
-    parameters = own if own is not None else dict(model.named_parameters())
-    return TrainingSnapshot(
-        loss=loss.detach().clone(),
-        grads=grads,
-        buffers={n: b.detach().clone() for n, b in model.named_buffers() if not b.is_meta},
-        parameters={n: p.detach().clone() for n, p in parameters.items()},
-    )
+def _snapshot(loss: Tensor | None, grads: dict[str, Tensor], model: nn.Module) -> TrainingSnapshot:
+    assert loss is not None, "a parity check needs a loss"
+    buffers = {n: b.detach().clone() for n, b in model.named_buffers() if not b.is_meta}
+    return TrainingSnapshot(loss.detach().clone(), grads, buffers)
+
+
+def _with_parameters(snapshots: Sequence[TrainingSnapshot], parameters: Tensors) -> list[TrainingSnapshot]:
+    """Returns the snapshots, the last one with the parameters after the update."""
+    copies = {n: p.detach().clone() for n, p in parameters.items()}
+    return [*snapshots[:-1], replace(snapshots[-1], parameters=copies)]
 
 
 @final
@@ -167,6 +195,18 @@ def compare(reference: TrainingSnapshot, split_run: TrainingSnapshot) -> Differe
         parameters=_largest(reference.parameters, split_run.parameters),
         wrong_grads=_wrong(reference.grads, split_run.grads),
         wrong_buffers=_wrong(reference.buffers, split_run.buffers),
+    )
+
+
+def worst(differences: Sequence[Differences]) -> Differences:
+    """Returns the largest differences of several comparisons, and all that is wrong in any of them."""
+    return Differences(
+        loss=max(d.loss for d in differences),
+        grads=max(d.grads for d in differences),
+        buffers=max(d.buffers for d in differences),
+        parameters=max(d.parameters for d in differences),
+        wrong_grads=frozenset().union(*(d.wrong_grads for d in differences)),
+        wrong_buffers=frozenset().union(*(d.wrong_buffers for d in differences)),
     )
 
 

@@ -24,6 +24,15 @@ def batchnorm_note(plan: Plan, samples: int, whole: Differences) -> str:
     )
 
 
+def constant_note() -> str:
+    """Returns the note on a run that is right on the first batch and wrong on the second."""
+    return (
+        "the first batch agrees and the second, with other values, does not: something that follows from the "
+        "first batch, or from the number of the step, is a constant of the recorded program. Pass what "
+        "differs from batch to batch as tensors in args, kwargs or target"
+    )
+
+
 def undivided_note(plan: Plan, whole: float, weighted: float, distance: float) -> str:
     """`whole` is the loss of the batch in one piece, `weighted` that of the microbatches by their shares."""
     return (

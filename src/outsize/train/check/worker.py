@@ -24,7 +24,7 @@ from outsize.program.tape import Modes
 from outsize.run.transport.values import write_value
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import UnknownShares
-from outsize.train.check.compare import adamw, engine_snapshot
+from outsize.train.check.compare import adamw, engine_snapshots
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import join, leave
@@ -57,8 +57,8 @@ class Ambient:
             yield
 
 
-# Model, batch, loss function, plan, steps, seed and what is set around.
-Payload = tuple[nn.Module, Batch, LossFn | None, Plan, int, int, Ambient]
+# Model, batches, loss function, plan, steps, seed and what is set around.
+Payload = tuple[nn.Module, list[Batch], LossFn | None, Plan, int, int, Ambient]
 SENDABLE = "define them at the top level of an importable module, or check in one process"
 
 
@@ -70,14 +70,14 @@ def main(folder: Path) -> None:
 
 def run_rank(payload: Payload, folder: Path) -> None:
     """Runs the stage of this process and writes its tensors to a file of the folder. `model` is changed."""
-    model, batch, loss_fn, plan, steps, seed, ambient = payload
+    model, batches, loss_fn, plan, steps, seed, ambient = payload
     world = join(_device_type(plan))
     options = EngineOptions(loss_fn=loss_fn, optimizer=adamw, seed=seed)
     with warnings.catch_warnings(), ambient.entered():
         engine = make_engine(model, plan, world.group, options)
         warnings.simplefilter("ignore", UnknownShares)  # the verdict notes it, with numbers
-        snapshot = engine_snapshot(engine, batch, steps=steps)
-    write_value(folder / f"rank{world.rank}.values", snapshot)
+        snapshots = engine_snapshots(engine, batches, steps=steps)
+    write_value(folder / f"rank{world.rank}.values", snapshots)
     leave(world)
 
 

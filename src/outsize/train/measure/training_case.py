@@ -113,6 +113,12 @@ class TrainingCase:
         _, module = self.known_models[key]
         return dataclasses.replace(self, module=module, batch=batch, precision=precision)
 
+    def sized(self, batch: Batch, batch_dims: Asked | None) -> Batch:
+        """Returns another batch with its batch dims: those of the example, if it is of the same kind."""
+        dims = BatchDims(rejection(self.module, self.loss_fn), batch_dims)
+        dims.of(self.batch)
+        return dims.of(_beside(self.module, batch))
+
     @property
     def whole(self) -> nn.Module:
         """The model with the modules of its loss, which its graph has as well."""
