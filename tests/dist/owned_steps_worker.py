@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import warnings
@@ -45,6 +46,19 @@ class Mixer(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(self.frozen(x))
+
+
+class Tied(nn.Module):
+    """One matrix that the first part and the last one use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.last.weight = self.first.weight
+        self.blocks = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16), nn.LayerNorm(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
 
 
 def model() -> nn.Module:
@@ -133,6 +147,33 @@ def split(make: Make, plan: Plan, group: dist.ProcessGroup, **options: Any) -> F
         torch.rand(2),
     )
     return found
+
+
+def gap_of(
+    make: Make, build: Callable[[], nn.Module], axes: dict[str, int], group: dist.ProcessGroup
+) -> float:
+    """How far weights are from the plain loop's after steps on rows of samples and tokens, in float64."""
+    torch.manual_seed(0)
+    alone = build().double()
+    x, y = torch.randn(2, 4, 6, 16, dtype=torch.float64).unbind()
+    net, loss_fn = copy.deepcopy(alone), functional.mse_loss
+    replicas = axes.get("dp_shard", 1)
+    count = axes.get("stages", 1)
+    plan = outsize.plan(
+        net, (x,), loss_fn=loss_fn, target=y, cluster=f"{group.size()}xcpu", microbatches=count, **axes
+    )
+    engine = make_engine(net, plan, group, EngineOptions(loss_fn=loss_fn, optimizer=make))
+    optimizer = make(list(alone.parameters()))
+    for _ in range(STEPS):
+        engine.step(x, target=y)
+        parts = zip(x.chunk(count * replicas), y.chunk(count * replicas), strict=True)
+        for a, b in parts:
+            (loss_fn(alone(a), b) / (count * replicas)).backward()
+        optimizer.step()
+        for p in alone.parameters():
+            p.grad = None
+    pairs = [(t, alone.state_dict()[name]) for name, t in engine.full_state_dict().items()]
+    return max((float((a - b).abs().max() / b.abs().max()) for a, b in pairs), default=0.0)
 
 
 def distance(found: Found, expected: Found) -> float:

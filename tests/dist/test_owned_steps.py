@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from experts_worker import Block
 from forked import on_ranks
-from owned_steps_worker import Found, Make, compared, distance, engine_of, plain, plan_of, train
+from owned_steps_worker import (
+    Found,
+    Make,
+    Tied,
+    compared,
+    distance,
+    engine_of,
+    gap_of,
+    plain,
+    plan_of,
+    split,
+    train,
+)
+from torch import nn
+
+from outsize.errors import BadOption
+from outsize.train.optimizers.placed import OwnerNote
 
 # owned_steps_worker has put the folder of these on the path.
-from coupled_optimizers import ALL_WEIGHTS, DRAWS, ELEMENTWISE, PER_WEIGHT  # isort: skip
+from coupled_optimizers import ALL_WEIGHTS, DRAWS, ELEMENTWISE, PER_WEIGHT, Sharpness, Curvature  # isort: skip
 
 EVERY: dict[str, Make] = {**ELEMENTWISE, **PER_WEIGHT, **ALL_WEIGHTS, **DRAWS}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -126,3 +145,82 @@ def test_only_what_needs_whole_weights_has_owners(tmp_path: Path) -> None:
     for meta in on_ranks(tmp_path, 2, work):
         assert not meta["adamw"]
         assert meta["rprop"]
+
+
+def experts() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), Block(experts=4), nn.Linear(16, 16))
+
+
+def attention() -> nn.Module:
+    """Without biases: that of a key has no gradient but for rounding, and Adafactor divides by its size."""
+    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True, bias=False)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(
+    ("build", "axes"),
+    [
+        (Tied, {"stages": 2}),
+        (Tied, {"dp_shard": 2}),
+        (experts, {"ep": 2}),
+        (attention, {"cp": 2, "stages": 2}),
+    ],
+)
+def test_owners_with_shared_weights_experts_and_divided_sequences(
+    tmp_path: Path, build: Any, axes: dict[str, int]
+) -> None:
+    """In double precision, since experts and parts of sequences add up in another order."""
+    makes = [PER_WEIGHT["adafactor"], ALL_WEIGHTS["global norm"]]
+    ranks = math.prod(axes.values())
+    for gaps in on_ranks(tmp_path, ranks, lambda group: [gap_of(make, build, axes, group) for make in makes]):
+        assert max(gaps) < 1e-9
+
+
+def wants_many(parameters: Any) -> torch.optim.Optimizer:
+    weights = list(parameters)
+    if sum(p.numel() for p in weights) < 1000:
+        raise ValueError("a small model")
+    return torch.optim.Adafactor(weights, lr=0.02)
+
+
+@pytest.mark.parametrize("layout", ["stages", "shards"])
+def test_what_the_trial_cannot_find_out_is_said_and_stepped_by_one_rank(tmp_path: Path, layout: str) -> None:
+    (ranks, axes), expected = LAYOUTS[layout], plain(wants_many)
+    plan = plan_of(ranks, **axes)
+
+    def work(group: Any) -> tuple[list[str], float]:
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always", OwnerNote)
+            found = split(wants_many, plan, group)
+        return [str(w.message) for w in noted if w.category is OwnerNote], distance(found, expected)
+
+    (first, gap), (second, _) = on_ranks(tmp_path, ranks, work)
+    assert len(first) == 1
+    assert "(ValueError: a small model), so one rank steps all weights" in first[0]
+    assert (second, gap) == ([], 0.0)
+
+
+REFUSED = {
+    "LBFGS": (torch.optim.LBFGS, "by evaluating the batch several times"),
+    "Sharpness": (Sharpness, "by evaluating the batch several times"),
+    "Curvature": (Curvature, "differentiates gradients"),
+}
+
+
+@pytest.mark.parametrize("layout", ["stages", "replicas"])
+def test_steps_that_want_more_than_gradients_are_refused_on_every_rank(tmp_path: Path, layout: str) -> None:
+    ranks, axes = LAYOUTS[layout]
+    plan = plan_of(ranks, **axes)
+
+    def work(group: Any) -> dict[str, str]:
+        said = dict[str, str]()
+        for name, (make, _) in REFUSED.items():
+            with pytest.raises(BadOption) as caught:
+                engine_of(make, plan, group)
+            said[name] = str(caught.value)
+        return said
+
+    for said in on_ranks(tmp_path, ranks, work):
+        for name, (_, what) in REFUSED.items():
+            assert f"{name} " in said[name]
+            assert what in said[name]

@@ -181,15 +181,19 @@ def wants_closure(optimizer: Optimizer | None) -> bool:
 def insist_on_closure(optimizer: Optimizer, processes: int, *, scaled: bool) -> None:
     """Raises BadOption for an optimizer that wants a closure, where its numbers would be others."""
     if wants_closure(optimizer) and (processes > 1 or scaled):
-        error = BadOption(
-            f"{type(optimizer).__name__} takes each step from all weights together, by evaluating the batch "
-            "several times",
-            numbers="a GradScaler cannot skip a part of it" if scaled else f"{processes} ranks share them",
-            next_step="an optimizer that treats each weight by itself, such as AdamW, or one process "
-            "without scaler=",
-        )
-        error.shared = True
-        raise error
+        raise refused_closure(type(optimizer).__name__, processes, scaled=scaled)
+
+
+def refused_closure(kind: str, processes: int, *, scaled: bool = False) -> BadOption:
+    """Returns the error for an optimizer that evaluates the batch, which all ranks raise."""
+    error = BadOption(
+        f"{kind} takes each step from all weights together, by evaluating the batch several times",
+        numbers="a GradScaler cannot skip a part of it" if scaled else f"{processes} ranks share them",
+        next_step="an optimizer that treats each weight by itself, such as AdamW, or one process "
+        "without scaler=",
+    )
+    error.shared = True
+    return error
 
 
 def insist_on_parts(optimizer: Optimizer, speculation: Speculation | None) -> None:

@@ -18,6 +18,10 @@ their scales change differently for each weight, so that a norm over several is 
 are in double precision where the optimizer takes that: then rounding is a billionth, and coupling is not.
 Draws are seen by the generators before and after each step.
 
+The factory and the steps are the user's code, which may raise anything for weights that it was not written
+for, so every Exception is caught. None is lost: a run that fails beside one that does not is no match (then
+weights have owners), a joint run that fails is told as `unknown`, and the real run calls the same code again.
+
 The trial leaves nothing behind: generators and the model's tables are given back, hooks for all optimizers
 are not called, and what a factory prints or warns of is not shown. Oracle:
 tests/unit/train/optimizers/test_coupling.py, optimizers of each kind that are written there.
@@ -29,7 +33,7 @@ import io
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, final
 
@@ -40,9 +44,10 @@ from outsize.device.accelerators import widest_float
 from outsize.run.host.optimizer_step import without_global_hooks
 from outsize.run.stage.rng import borrowed_generators, generator_states
 from outsize.run.weights.ownership import places
-from outsize.train.batch.checks import made_optimizer, wants_closure
+from outsize.train.batch.checks import made_optimizer
 
 Reach = Literal["elementwise", "per weight", "all weights"]
+Wants = Literal["gradients", "a closure", "gradients of gradients"]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
 
 STEPS: Final = 12  # some optimizers couple elements in every k-th step only
@@ -63,7 +68,7 @@ class Coupling:
     `draws`: a step draws from generators of the program, so weights are stepped in one place and order.
     `states` is how many elements of states there are to one of a weight. `unknown` says why the trial had no
     answer; then the coupling is taken to be that of all weights. `kind` is the optimizer's class, for
-    messages. `evaluates`: its step evaluates the batch itself, by a closure; then nothing else was tried.
+    messages. `wants`: what a step needs; where that is more than gradients, nothing else was tried.
     """
 
     reach: Reach
@@ -71,7 +76,7 @@ class Coupling:
     draws: bool = False
     states: float = 0.0
     unknown: str | None = None
-    evaluates: bool = False
+    wants: Wants = "gradients"
 
     @property
     def of_all(self) -> bool:
@@ -126,10 +131,9 @@ class CouplingTrial:
     def _found(self, dtype: torch.dtype) -> Coupling:
         chosen = _chosen(self.kinds)
         samples = _samples(chosen, [_small(kind.shape) for kind in chosen], dtype, self.device)
-        first = self._optimizer(samples, _fresh(samples))
-        kind = type(first).__name__
-        if wants_closure(first):
-            return Coupling("all weights", kind, evaluates=True)
+        kind, wants = self._first_step(samples)
+        if wants != "gradients":
+            return Coupling("all weights", kind, wants=wants)
         reach, joint = self._compared(samples, STEPS)
         if reach == "elementwise" and self.divided:
             shapes = _with_large(chosen)
@@ -139,6 +143,21 @@ class CouplingTrial:
         if reach == "elementwise" and not self._takes_shards(samples):
             reach = "per weight"
         return Coupling(reach, kind, joint.drew or self._draws(chosen, dtype), joint.states())
+
+    def _first_step(self, samples: Sequence[_Sample]) -> tuple[str, Wants]:
+        """Returns the class of the optimizer and what its step needs; raises what a step of gradients raises
+        where more does not help.
+        """
+        run = self._run(samples)
+        try:
+            run.step(0)
+        except Exception as error:
+            for evaluates in ("a closure", "gradients of gradients"):
+                with suppress(Exception):  # The step of gradients has said why.
+                    self._run(samples).step(0, evaluates)
+                    return run.kind, evaluates
+            raise error from None
+        return run.kind, "gradients"
 
     def _compared(self, samples: Sequence[_Sample], steps: int) -> tuple[Reach, _OptimizerRun]:
         """Returns how far the optimizer reaches, and the run over all weights."""
@@ -162,7 +181,7 @@ class CouplingTrial:
         try:
             self._run([one]).step(0)
             run = self._run([one])
-        except Exception:  # A factory may want a weight of each kind.
+        except Exception:  # It may want a weight of each kind; if these fail too, there is no answer.
             run = self._run([sample if sample is one else sample.changed() for sample in samples])
         return _Other(run, {one.kind.name: one.every})
 
@@ -178,7 +197,7 @@ class CouplingTrial:
             run = self._run([sample.over(self.sharded) for sample in samples])
             for step in range(_LARGE_STEPS):
                 run.step(step)
-        except Exception:
+        except Exception:  # Operations without a rule for shards raise errors of many classes.
             return False
         return True
 
@@ -322,10 +341,27 @@ class _OptimizerRun:
             begin_training()  # as those without a schedule want it before they step
         self.drew = False
 
-    def step(self, number: int) -> None:
+    @property
+    def kind(self) -> str:
+        """Returns the name of the optimizer's class."""
+        return type(self._optimizer).__name__
+
+    def step(self, number: int, wants: Wants = "gradients") -> None:
         """Takes a step with the gradients of this number."""
-        for sample, weight in self._pairs:
-            weight.grad = sample.gradients[number].clone()
+
+        def evaluated() -> Tensor:
+            for sample, weight in self._pairs:
+                weight.grad = sample.gradients[number].clone()
+            return torch.ones(())
+
+        evaluated()
+        if wants == "a closure":
+            self._optimizer.step(evaluated)
+            return
+        if wants == "gradients of gradients":
+            for sample, weight in self._pairs:
+                weight.grad = None
+                (sample.gradients[number] * weight.square()).sum().backward(create_graph=True)
         self._optimizer.step()
 
     def step_and_watch(self, number: int) -> bool:

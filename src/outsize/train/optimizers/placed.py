@@ -28,7 +28,7 @@ from outsize.ir.formatting import bytes_text
 from outsize.ir.plan import Axes, Plan
 from outsize.run.tensor_parallel.collectives import local_of, shard_like
 from outsize.run.weights.freed import FreedWeight, bare
-from outsize.train.batch.checks import insist_on_closure, made_optimizer
+from outsize.train.batch.checks import made_optimizer, refused_closure
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.regions import located
 from outsize.train.checkpoint.weights import HeldWeights
@@ -77,10 +77,10 @@ class OptimizerPlacing:
         is_divided = max(axes.tp, axes.ep) > 1 or self.plan.shards
         is_spread = is_divided or axes.pp > 1
         coupling = self._agreed(mesh, factory, is_divided, is_spread)
-        if coupling.evaluates:
-            optimizer = make(self._own())
-            insist_on_closure(optimizer, mesh.group.size() if is_spread else 1, scaled=False)
-            return PlacedOptimizer(optimizer)
+        if coupling.wants == "a closure":
+            raise refused_closure(coupling.kind, mesh.group.size())
+        if coupling.wants == "gradients of gradients":
+            raise _shared(_differentiates(coupling, axes))
         of_all, of_each = coupling.of_all and is_spread, coupling.reach == "per weight" and is_divided
         if (of_all or of_each) and hasattr(factory, "tried"):
             raise _shared(_exists_already(coupling, axes))
@@ -227,6 +227,15 @@ def _cost(shape: Sequence[int]) -> float:
 def _bare(weight: nn.Parameter) -> torch.Tensor:
     """Returns a tensor of the weight's shape that may be looked at where another rank has its values."""
     return bare(weight) if isinstance(weight, FreedWeight) else weight
+
+
+def _differentiates(coupling: Coupling, axes: Axes) -> BadOption:
+    return BadOption(
+        f"{coupling.kind} differentiates gradients, as after loss.backward(create_graph=True), and gradients "
+        "over several ranks have no graph",
+        numbers=f"pp={axes.pp}, {axes.beyond_pp}",
+        next_step="an optimizer that takes gradients alone, such as AdamW",
+    )
 
 
 def _exists_already(coupling: Coupling, axes: Axes) -> BadOption:

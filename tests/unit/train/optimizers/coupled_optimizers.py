@@ -122,6 +122,31 @@ class OwnNoise(Small):
         return p.grad + 0.01 * torch.randn(p.shape, generator=self.drawn)
 
 
+class Sharpness(torch.optim.SGD):
+    """Goes up first, and wants the gradients there; without a closure it says so."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise RuntimeError("a closure is required")
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p += 0.01 * p.grad
+        loss = closure()
+        super().step()
+        return loss
+
+
+class Curvature(torch.optim.SGD):
+    """Divides by the diagonal of a Hessian, as far as one product with it shows that."""
+
+    def step(self, closure: Any = None) -> Any:
+        weights = [p for group in self.param_groups for p in group["params"]]
+        found = torch.autograd.grad([p.grad for p in weights], weights, [p.grad.detach() for p in weights])
+        for p, curvature in zip(weights, found, strict=True):
+            p.grad = p.grad.detach() / (1 + curvature.abs())
+        return super().step(closure)
+
+
 def matrices_apart(make: Callable[..., Optimizer]) -> Callable[[Iterable[nn.Parameter]], Any]:
     """A factory that gives matrices to `make` and the rest to AdamW, as users of Muon write it."""
 

@@ -15,8 +15,10 @@ from coupled_optimizers import (
     DRAWS,
     ELEMENTWISE,
     PER_WEIGHT,
+    Curvature,
     GlobalNorm,
     RowNorm,
+    Sharpness,
     matrices_apart,
 )
 from torch import nn
@@ -129,8 +131,18 @@ def test_what_cannot_be_tried_is_taken_to_couple_all_weights(make: Callable[...,
     assert why in str(found.unknown)
 
 
-def test_lbfgs_evaluates_the_batch_itself() -> None:
-    assert tried(torch.optim.LBFGS).evaluates
+@pytest.mark.parametrize(
+    ("make", "wants"),
+    [
+        (torch.optim.LBFGS, "a closure"),
+        (Sharpness, "a closure"),
+        (Curvature, "gradients of gradients"),
+        (torch.optim.AdamW, "gradients"),
+    ],
+)
+def test_what_a_step_wants_is_found(make: Callable[..., Any], wants: str) -> None:
+    found = tried(make)
+    assert (found.wants, found.unknown) == (wants, None)
 
 
 def test_a_trial_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,8 @@ def insist_on_resumable(make: MakeOptimizer) -> None:
             try:
                 optimizer = trial.begun()
             except Exception:
-                # Whatever the factory wants (names of its model, a GPU), the run itself says better.
+                # The factory is the user's code: it may want names of its model or a GPU, and raise anything
+                # without. The run itself calls it too, and says better what is wrong.
                 continue
             trial.insist(optimizer)
             return
