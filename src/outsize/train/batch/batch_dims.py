@@ -29,7 +29,7 @@ from outsize.program.tree import Steps, tensors_in
 from outsize.run.stage.to_device import TapeHome
 from outsize.train.batch.batch import Batch, Dims, evaluating_loss
 from outsize.train.batch.packed import CountRows, PackedBy, PackedRows, insist_on_rows, packed_by_one_of
-from outsize.train.batch.samples import lists_in, samples_in
+from outsize.train.batch.samples import MICROBATCHES, lists_in, samples_in
 
 Asked = Mapping[str | int, int | str | CountRows | None]
 Rule = int | PackedBy | None
@@ -325,10 +325,13 @@ def _with_samples_on_both_sides(
         if places and not listed and not any(place in fixed for place in places):
             readings = [dims for dims in readings if any(dims[place] is not None for place in places)]
     if not readings:
+        whole = ", ".join(f"{owner!r}: None" for owner in dict.fromkeys(owners) if owner != "target")
         raise BadOption(
             "the target has another number of samples than the inputs",
             numbers=f"along dim 0 the inputs have {sizes[False]}, the target {sizes[True]}",
-            next_step="pass a target for each sample; batch_dims={'target': None} shares one without samples",
+            next_step="pass a target for each sample; batch_dims={'target': None} shares one without "
+            f"samples; for a target per graph beside nodes microbatches=1, batch_dims={{{whole}}} and "
+            f"{MICROBATCHES}",
         )
     return list(readings)
 

@@ -162,3 +162,36 @@ def test_a_list_of_another_length_goes_to_each() -> None:
     error_of = rejection(_OfLists(per_sample=False), F.cross_entropy)
     batch = BatchDims(error_of).of(Batch((inputs(4),), {"batch": {"list": [1, 2, 3]}}, (labels(4),)))
     assert [part.kwargs["batch"]["list"] for part in batch.split(2)] == [[1, 2, 3]] * 2
+
+
+@final
+class OfGraphs(nn.Module):
+    """Sums nodes [n, 5] by an index vector [n] to the scores [graphs, 2] of graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        sums = torch.zeros(int(index.max()) + 1, 4).index_add(0, index, self.first(x).tanh())
+        return self.last(sums)
+
+
+def test_a_target_per_graph_beside_nodes_takes_ready_microbatches() -> None:
+    x, index, y = torch.randn(9, 5), torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2]), torch.tensor([0, 1, 0])
+    model = OfGraphs()
+    options: Any = {"target": y, "loss_fn": F.cross_entropy, "stages": 2}
+    words = r"per graph .* microbatches=1, batch_dims=\{0: None, 1: None\} and .*outsize\.microbatch\("
+    with pytest.raises(BadOption, match=words):
+        outsize.parallelize(model, (x, index), microbatches=3, **options)
+    plain = F.cross_entropy(model(x, index), y)
+    plain.backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    whole: Any = {0: None, 1: None}
+    engine = outsize.parallelize(model, (x, index), microbatches=1, batch_dims=whole, **options)
+    first = outsize.microbatch(x[index < 1], index[index < 1], target=y[:1])
+    rest = outsize.microbatch(x[index > 0], index[index > 0] - 1, target=y[1:])
+    torch.testing.assert_close(engine.step([first, rest], update=False).loss, plain.detach())
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)
