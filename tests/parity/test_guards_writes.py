@@ -6,7 +6,8 @@ import itertools
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from guard_models import (
     SETTINGS,
+    WIDTH,
     WRITES,
     Inner,
     Reading,
@@ -24,10 +26,11 @@ from guard_models import (
     squared,
     written,
 )
-from guard_runs import MICROBATCHES, STEPS, batches, engine_of, insist_on_equal, plain, split
+from guard_runs import MICROBATCHES, STEPS, batches, engine_of, insist_on_equal, plain, sgd, split
 from torch import Tensor, nn
 from turns import in_turns
 
+import outsize
 from outsize.capture.recording.fallbacks import record
 from outsize.errors import NotCapturable
 
@@ -338,3 +341,39 @@ def test_hooks_that_collect_are_not_set_for_a_layer() -> None:
     model = _set_inside(lambda m, x: m.layer._forward_hooks.setdefault(0, _collect))
     ((x, y),) = batches(1)
     assert "1.layer" in [i.target for i in record(model, (x,), {}, squared, (y,)).instructions]
+
+
+class Remembers(nn.Module):
+    """The model's own forward writes into a container, and computes with its length."""
+
+    def __init__(self, memory: Any, write: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.memory, self.write = memory, write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.memory)
+        return self.last(self.first(x).tanh() / len(self.memory))
+
+
+MEMORIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (list, lambda memory: memory.append(1)),
+    "dict": (dict, lambda memory: memory.update({len(memory): 1})),
+    "set": (set, lambda memory: memory.add(len(memory))),
+    "deque": (lambda: deque(maxlen=3), lambda memory: memory.append(1)),
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_container_of_the_models_own_forward_grows_as_in_the_plain_loop(name: str) -> None:
+    make, write = MEMORIES[name]
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return Remembers(make(), write)
+
+    model, (x, y) = built(), batches(1)[0]
+    expected = plain(built(), squared, lambda _: None)
+    options: dict[str, Any] = {"loss_fn": squared, "target": y, "optimizer": sgd}
+    engine = outsize.parallelize(model, (x,), stages=2, microbatches=MICROBATCHES, **options)
+    insist_on_equal(expected, split(engine, lambda _: None))
