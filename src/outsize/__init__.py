@@ -130,7 +130,9 @@ def capture(*args: Any, **kwargs: Any) -> ModelGraph:
 def __getattr__(name: str) -> Any:
     """Import a public name from its home on first use."""
     if name not in _HOME:
-        raise AttributeError(f"module 'outsize' has no attribute {name!r}")
+        # Loaded where a name is missing alone, as everything here.
+        names = importlib.import_module("outsize.errors.names")
+        raise AttributeError(names.missing("module 'outsize'", name, names.PACKAGE))
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

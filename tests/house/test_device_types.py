@@ -12,8 +12,8 @@ from pathlib import Path
 from house import PACKAGE, parse
 
 LAYER = PACKAGE / "device"
-# The catalogue of data sheets calls all its devices "cuda:0" and so on; modules have a method `cuda`.
-DATA = {PACKAGE / "ir" / "hardware" / "devices.py", PACKAGE / "train" / "engine" / "module_names.py"}
+# The catalogue of data sheets calls its devices "cuda:0" and so on; engines of others have a method `cuda`.
+DATA = {PACKAGE / "ir" / "hardware" / "devices.py", PACKAGE / "errors" / "names.py"}
 TYPES = re.compile(r"(cuda|xpu|npu|hpu|mps|nccl|xccl|hccl)")
 OF_TORCH = {"torch", "Tensor", "torch.Tensor", "nn.Module", "torch.nn.Module"}
 

@@ -184,6 +184,14 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
     sense, or contradicts another one, and InvalidSchedule.
     """
     fields = {n: v for n, v in options.items() if n in PlanRequest.model_fields and v is not None}
+    for name, value in fields.items():
+        if isinstance(value, bool) and "bool" not in str(PlanRequest.model_fields[name].annotation):
+            instead = value_here(name, value)
+            raise BadOption(
+                f"{name}={value} makes no sense",
+                numbers="it says yes or no",
+                next_step=f"{name}={2 if instead is None else instead!r}, or none",
+            )
     fields.setdefault("batch_size", batch_size)
     if isinstance(schedule := fields.get("schedule"), Schedule):
         fields |= _own_schedule(schedule, fields)

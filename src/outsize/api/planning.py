@@ -23,7 +23,7 @@ from outsize.capture.fakes.precision import check_precision
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.device.accelerators import type_of
-from outsize.errors import NoFeasiblePlan, OutsizeError, TooManyStages
+from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.ir.answers.fit import Fit
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
@@ -69,6 +69,11 @@ def capture(
 @reads_options()
 def estimate(graph: ModelGraph, cluster: str | Cluster = "local") -> Profile:
     """Returns the costs of each unit by roofline, for the graph's batch size as one microbatch."""
+    if not isinstance(graph, ModelGraph):
+        raise BadOption(
+            f"graph is a {type(graph).__name__}, no captured model",
+            next_step="outsize.estimate(outsize.capture(model, (x,)), cluster='2xh100-80gb')",
+        )
     return roofline(graph, cluster_of(cluster).devices[0])
 
 

@@ -12,6 +12,7 @@ from outsize.api.options import FitOptions, reads_options
 from outsize.api.planning import plan_case
 from outsize.api.problem import CostSource, adapted_case, asked_of, cluster_of
 from outsize.errors import BadOption, NoFeasiblePlan, TooFewSamples, TooManyStages
+from outsize.errors.arguments import is_number, shown
 from outsize.ir.answers.ranking import ClusterRanking, RankedCluster
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
@@ -43,6 +44,14 @@ def rank_clusters(
     `price_per_hour`. All devices of a cluster are paid for, also idle ones. The other options are those of
     `plan`; `cluster` is not one of them. Raises BadOption, UnknownDevice and TooFewSamples.
     """
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise BadOption(
+            f"devices={shown(devices)} is no list of devices", next_step="devices=['a100-80gb', 'h100-80gb']"
+        )
+    if not isinstance(prices or {}, Mapping):
+        raise BadOption(
+            f"prices={shown(prices)} names no kind of device", next_step="prices={'h100-80gb': 2.5}, per hour"
+        )
     clusters = _priced([_cluster for each in devices for _cluster in _clusters(each)], prices or {})
     if not clusters or "cluster" in options:
         raise BadOption(
@@ -80,9 +89,9 @@ def _priced(clusters: Sequence[Cluster], prices: Mapping[str, float]) -> list[Cl
     for name, price in prices.items():
         row = kind_named(name)
         kind = name if name in known or row is None else row.name
-        if kind not in known or not 0 <= price < inf:
+        if kind not in known or not is_number(price) or not 0 <= price < inf:
             raise BadOption(
-                f"the price {name}={price:g} is of no use",
+                f"the price {name}={price} is of no use",
                 numbers=f"kinds: {', '.join(sorted(known))}; a price is a number per hour from 0 on",
                 next_step=f"prices such as {min(known)}=2.5",
             )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Unpack, get_args
 
@@ -34,6 +33,7 @@ from outsize.capture.models.planned_precision import warn_of_precision
 from outsize.capture.recording.fallbacks import insist_on_module
 from outsize.device.accelerators import CPU, device_type, is_accelerator
 from outsize.errors import BadCheckpoint, BadOption
+from outsize.errors.arguments import path_of, shown
 from outsize.ir.answers.compilation import GraphUse
 from outsize.ir.answers.request import LayoutOptions, PlanRequest
 from outsize.ir.answers.verdict import Verdict
@@ -216,7 +216,7 @@ def resume(
     It is `parallelize(..., resume=folder)`, but for a folder without a checkpoint, which is an error.
     `engine.steps` says where it goes on. Raises BadCheckpoint and as `parallelize`.
     """
-    if newest_folder(folder) is None:
+    if newest_folder(path_of(folder, "folder", "outsize.resume('run', model, (x,), ...)")) is None:
         raise BadCheckpoint(
             f"no complete checkpoint in {folder}", next_step=f"ls {folder}; engine.save({str(folder)!r})"
         )
@@ -305,13 +305,16 @@ def _insist_on_paths(options: ParallelizeOptions) -> None:
         "resume": "run",
         "weights": "model.safetensors",
         "offload_folder": "/scratch",
+        "checkpoint": "run",
     }.items():
-        value = options.get(name)
-        if not (value is None or isinstance(value, str | PathLike)):
+        value: Any = options.get(name)
+        if name == "weights" and isinstance(value, Mapping):
             raise BadOption(
-                f"{name}={value!r} is a {type(value).__name__}, no path",
-                next_step=f"{name}={example!r}, or leave it out",
+                f"weights={shown(value)} is a state, no path",
+                next_step="model.load_state_dict(state) before parallelize, on every rank",
             )
+        if value is not None:
+            path_of(value, name, f"{name}={example!r}, or leave it out")
 
 
 def _engine_options(options: ParallelizeOptions, model: nn.Module) -> EngineOptions:

@@ -11,7 +11,8 @@ from torch import nn
 from outsize.api.options import FitOptions, LossOptions, reads_options
 from outsize.api.planning import asked_alone
 from outsize.api.problem import adapted_case, asked_of, cluster_of
-from outsize.errors import ExampleRejected, NotCapturable
+from outsize.errors import BadOption, ExampleRejected, NotCapturable
+from outsize.errors.arguments import insist_on_whole_number
 from outsize.ir.answers.fit import Fit
 from outsize.ir.answers.largest import Largest
 from outsize.ir.answers.request import PlanRequest
@@ -68,15 +69,32 @@ def largest(
     layers; `loss` holds `loss_fn` and `target`, or nothing. `quantity` is its name in the answer. A size that
     the model rejects ends the search. The other options are those of `fit`. Raises as `fit`.
     """
+    insist_on_whole_number(step, "step", 1, "step=1, the default")
+    insist_on_whole_number(most, "most", step, f"most={MOST_SIZE}, the default")
     cluster = cluster_of(options.get("cluster", "local"))
 
     @functools.lru_cache(maxsize=2)
     def asked(size: int) -> tuple[TrainingCase, PlanRequest, Cluster]:
-        model, args, kwargs, loss = make(size)
+        model, args, kwargs, loss = _example(make, size)
         case = adapted_case(model, args, kwargs, {**options, **loss})
         return case, asked_of(case, options), cluster
 
     return _largest(quantity, lambda size, searched: asked_alone(*asked(size), searched=searched), step, most)
+
+
+def _example(make: Any, size: int) -> tuple[nn.Module, Args, Kwargs, LossOptions]:
+    """Returns what the user's function makes. Raises BadOption where it makes something else."""
+    is_function = callable(make) and not isinstance(make, nn.Module)
+    made = make(size) if is_function else None
+    if not (isinstance(made, tuple) and len(made) == len(("model", "args", "kwargs", "loss"))):
+        raise BadOption(
+            f"make({size}) returns a {type(made).__name__}, not a model with its example"
+            if is_function
+            else f"make is a {type(make).__name__}, no function of a size",
+            numbers="it makes (model, args, kwargs, loss)",
+            next_step="make=lambda size: (model, (torch.randn(8, size),), {}, {'loss_fn': F.mse_loss})",
+        )
+    return made
 
 
 def _largest(quantity: str, answer: Answer, step: int, most: int) -> Largest:

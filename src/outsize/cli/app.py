@@ -37,6 +37,7 @@ from outsize.cli.verbs.run import run as run_verb
 from outsize.cli.verbs.trace import trace
 from outsize.cli.verbs.tune import tune
 from outsize.errors import BadOption, OutsizeError
+from outsize.errors.names import COMMANDS
 from outsize.errors.words import nearest, spoken, value_here
 
 INTERRUPTED = 130
@@ -129,6 +130,8 @@ def _instead(error: Any, what: str) -> str:
     """Returns what to type for an option or a value as other tools call them; "" for other mistakes."""
     parameters = [] if error.ctx is None else error.ctx.command.params
     flags = {flag for parameter in parameters for flag in parameter.opts}
+    if (command := re.match(r"No such command '([^']*)'", what)) is not None:
+        return COMMANDS.get(command[1], "")
     name = getattr(error, "option_name", None)
     if name is not None and hasattr(error, "possibilities"):  # no such option
         row, near = spoken(name), nearest(name, flags)

@@ -80,7 +80,8 @@ OPTIONS: Final = (
     ),
     _row(
         "fsdp fsdp2 hsdp fully_shard full_shard sharding_strategy sharded data_parallel_shard_degree zero "
-        "zero1 zero2 zero3 zero_stage zero_optimization deepspeed deepspeed_config use_distributed_optimizer",
+        "zero1 zero2 zero3 zero_stage zero_optimization deepspeed deepspeed_config use_deepspeed "
+        "use_distributed_optimizer",
         "dp_shard", "2", _MESH.format("dp_shard=2", "--dp-shard 2"), "--dp-shard 2",
     ),
     _row(
@@ -106,8 +107,10 @@ OPTIONS: Final = (
     ),
     _row(
         "gpus gpu num_gpus n_gpus ngpus n_gpu num_devices world_size nproc nproc_per_node num_processes "
-        "num_nodes nodes nnodes machines num_machines ngpus_per_node gpus_per_node workers tpus ranks n np",
-        "cluster", "'2xh100-80gb'", f"{_RUN} for so many processes; devices=['cuda:0', 'cuda:1'] in one",
+        "num_nodes nodes nnodes machines num_machines ngpus_per_node gpus_per_node multi_gpu gpu_ids "
+        "visible_devices workers tpus ranks n np",
+        "devices", "['cuda:0', 'cuda:1'] in this process, or outsize run --nproc-per-node 2 train.py",
+        f"cluster='2xh100-80gb' for a plan; {_RUN} for so many processes",
         "--cluster 2xh100-80gb",
     ),
     _row(
@@ -175,7 +178,7 @@ OPTIONS: Final = (
     ),
     _row(
         "pipeline_schedule pp_schedule schedule_type pipeline_parallel_schedule virtual_stages vpp "
-        "virtual_pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage",
         "schedule", "'interleaved'", "outsize.parallelize(..., schedule='interleaved')",
         "--schedule interleaved",
     ),
@@ -198,6 +201,17 @@ OPTIONS: Final = (
          "--master-addr HOST"),
     _row("port main_process_port rdzv_port", "", "", "outsize run --master-port 29500 train.py",
          "--master-port 29500"),
+    _row("tolerance tol atol rtol eps", "", "",
+         "leave it out: bits are compared, and verdict.loss_diff and the like say how far apart they are"),
+    _row("model model_name model_name_or_id", "", "",
+         "outsize plan MODEL, without a flag: torchvision:resnet50, or module:builder"),
+    _row("config config_file config_path yaml hostfile", "", "",
+         "the options of outsize plan --help; its --out plan.json is the file that a run reads"),
+    _row("quantize quantization load_in_4bit load_in_8bit bnb_config quantization_config", "", "",
+         "quantize the model in memory (bitsandbytes, torchao) before it is planned: its bytes are counted"),
+    _row("flash_attention flash_attn attn_implementation use_flash_attention sdpa", "", "",
+         "the model's own setting: attn_implementation='sdpa' in its config"),
+    _row("format output_format", "", "", "plan.to_json()", "--json"),
     _row("verbose quiet debug log_level", "", "", "leave it out: results are on stdout, notes on stderr"),
     _row("dry_run explain", "", "", "outsize plan MODEL, which runs nothing"),
 )  # fmt: skip

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Final, Literal, Self, final
 from pydantic import AfterValidator, field_validator
 from pydantic_core import PydanticCustomError
 
-from outsize.errors import BadPlan, ModelMismatch, UnsupportedPlan
+from outsize.errors import BadOption, BadPlan, ModelMismatch, UnsupportedPlan
+from outsize.errors.arguments import path_of
 from outsize.files.strict_json import BadJson
 from outsize.ir.base import Bytes, Count, DeviceName, Finite, Rate, Record, Seconds, Whole, Word
 from outsize.ir.findings import REJECTIONS, Bottleneck, PeakMargin, Reason
@@ -337,7 +338,10 @@ class Plan(Record):
         return (self.microbatches if whole else min(self.microbatches, each)) * self.axes.replicas
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
+        """Writes the plan as JSON. Raises BadOption for what is no path to a file, OSError."""
+        path = path_of(path, "path", "plan.save('plan.json')")
+        if path.is_dir():
+            raise BadOption(f"{path} is a folder", next_step=f"plan.save({str(path / 'plan.json')!r})")
         self.write(path)
 
     @classmethod
@@ -346,7 +350,7 @@ class Plan(Record):
         field.
         """
         try:
-            return cls.read(path)
+            return cls.read(path_of(path, "path", "outsize.Plan.load('plan.json')"))
         except OSError as error:
             raise BadPlan(
                 f"cannot read {path}", numbers=str(error), next_step="outsize plan MODEL --out FILE"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from mistake import Mistake, X, Y, engine
+from mistake import Mistake, X, Y, engine, mlp
+from torch.utils.data import DataLoader, TensorDataset
 
 from outsize.run.weights.save import ShardWriter
 
@@ -107,6 +110,86 @@ LOOP_MISTAKES = {
     "an object without a state": Mistake(
         lambda: engine().attach(step=3), "step is a int, whose state cannot be saved", "state_dict()"
     ),
+    "an object without a name": Mistake(
+        lambda: engine().attach(3), "a name for each object", "engine.attach(scheduler=scheduler)"
+    ),
+    "a class of a scheduler": Mistake(
+        lambda: engine().attach(scheduler=torch.optim.lr_scheduler.StepLR), "cannot be saved", "state_dict()"
+    ),
+    "save(None)": Mistake(lambda: engine().save(None), "no path", "engine.save('run')"),  # pyright: ignore
+    "save('')": Mistake(lambda: engine().save(""), "root='' is empty", "engine.save('run')"),
+    "save(a state)": Mistake(
+        lambda: engine().save(engine().model.state_dict()), "no path", "engine.save('run')"  # pyright: ignore
+    ),
+    "save(keep='all')": Mistake(
+        lambda: engine().save("run", keep="all"), "keep='all' makes no sense", "None for all"  # pyright: ignore
+    ),
+    "save(keep=True)": Mistake(
+        lambda: engine().save("run", keep=True), "keep=True makes no sense", "None for all"
+    ),
+    "checkpoint(None)": Mistake(
+        lambda: engine().checkpoint(None), "no path", "engine.checkpoint('run', every=500)"  # pyright: ignore
+    ),
+    "resume(a number)": Mistake(
+        lambda: engine().resume(7), "root=7 is a int, no path", "engine.resume('run')"  # pyright: ignore
+    ),
+    "load_weights(a state)": Mistake(
+        lambda: engine().load_weights({}), "reads files", "load_state_dict(state, strict=False)"  # pyright: ignore
+    ),
+    "weights to a number": Mistake(
+        lambda: engine().full_state_dict(3), "to=3 is a int, no path", "to='model'"  # pyright: ignore
+    ),
+    "shard_bytes='5GB'": Mistake(
+        lambda: engine().full_state_dict("w", shard_bytes="5GB"),  # pyright: ignore
+        "shard_bytes='5GB' makes no sense", "in bytes"
+    ),
+    "step(update=None)": Mistake(
+        lambda: step(X, target=Y, update=None), "update=None says nothing", "update=True, or False"
+    ),
+    "a loss_scale that is NaN": Mistake(
+        lambda: step(X, target=Y, loss_scale=float("nan")), "scales no loss", "loss_scale=1 / 4"
+    ),
+    "evaluate(gather='all')": Mistake(
+        lambda: engine().evaluate(X, gather="all"), "gather='all' says nothing", "gather=True"  # pyright: ignore
+    ),
+    "step(loader)": Mistake(
+        lambda: step(DataLoader(TensorDataset(X, Y), 8)), "rejects the example batch",
+        "for x, y in engine.batches(loader): engine.step(x, target=y)",
+    ),
+    "clip_grad_norm(parameters, 1.0)": Mistake(
+        lambda: engine().clip_grad_norm(mlp().parameters(), 1.0),  # pyright: ignore
+        "no norm that gradients can have", "engine.clip_grad_norm(1.0)"
+    ),
+    "clip_grad_norm(-1)": Mistake(
+        lambda: engine().clip_grad_norm(-1), "max_norm=-1 is no norm", "engine.clip_grad_norm(1.0)"
+    ),
+    "clip_grad_norm of a name": Mistake(
+        lambda: engine().clip_grad_norm(1.0, "0.weight"), "no list of names", "model.named_parameters()"
+    ),
+    "clip_grad_norm of unknown names": Mistake(
+        lambda: engine().clip_grad_norm(1.0, ["head"]), "names has 'head'", "model.named_parameters()"
+    ),
+    "torch.save(engine)": Mistake(
+        lambda: pickle.dumps(engine()), "neither copied nor pickled", "engine.save('run')"
+    ),
+    "a copy of an engine": Mistake(
+        lambda: copy.deepcopy(engine()), "neither copied nor pickled", "engine.full_state_dict()"
+    ),
+    "engine.save_checkpoint()": Mistake(
+        lambda: _missing("save_checkpoint"), "has no `save_checkpoint`", "engine.save('run')"
+    ),
+    "engine.load_checkpoint()": Mistake(lambda: _missing("load_checkpoint"), "has no", "resume='run'"),
+    "engine.train_batch()": Mistake(lambda: _missing("train_batch"), "has no", "engine.step(x, target=y)"),
+    "engine.clip_grad_norm_()": Mistake(lambda: _missing("clip_grad_norm_"), "has no", "clip_norm=1.0"),
+    "engine.no_sync()": Mistake(lambda: _missing("no_sync"), "has no `no_sync`", "update=False"),
+    "engine.fit()": Mistake(lambda: _missing("fit"), "has no `fit`", "engine.batches(loader)"),
+    "engine.local_rank": Mistake(lambda: _missing("local_rank"), "has no `local_rank`", "engine.rank"),
+    "engine.get_lr()": Mistake(lambda: _missing("get_lr"), "has no", "engine.optimizer.param_groups"),
+    "result.backward()": Mistake(
+        lambda: step(X, target=Y).backward(), "has no `backward`", "has run the backward"
+    ),
+    "result.item()": Mistake(lambda: step(X, target=Y).item(), "has no `item`", "result.loss"),
+    "result.logits": Mistake(lambda: step(X, target=Y).logits, "has no `logits`", "gather='outputs'"),
     "a number for a loader": Mistake(
         lambda: engine().batches(3), "a int gives no batches", "engine.batches(DataLoader"  # pyright: ignore
     ),

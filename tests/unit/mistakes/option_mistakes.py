@@ -79,6 +79,10 @@ _WORDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (engine, "find_unused_parameters", "leave it out"),
     (engine, "scheduler", "scheduler.step() on every rank"),
     (engine, "strategy", "the plan chooses"),
+    (engine, "gpus", "devices=['cuda:0', 'cuda:1'] in this process, or outsize run --nproc-per-node 2"),
+    (engine, "load_in_4bit", "quantize the model in memory"),
+    (engine, "attn_implementation", "attn_implementation='sdpa' in its config"),
+    (checked, "atol", "bits are compared"),
     (checked, "tp", "outsize.parallelize(..., tp=2)"),
     (checked, "cluster", "outsize.plan(..., cluster='2x24GB')"),
 )
@@ -115,8 +119,22 @@ _VALUES: tuple[tuple[Callable[..., Any], str, Any, str, str], ...] = (
     (engine, "hang_timeout", -1, "a hang timeout of -1 s makes no sense", "--hang-timeout 10"),
     (engine, "on_hang", "kill", "'kill' is unknown", "--on-hang end, or wait"),
     (engine, "on_oom", "retry", "on_oom='retry' is unknown", "on_oom='raise', or 'replan'"),
+    (planned, "microbatches", True, "microbatches=True makes no sense", "microbatches=2"),
+    (engine, "stages", True, "stages=True makes no sense", "stages=2"),
+    (engine, "seed", "a", "seed='a' makes no sense", "seed=0"),
+    (engine, "seed", None, "seed=None makes no sense", "seed=0"),
+    (engine, "seed", -1, "seed=-1 makes no sense", "seed=0"),
+    (engine, "captures", 1.5, "captures=1.5 makes no sense", "captures=32"),
+    (engine, "clip_norm", float("nan"), "clip_norm=nan is no norm", "clip_norm=1.0"),
+    (engine, "hang_timeout", "10m", "a hang timeout of '10m' s makes no sense", "--hang-timeout 10"),
+    (engine, "callbacks", [outsize.Callback], "cannot be told of steps", "callbacks=[MyCallback()]"),
+    (engine, "batch_dims", 0, "batch_dims=0 names no argument", "batch_dims={'argument name or position'"),
+    (engine, "batch_dims", "first", "batch_dims='first' names no argument", "batch_dims={'argument name"),
+    (engine, "batch_dims", {0: 5}, "batch_dims gives 0 dim 5", "batch_dims={'argument name"),
+    (engine, "weights", {}, "weights={} is a state", "model.load_state_dict(state)"),
+    (engine, "resume", "", "resume='' is empty", "resume='run'"),
     (engine, "memory_share", 2, "2 makes no sense", "0.5"),
-    (engine, "captures", 0, "captures=0 keeps nothing", "captures="),
+    (engine, "captures", 0, "captures=0 makes no sense", "captures="),
     (engine, "plan", "plan.json", "plan is a str, no Plan", "outsize.Plan.load('plan.json')"),
 )  # fmt: skip
 
@@ -161,6 +179,58 @@ OPTION_MISTAKES = {
     ),
     "a tensor for the arguments": Mistake(
         lambda: outsize.plan(mlp(), X, cluster="2xcpu"), "args is a Tensor", "(model, (x,)) for one tensor"
+    ),
+    "a batch for the keyword arguments": Mistake(
+        lambda: outsize.plan(mlp(), (), (X,), cluster="2xcpu"),  # pyright: ignore[reportArgumentType]
+        "kwargs is a tuple", "target= and loss_fn= are options"
+    ),
+    "resume(model, args, folder)": Mistake(
+        lambda: outsize.resume(mlp(), (X,), "run"),  # pyright: ignore[reportArgumentType]
+        "a Sequential, no path", "outsize.resume('run', model, (x,), ...)"
+    ),
+    "largest of a model": Mistake(
+        lambda: outsize.largest(mlp(), cluster="1x1GB"),
+        "make is a Sequential, no function of a size", "make=lambda size: (model"
+    ),
+    "largest of a function that makes a model": Mistake(
+        lambda: outsize.largest(lambda size: mlp(size), cluster="1x1GB"),  # pyright: ignore
+        "not a model with its example", "make=lambda size: (model"
+    ),
+    "largest by steps of 0": Mistake(
+        lambda: outsize.largest(lambda size: (mlp(), (X,), {}, {}), step=0), "step=0 makes no sense", "step=1"
+    ),
+    "clusters by one name": Mistake(
+        lambda: outsize.rank_clusters(mlp(), (X,), devices="h100-80gb"), "no list of devices", "devices=["
+    ),
+    "one price for all": Mistake(
+        lambda: outsize.rank_clusters(mlp(), (X,), devices=["h100-80gb"], prices=3),  # pyright: ignore
+        "prices=3 names no kind", "prices={'h100-80gb': 2.5}"
+    ),
+    "a price as text": Mistake(
+        lambda: outsize.rank_clusters(mlp(), (X,), devices=["h100-80gb"], prices={"h100-80gb": "3"}),  # pyright: ignore
+        "the price h100-80gb=3 is of no use", "h100-80gb=2.5"
+    ),
+    "costs of a model": Mistake(
+        lambda: outsize.estimate(mlp()), "no captured model", "outsize.capture(model, (x,))"  # pyright: ignore
+    ),
+    "plan.save(None)": Mistake(
+        lambda: planned().save(None), "no path", "plan.save('plan.json')"  # pyright: ignore[reportArgumentType]
+    ),
+    "plan.save of a folder": Mistake(lambda: planned().save("."), ". is a folder", "plan.json"),
+    "Plan.load(None)": Mistake(
+        lambda: Plan.load(None), "no path", "outsize.Plan.load('plan.json')"  # pyright: ignore
+    ),
+    "outsize.prepare": Mistake(
+        lambda: vars(outsize)["__getattr__"]("prepare"), "has no `prepare`", "outsize.parallelize(model, (x,)"
+    ),
+    "outsize.Trainer": Mistake(
+        lambda: vars(outsize)["__getattr__"]("Trainer"), "has no `Trainer`", "outsize.integrations"
+    ),
+    "outsize.init_process_group": Mistake(
+        lambda: vars(outsize)["__getattr__"]("init_process_group"), "has no", "outsize run --nproc-per-node 2"
+    ),
+    "an optimizer's function without parameters": Mistake(
+        lambda: engine(optimizer=lambda: None), "cannot be called with the parameters", "optimizer=lambda par"
     ),
     "resume from nowhere": Mistake(
         lambda: outsize.resume("gone", mlp(), (X,)), "no complete checkpoint in gone", "ls gone"

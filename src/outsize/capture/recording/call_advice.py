@@ -11,10 +11,11 @@ A call is judged by the signature of the forward, and a name by the table of wha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from outsize.errors.words import spoken
 
@@ -52,6 +53,8 @@ def advice_for_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         return _of_mapping(args[0], names)
     if len(args) == 1 and not kwargs and isinstance(args[0], list | tuple) and len(args[0]) == 2:
         return "x, y = batch; engine.step(x, target=y)"
+    if len(args) == 1 and not kwargs and isinstance(args[0], DataLoader | Iterator):
+        return "for x, y in engine.batches(loader): engine.step(x, target=y)"
     return _SHAPES
 
 

@@ -40,7 +40,14 @@ _FOR_MODELS: Final = (
     *("exact", "measure", "seed", "report", "trace", "json"),
     *("checkpoint", "every", "keep"),
 )
-_COUNTED: Final = ("nproc_per_node", "nnodes", "nproc", "num_processes")
+# How launchers call a count of processes or machines, and the option of it here.
+_COUNTED: Final = {
+    "nproc_per_node": "--nproc-per-node",
+    "nproc": "--nproc-per-node",
+    "num_processes": "--nproc-per-node",
+    "nnodes": "--nnodes",
+    "num_machines": "--nnodes",
+}
 _COUNTS: Final = re.compile(r"[0-9]{1,6}(:[0-9]{1,6})?")
 # A run that saves itself gets as long after a signal as SLURM and Kubernetes give it.
 SAVING_S: Final = 30
@@ -79,7 +86,10 @@ Nproc = Annotated[
 Nnodes = Annotated[str | None, _torchruns("nnodes", "Machines, or MIN:MAX of them.", metavar="COUNT")]
 NodeRank = Annotated[int | None, _torchruns("node-rank", "Number of this machine, from 0.")]
 MasterAddr = Annotated[str | None, _torchruns("master-addr", "Address of machine 0.")]
-MasterPort = Annotated[int | None, _torchruns("master-port", "Port on machine 0 (one machine: a free one).")]
+MasterPort = Annotated[
+    int | None,
+    _torchruns("master-port", "Port on machine 0 (one machine: a free one).", min=0, max=65535),
+]
 Backend = Annotated[str | None, _torchruns("rdzv-backend", "How machines meet: static, c10d, etcd-v2.")]
 Endpoint = Annotated[str | None, _torchruns("rdzv-endpoint", "Where machines meet.", metavar="HOST:PORT")]
 RunId = Annotated[str | None, _torchruns("rdzv-id", "Name of the run, the same on all machines.")]
@@ -432,7 +442,7 @@ def _refuse_flags_of_ours(script: str, arguments: Sequence[str]) -> None:
                 raise BadOption(
                     f"{flag} follows {script}, so it is an argument of the script, and one process would run",
                     numbers=f"the script does not have the word {word}",
-                    next_step=f"outsize run {flag} {value} {script}",
+                    next_step=f"outsize run {_COUNTED[word]} {value} {script}",
                 )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Self, cast, final, get_args
 
 from outsize.errors import BadOption
+from outsize.errors.arguments import is_number, shown
 
 OnHang = Literal["end", "wait"]
 TIMEOUT_S: Final = 10.0
@@ -28,9 +29,9 @@ class WatchOptions:
 
     def __post_init__(self) -> None:
         """Raises BadOption for a value that makes no sense."""
-        if not 0 <= self.timeout_s < math.inf:
+        if not is_number(self.timeout_s) or not 0 <= self.timeout_s < math.inf:
             raise BadOption(
-                f"a hang timeout of {self.timeout_s} s makes no sense",
+                f"a hang timeout of {shown(self.timeout_s)} s makes no sense",
                 next_step="--hang-timeout 10, or 0 for none",
             )
         if self.on_hang not in get_args(OnHang):

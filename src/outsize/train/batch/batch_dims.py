@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption, ExampleRejected
+from outsize.errors.arguments import shown
 from outsize.program.tree import Steps, tensors_in
 from outsize.run.stage.to_device import TapeHome
 from outsize.train.batch.batch import Batch, Dims, evaluating_loss
@@ -216,7 +217,10 @@ def _warn_of_lists(batch: Batch, rejection: Rejection, asked: Asked) -> None:
 
 
 def insist_on_names(batch: Batch, asked: Asked) -> None:
-    """Raises BadOption when `asked` names arguments that the batch does not have."""
+    """Raises BadOption when `asked` names arguments that the batch does not have, or dims that they lack."""
+    example = "batch_dims={'argument name or position': dim}"
+    if not isinstance(asked, Mapping):
+        raise BadOption(f"batch_dims={shown(asked)} names no argument", next_step=example)
     lists = (batch.owner(steps) for steps, _ in lists_in(batch.tree()))
     arguments = dict.fromkeys((*batch.owners(), *lists))
     unknown = [key for key in asked if key not in arguments]
@@ -224,8 +228,16 @@ def insist_on_names(batch: Batch, asked: Asked) -> None:
         raise BadOption(
             f"batch_dims names {', '.join(map(repr, unknown))}, which is no tensor or list of the batch",
             numbers=f"there are {', '.join(map(repr, arguments))}",
-            next_step="batch_dims={'argument name or position': dim}",
+            next_step=example,
         )
+    for owner, tensor in zip(batch.owners(), batch.tensors(), strict=True):
+        dim = asked.get(owner)
+        if isinstance(dim, int) and not -tensor.ndim <= dim < tensor.ndim:
+            raise BadOption(
+                f"batch_dims gives {owner!r} dim {dim}, which it does not have",
+                numbers=f"shape {tuple(tensor.shape)}",
+                next_step=example,
+            )
 
 
 def _fixed(batch: Batch, asked: Asked) -> dict[int, Rule]:

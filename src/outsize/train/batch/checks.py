@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from outsize.capture.recording.weight_cache import is_caching
 from outsize.errors import BadOption, ModelMismatch
+from outsize.errors.arguments import is_number, shown
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.units.names import prefixes, unroll
@@ -47,17 +49,47 @@ def insist_on_gradient(loss: Any) -> None:
         )
 
 
-def insist_on_step_options(loss_scale: Any, gather: Any) -> None:
+def insist_on_step_options(update: Any, loss_scale: Any, gather: Any) -> None:
     """Raises BadOption for options of a step that say nothing."""
-    if not isinstance(loss_scale, int | float):
+    insist_on_flag("update", update)
+    if not is_number(loss_scale) or not math.isfinite(loss_scale):
         raise BadOption(
-            f"loss_scale={loss_scale!r} is a {type(loss_scale).__name__}, no number",
+            f"loss_scale={loss_scale!r} is a {type(loss_scale).__name__} that scales no loss",
             next_step="loss_scale=1 / 4 for a mean over four accumulated steps; fp16 has scaler=GradScaler()",
         )
     if gather not in (True, False, "outputs"):
         raise BadOption(
             f"gather={gather!r} says nothing",
             next_step='gather=True for the losses of the microbatches, "outputs" for outputs as well',
+        )
+
+
+def insist_on_flag(name: str, value: Any) -> None:
+    """Raises BadOption for what is neither true nor false; None and a text would count as one of them."""
+    if value not in (True, False):
+        raise BadOption(f"{name}={shown(value)} says nothing", next_step=f"{name}=True, or False")
+
+
+def insist_on_norm(name: str, norm: Any, next_step: str) -> None:
+    """Raises BadOption for a norm that is no positive number; torch would turn gradients around."""
+    if not is_number(norm) or norm <= 0:
+        raise BadOption(
+            f"{name}={shown(norm)} is no norm that gradients can have",
+            numbers="a number above 0; infinity only measures",
+            next_step=next_step,
+        )
+
+
+def insist_on_names_of(names: Any, known: Collection[str]) -> None:
+    """Raises BadOption for names of parameters that no rank trains, and for what is no list of names."""
+    unknown = [names] if isinstance(names, str) else [name for name in names if name not in known]
+    if unknown:
+        raise BadOption(
+            f"names has {shown(unknown[0])}, which is no list of names"
+            if isinstance(names, str)
+            else f"names has {shown(unknown[0])}, which is no trained parameter of the model",
+            numbers=f"{len(known)} are trained: {', '.join(list(known)[:3])}, ...",
+            next_step="names=[name for name, _ in model.named_parameters() if ...]",
         )
 
 
@@ -130,6 +162,10 @@ def made_optimizer(
             f"optimizer is a {type(make).__name__}; it must be a function from parameters to an optimizer",
             next_step=_OPTIMIZER,
         )
+    if not _takes_parameters(make):
+        raise BadOption(
+            "optimizer is a function that cannot be called with the parameters alone", next_step=_OPTIMIZER
+        )
     mine = {id(parameter) for parameter in own}
     others = [parameter for parameter in every if id(parameter) not in mine]
     try:
@@ -144,6 +180,18 @@ def made_optimizer(
         )
     _insist_on_weights_of_the_model(optimizer, own, every)
     return optimizer
+
+
+def _takes_parameters(make: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # written in C
+        return True
+    try:
+        signature.bind(())
+    except TypeError:
+        return False
+    return True
 
 
 def _stand_ins(weights: Collection[nn.Parameter], device: torch.device | None) -> list[nn.Parameter]:

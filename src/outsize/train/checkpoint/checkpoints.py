@@ -33,6 +33,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from outsize.errors import BadOption
+from outsize.errors.arguments import insist_on_whole_number
 from outsize.ir.plan import Plan
 from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import published, step_of
@@ -448,7 +449,9 @@ class Checkpoints:
         Raises BadOption for an object without `state_dict` and `load_state_dict`.
         """
         for name, each in objects.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            if isinstance(each, type) or not (
+                hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+            ):
                 raise BadOption(
                     f"{name} is a {type(each).__name__}, whose state cannot be saved",
                     next_step="an object with state_dict() and load_state_dict(state)",
@@ -534,9 +537,9 @@ def _chunks(parts: Iterable[HeldPart]) -> list[Chunk]:
 
 
 def insist_on_keep(keep: int | None) -> None:
-    """Raises BadOption for a number of checkpoints that would keep none."""
-    if keep is not None and keep < 1:
-        raise BadOption(f"keep={keep} would keep no checkpoint", next_step="keep=1, or None for all")
+    """Raises BadOption for what is no number of checkpoints, or would keep none."""
+    if keep is not None:
+        insist_on_whole_number(keep, "keep", 1, "keep=1, or None for all")
 
 
 def insist_on_no_gradients(weights: Iterable[Tensor]) -> None:

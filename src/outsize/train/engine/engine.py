@@ -11,7 +11,7 @@ loop; an Executor (executor.py) runs them, and the Ownership knows which rank ow
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, product
@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 from outsize.capture.fakes.untouched import untouched
 from outsize.device.accelerators import is_accelerator
 from outsize.errors import BadOption
+from outsize.errors.arguments import insist_on_whole_number, path_of
+from outsize.errors.names import ENGINE, missing
 from outsize.ir.answers.compilation import Compilation, GraphUse
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.formatting import axes_text, microbatches_text, whole_number
@@ -46,6 +48,9 @@ from outsize.train.batch.batch import Batch, as_target, microbatches_in
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.checks import (
     insist_on_closure,
+    insist_on_flag,
+    insist_on_names_of,
+    insist_on_norm,
     insist_on_own_weights,
     insist_on_parts,
     insist_on_step_options,
@@ -82,7 +87,6 @@ from outsize.train.engine.generate import generate
 from outsize.train.engine.loop_agreement import LoopAgreement, UpdateWatch
 from outsize.train.engine.loss_watch import LossWatch, warn_of_loss
 from outsize.train.engine.memory_note import noting_what_follows
-from outsize.train.engine.module_names import missing
 from outsize.train.engine.nonfinite_unit import NonFiniteSearch
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
@@ -195,7 +199,7 @@ class Engine:
                 next_step="call step() outside of it, or engine.evaluate(...)",
             )
         insist_on_own_weights()
-        insist_on_step_options(loss_scale, gather)
+        insist_on_step_options(update, loss_scale, gather)
         self.crew.insist_on_ended_steps()
         self._checkpoints.warn_of_unclaimed()
         self._checkpoints.begin_loop()
@@ -242,8 +246,15 @@ class Engine:
         return None if calls is None else calls.load.imbalance
 
     def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError, for what a torch.nn.Module has with the call to use instead."""
-        raise AttributeError(missing(name))
+        """Raises AttributeError, for what other engines have with the call to use instead."""
+        raise AttributeError(missing("an engine", name, ENGINE))
+
+    def __reduce__(self) -> NoReturn:
+        """Raises BadOption: a process, its devices and its connections cannot be copied or written."""
+        raise BadOption(
+            "an engine is neither copied nor pickled",
+            next_step="engine.save('run') for the whole run, engine.full_state_dict() for the weights",
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises BadOption: an engine is no module."""
@@ -259,6 +270,7 @@ class Engine:
         The rank of the last stage gets the outputs; with `gather=True` every rank does. Gradients and
         generators stay unchanged, and so do buffers that the model does not write in eval mode.
         """
+        insist_on_flag("gather", gather)
         self.crew.insist_on_ended_steps()
         # The caller's inference mode is left: a program that is recorded here must also run outside of it.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
@@ -396,7 +408,9 @@ class Engine:
         home = self._ownership.placement.home
         if to is None:
             return gathered(self.model, home, self.crew, self._tensor)
-        save(self.model, home, self.crew, Path(to), shard_bytes, self._tensor)
+        folder = path_of(to, "to", "engine.full_state_dict(to='model')")
+        insist_on_whole_number(shard_bytes, "shard_bytes", 1, f"shard_bytes={SHARD_BYTES}, in bytes")
+        save(self.model, home, self.crew, folder, shard_bytes, self._tensor)
         return {}
 
     def loss_state_dict(self) -> dict[str, Any]:
@@ -416,15 +430,16 @@ class Engine:
         model without one, BadWeights.
         """
         insist_on_pretrained(self.model)
+        folder = path_of(folder, "folder", "engine.save_pretrained('model')")
         streams = is_pretrained(self.model)
         state = self.full_state_dict(folder if streams else None)
         host = None if self.crew.mesh is None else self.crew.mesh.group.host
 
         def write() -> None:
             if self.crew.global_rank == 0 and streams:
-                save_configs(self.model, Path(folder))
+                save_configs(self.model, folder)
             elif self.crew.global_rank == 0:
-                save_whole(self.model, Path(folder), state)
+                save_whole(self.model, folder, state)
 
         shared_facts(host, write)
 
@@ -434,6 +449,12 @@ class Engine:
         Names are the model's own, as in `full_state_dict(to=path)`. Optimizer and step number stay. Every
         rank calls this. Raises BadWeights.
         """
+        if isinstance(path, Mapping):
+            raise BadOption(
+                "load_weights() reads files, and this is a state",
+                next_step="engine.module.load_state_dict(state, strict=False) on every rank",
+            )
+        path = path_of(path, "path", "engine.load_weights('model.safetensors')")
         self._checkpoints.load_weights(WeightFiles(path))
 
     def save(
@@ -449,8 +470,9 @@ class Engine:
         BadOption before anything is written, NotSaved.
         """
         self.crew.insist_on_ended_steps()
+        root = path_of(root, "root", "engine.save('run')")
         moment = self._moment(has_weights=weights)
-        folder = self._checkpoints.save(Path(root), moment, keep, wait=wait)
+        folder = self._checkpoints.save(root, moment, keep, wait=wait)
         self._callbacks.after_save(self.steps, folder)
         return folder
 
@@ -458,7 +480,7 @@ class Engine:
         """Raises BadOption where the run could not be saved in `root`, or could not go on from there: its
         optimizer's state, tried on small weights, is not all that its steps need. Every rank calls this.
         """
-        self._checkpoints.insist_on_resumable(Path(root))
+        self._checkpoints.insist_on_resumable(path_of(root, "root", "the folder of engine.save: 'run'"))
 
     def checkpoint(
         self, root: str | Path, *, every: int | str | None = None, keep: int | None = None
@@ -472,7 +494,8 @@ class Engine:
         BadOption, NotSaved.
         """
         insist_on_keep(keep)
-        rule = SaveRule(Path(root), None if every is None else SaveInterval.parse(every), keep)
+        root = path_of(root, "root", "engine.checkpoint('run', every=500)")
+        rule = SaveRule(root, None if every is None else SaveInterval.parse(every), keep)
         if self._saver is None or self._saver.rule != rule:
             if self._saver is not None:
                 self._saver.close()
@@ -515,6 +538,7 @@ class Engine:
 
         Every rank calls this. Raises ModelMismatch, BadCheckpoint, BadOption.
         """
+        root = path_of(root, "root", "engine.resume('run')")
         saved = newest_checkpoint(root, None if self.crew.mesh is None else self.crew.mesh.group.host)
         if saved is None:
             return None
@@ -524,12 +548,18 @@ class Engine:
             self._callbacks.after_replan(self.steps, before)
         return self.steps
 
-    def attach(self, **objects: Any) -> None:
+    def attach(self, *unnamed: Any, **objects: Any) -> None:
         """Saves these objects with each checkpoint (`scheduler=scheduler`).
 
         In a run that goes on from one, they get their saved states now. Each has `state_dict()` and
         `load_state_dict(state)`; states hold numbers, texts, containers and tensors. Raises BadOption.
         """
+        if unnamed:
+            raise BadOption(
+                "attach() wants a name for each object, by which a checkpoint finds it again",
+                numbers=f"{type(unnamed[0]).__name__} has none",
+                next_step="engine.attach(scheduler=scheduler)",
+            )
         self._checkpoints.attach(objects)
 
     def batches(self, loader: Iterable[Any], *, trial: bool = True) -> CountedLoader:
@@ -583,8 +613,10 @@ class Engine:
         step; `float("inf")` only measures. `names`: of these parameters alone, in this order, the same on
         every rank. Every rank calls this.
         """
+        insist_on_norm("max_norm", max_norm, 'engine.clip_grad_norm(1.0), or float("inf") to measure')
         own, every = self._trained_parameters()
         if names is not None:
+            insist_on_names_of(names, every)
             own, every = ({n: table[n] for n in names if n in table} for table in (own, every))
         with outside_autocast():
             return clip_by_global_norm(own, every, max_norm, self.crew, self._tensor)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
+from outsize.errors.arguments import insist_on_whole_number
 from outsize.errors.words import value_here
 from outsize.ir.answers.compilation import Compilation, GraphUse
 from outsize.ir.answers.utilisation import Utilisation
@@ -20,6 +21,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.run.weights.source import WeightSource
 from outsize.train.batch.batch_dims import Asked
+from outsize.train.batch.checks import insist_on_norm
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting
 from outsize.train.crew.grad_clip import Clipping
 from outsize.train.engine.callbacks import Callback
@@ -62,11 +64,10 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Raises BadOption for values with which nothing could be trained, or nothing would stay."""
-        if self.captures < 1:
-            raise BadOption(
-                f"captures={self.captures} keeps nothing", next_step=f"captures={KEPT}, the default"
-            )
-        self._check_clipping()
+        insist_on_whole_number(self.captures, "captures", 1, f"captures={KEPT}, the default")
+        insist_on_whole_number(self.seed, "seed", 0, "seed=0, the default")
+        if self.clip_norm is not None:
+            insist_on_norm("clip_norm", self.clip_norm, "clip_norm=1.0, or leave it out to clip nothing")
         self._check_callbacks()
         if self.counting not in get_args(Counting):
             here = value_here("counting", self.counting) or FROM_LOSS
@@ -86,7 +87,7 @@ class EngineOptions:
         """Raises BadOption for what cannot be told of a step."""
         given: Any = self.callbacks
         wrong = (
-            next((one for one in given if not hasattr(one, "on_step")), None)
+            next((one for one in given if isinstance(one, type) or not hasattr(one, "on_step")), None)
             if isinstance(given, Iterable)
             else given
         )
@@ -95,18 +96,6 @@ class EngineOptions:
                 f"callbacks has a {type(wrong).__name__} that cannot be told of steps",
                 next_step="callbacks=[MyCallback()], with class MyCallback(outsize.Callback) and its on_step",
             )
-
-    def _check_clipping(self) -> None:
-        """Raises BadOption for a norm that is no positive number; torch would turn gradients around."""
-        norm: Any = self.clip_norm
-        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
-        if norm is None or (is_number and norm > 0):
-            return
-        raise BadOption(
-            f"clip_norm={norm!r} is no norm that gradients can have",
-            numbers="a number above 0; infinity only measures",
-            next_step="clip_norm=1.0, or leave it out to clip nothing",
-        )
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
@@ -93,7 +93,7 @@ class TrainingCase:
         insist_on_unwrapped(module)
         insist_on_loss_function(loss_fn)
         batch = _beside(module, batch)
-        insist_on_names(batch, batch_dims or {})
+        insist_on_names(batch, {} if batch_dims is None else batch_dims)
         rejects = rejection(module, loss_fn)
         sized_batch = BatchDims(rejects, batch_dims).of(batch)
         warn_of_tables(sized_batch, rejects, batch_dims or {})
@@ -319,6 +319,11 @@ def as_batch(args: Any, kwargs: Any, target: Any) -> Batch:
         raise BadOption(
             f"args is a {type(args).__name__}; it must be the tuple of the model's positional arguments",
             next_step="(model, (x,)) for one tensor, (model, (), batch) for keyword arguments",
+        )
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise BadOption(
+            f"kwargs is a {type(kwargs).__name__}; it must be the dict of the model's keyword arguments",
+            next_step="(model, (x,), {'mask': mask}); target= and loss_fn= are options of their own",
         )
     reserved = [name for name in _TAKEN if name in (kwargs or {})]
     if reserved:

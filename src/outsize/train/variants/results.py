@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
+from outsize.errors.names import RESULT, missing
 from outsize.program.tape import Ref
 from outsize.program.tree import map_leaves
 from outsize.train.variants.variant import Variant
@@ -51,6 +52,10 @@ class StepResult:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", self.loss.as_subclass(StepLossTensor))
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, for what a tensor or an output has with what to write instead."""
+        raise AttributeError(missing("the result of a step", name, RESULT))
 
 
 @final

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.errors import BadOption
+from outsize.errors.names import ENGINE
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.loss_watch import NonFiniteLoss
-from outsize.train.engine.module_names import INSTEAD
 
 X, LABELS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
@@ -29,7 +29,7 @@ def engine_of(loss_fn: Callable[..., Any] = F.cross_entropy, **options: Any) -> 
     return outsize.parallelize(model, (X,), target=LABELS, loss_fn=loss_fn, **given)
 
 
-@pytest.mark.parametrize("name", sorted(INSTEAD))
+@pytest.mark.parametrize("name", sorted(ENGINE))
 def test_a_name_of_a_module_says_what_to_call(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"an engine has no `{name}`\. Next: "):
         getattr(engine_of(), name)
