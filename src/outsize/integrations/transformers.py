@@ -234,6 +234,15 @@ class Trainer(transformers.Trainer, ABC):
 
     # -- saving and going on -----------------------------------------------------------------------------
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model by all ranks together; transformers before 5.19 asks rank 0 alone."""
+        if self._engine is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self._engine is None:
             return super()._save(output_dir, state_dict)
