@@ -47,16 +47,24 @@ class DeviceRanks:
         )
 
     def run(
-        self, scenario: str, count: int, *, order: str = "lazy", limit_s: int = 800, **given: Any
+        self,
+        scenario: str,
+        count: int,
+        *,
+        order: str = "lazy",
+        limit_s: int = 800,
+        per_device: int = 1,
+        **given: Any,
     ) -> list[Any]:
         """Returns what the scenario returned on each of `count` ranks. Raises RanksFailed.
 
-        `order` says how streams of the simulated device run.
+        `order` says how streams of the simulated device run; `per_device` ranks have one device between them.
         """
         import torch
 
         with TemporaryDirectory() as folder:
             request = {"scenario": scenario, "count": count, "order": order, "given": given}
+            request |= {"per_device": per_device}
             assert self._server.stdin is not None
             assert self._server.stdout is not None
             self._server.stdin.write(json.dumps({**request, "folder": folder, "limit_s": limit_s}) + "\n")
@@ -99,10 +107,13 @@ def _rank(rank: int, request: dict[str, Any]) -> None:
     import torch
 
     from outsize.train.launch.launch import World, join, leave, take_place
+    from outsize.train.launch.spec import PER_DEVICE, SHARED_DEVICE
 
     if request["device_type"] == "sim":
         choose_order(request["order"])
     world = World(0, 1, 0, None, device_type=request["device_type"])
+    if request["per_device"] > 1:
+        os.environ |= {**SHARED_DEVICE, PER_DEVICE: str(request["per_device"])}
     if request["count"] > 1:
         take_place(rank, request["count"], Path(request["folder"]) / f"store{request['port']}")
         world = join(request["device_type"], timeout_s=request["limit_s"])

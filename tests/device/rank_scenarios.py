@@ -48,12 +48,18 @@ WIDTH, SAMPLES = 16, 8
 
 def device_of(world: World) -> torch.device:
     """The device of this rank."""
-    return torch.device(world.device_type, *([] if world.device_type == "cpu" else [world.local_rank]))
+    place = [] if world.device_type == "cpu" else [world.local_rank // world.ranks_per_device]
+    return torch.device(world.device_type, *place)
 
 
 def on_cpu(tree: Any) -> Any:
     """Tensors in it on the CPU; DTensors whole."""
     return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def place(world: World) -> list[Any]:
+    """The device that is current, and how many ranks have it."""
+    return [f"{world.device_type}:{torch.accelerator.current_device_index()}", world.ranks_per_device]
 
 
 # -- schedules -----------------------------------------------------------------------------------------------

@@ -72,6 +72,17 @@ def test_a_pipeline_is_bit_equal(ranks_of: Servers, order: str, stages: int, how
     assert [name for name, tensor in whole["state"].items() if not torch.equal(state[name], tensor)] == []
 
 
+def test_ranks_that_share_a_device_are_bit_equal(ranks_of: Servers) -> None:
+    """Three ranks on two devices, as `outsize run --ranks-per-device 2` places them."""
+    whole = ranks_of("sim").run("plain", 1, microbatches=4)[0]
+    found = ranks_of("sim").run("trained", 3, axes={"stages": 3, "microbatches": 4}, per_device=2)
+    assert [rank["losses"] for rank in found] == [whole["losses"]] * 3
+    assert {
+        name for name, tensor in whole["state"].items() if not torch.equal(found[0]["state"][name], tensor)
+    } == set()
+    assert ranks_of("sim").run("place", 3, per_device=2) == [["sim:0", 2], ["sim:0", 2], ["sim:1", 2]]
+
+
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
 def test_replicas_and_shards_have_the_numbers(ranks_of: Servers, axis: str) -> None:
     whole = ranks_of("sim").run("plain", 1, microbatches=4)[0]

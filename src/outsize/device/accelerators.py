@@ -30,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import nccl
 
+from outsize.errors import BadOption
+
 CPU: Final = "cpu"
 USUAL: Final = "cuda"
 REPEATABLE: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -38,6 +40,7 @@ CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The environment's name for how many launch queues a CUDA device has; with one, a kernel behind a message
 that has not come waits for it, whatever stream it is on.
 """
+_SHARING_NCCL: Final = (2, 30)
 Lack = Literal["streams", "several devices", "float64"]
 
 
@@ -208,6 +211,20 @@ def library_versions() -> dict[str, str]:
     drivers = {f"{name} driver": Path(f"/sys/module/{name}/version") for name in ("nvidia", "amdgpu")}
     found |= {name: path.read_text().strip() for name, path in drivers.items() if path.exists()}
     return {name: version for name, version in found.items() if version}
+
+
+def insist_on_shared_devices(kind: str) -> None:
+    """Raises BadOption where the collectives of a type of devices want a device for each rank.
+
+    NCCL's older versions do; the version is that of the library which this process has loaded.
+    """
+    version = nccl.version() if dist.get_default_backend_for_device(kind) == "nccl" else _SHARING_NCCL
+    if version < _SHARING_NCCL:
+        raise BadOption(
+            "several ranks on one device need a newer NCCL",
+            numbers=f"loaded {'.'.join(map(str, version))}, needed {'.'.join(map(str, _SHARING_NCCL))}",
+            next_step="pip install 'nvidia-nccl-cu13>=2.30', or leave out --ranks-per-device",
+        )
 
 
 def moving_methods() -> frozenset[Callable[..., Tensor]]:

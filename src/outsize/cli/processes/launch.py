@@ -31,8 +31,8 @@ _OUTCOME: TypeAdapter[RunOutcome | FinishedRun] = TypeAdapter(RunOutcome | Finis
 class LaunchPlace:
     """The number of processes on this machine, torchrun's options by name, those of the watchdog, what
     follows where a device has no memory, how often the run copies itself into memory, the file with the
-    secret of its machines, whether `outsize top` sees the run, its share of the devices' memory, and what
-    goes on beside it in the launcher.
+    secret of its machines, whether `outsize top` sees the run, its share of the devices' memory, how many
+    processes have a device between them, and what goes on beside it in the launcher.
     """
 
     nproc_per_node: str | None = None
@@ -43,6 +43,7 @@ class LaunchPlace:
     secret_file: Path | None = None
     publishes: bool = False
     memory_share: float | None = None
+    ranks_per_device: int = 1
     beside: Callable[[RunFolder | None], AbstractContextManager[None]] = lambda _: nullcontext()
 
     @property
@@ -88,6 +89,7 @@ class LaunchPlace:
             secret_file=self.secret_file,
             publishes=self.publishes,
             memory_share=self.memory_share,
+            ranks_per_device=self.ranks_per_device,
             beside=self.beside,
             least_nproc=None if least is None else processes_for(least),
         )

@@ -42,6 +42,7 @@ from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine
 from outsize.train.launch.launch import World, join, leave
+from outsize.train.launch.spec import devices_needed
 from outsize.train.launch.world import device_type_for, visible_accelerators
 from outsize.train.measure.units import is_timed_here
 from outsize.train.publishing.recorder import RunRecorder
@@ -60,7 +61,8 @@ def _device_type(job: RunJob) -> str:
     plan = job.plan
     if job.devices or (plan is not None and places_in(plan.cluster)):
         return "cpu"
-    return device_type_for(plan, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_accelerators)
+    needed = devices_needed(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ)
+    return device_type_for(plan, needed, visible_accelerators)
 
 
 def serve(

@@ -166,6 +166,18 @@ Share = Annotated[
         show_default=False,
     ),
 ]
+PerDevice = Annotated[
+    int,
+    typer.Option(
+        "--ranks-per-device",
+        metavar="N",
+        min=1,
+        help="So many processes compute on each device, as if each had one of its own with an Nth of the "
+        "memory: a layout for several devices, tried on one (NVIDIA: NCCL 2.30).",
+        rich_help_panel=_PROCESSES,
+        show_default=False,
+    ),
+]
 Dashboard = Annotated[
     bool,
     typer.Option(
@@ -270,6 +282,7 @@ def run(
     peer_copies: Copies = None,
     secret_file: SecretFile = None,
     memory_share: Share = None,
+    ranks_per_device: PerDevice = 1,
     dashboard: Dashboard = False,
     dashboard_port: DashboardPort = 0,
     module: Module = False,
@@ -318,6 +331,7 @@ def run(
         secret_file,
         publishes=True,
         memory_share=None if memory_share is None else checked_share(memory_share),
+        ranks_per_device=ranks_per_device,
         beside=_dashboard(dashboard_port) if dashboard or dashboard_port else lambda _: nullcontext(),
     )
     if not is_model(target, module):

@@ -146,7 +146,9 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
     world = replace(world, sizes=sizes_in(env), on_oom=env.get(ON_OOM, world.on_oom))
     world = replace(world, published=env.get(PUBLISHED))
     share = env.get(SHARE)
-    world = replace(world, memory_share=None if share is None else checked_share(_number(share), SHARE))
+    whole = None if share is None else checked_share(_number(share), SHARE)
+    per_device = world.ranks_per_device
+    world = replace(world, memory_share=whole if per_device == 1 else (whole or 1.0) / per_device)
     if world.owned:
         end_well_outside_workers(error_file(), world.rank)
     return world
@@ -220,8 +222,7 @@ def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None, wanted: WantedSi
     sizes = spec.world_sizes(config.min_nodes, config.max_nodes)
     if spec.publishes:
         extra_environment[PUBLISHED] = "" if run is None else str(run.path)
-    extra_environment |= {} if spec.memory_share is None else {SHARE: repr(spec.memory_share)}
-    extra_environment |= {} if spec.on_oom is None else {ON_OOM: spec.on_oom}
+    extra_environment |= spec.environment(os.environ)
     extra_environment |= {} if secret is None else {SECRET: secret.text}
     extra_environment |= {SIZES: ",".join(map(str, sizes))} if len(sizes) > 1 else {}
     if "OMP_NUM_THREADS" in extra_environment:

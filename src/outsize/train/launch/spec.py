@@ -24,6 +24,7 @@ WORKER_ARGUMENTS = 4  # python -P -m outsize.train.launch.worker, then the argum
 SIZES = "OUTSIZE_WORLD_SIZES"  # the numbers of ranks that a run may have, "2,3,4", where there are several
 COPIES = "OUTSIZE_PEER_COPIES"  # how often a run copies itself into memory, and where: 1:/dev/shm/outsize-...
 PUBLISHED = "OUTSIZE_RUN_FOLDER"  # the folder in which a run is published (files/run_folders.py), or ""
+PER_DEVICE = "OUTSIZE_RANKS_PER_DEVICE"  # how many ranks compute on each device, where there are several
 SHARE = "OUTSIZE_MEMORY_SHARE"  # how much of each device's memory the run may have, 0.5
 SHARED_MEMORY = Path("/dev/shm")
 ON_OOM = "OUTSIZE_ON_OOM"  # what follows where a device has no memory: raise, or replan
@@ -43,7 +44,8 @@ class LaunchSpec:
     `on_oom` is passed to `parallelize`. `peer_copies` is how often the run copies itself into memory, as
     checkpoint/interval.py reads it. `secret_file` has the secret of the machines (run_secret.py), else the
     environment has it. `publishes` makes it seen by `outsize top`. `memory_share` is how much of
-    each device's memory the run may have; None: all. `beside` is what goes on in the launcher as long as the
+    each device's memory the run may have; None: all. `ranks_per_device` of its processes compute on each
+    device, and divide that share. `beside` is what goes on in the launcher as long as the
     run does, given the folder in which it is published. Raises BadOption (E106).
     """
 
@@ -60,6 +62,7 @@ class LaunchSpec:
     secret_file: Path | None = None
     publishes: bool = False
     memory_share: float | None = None
+    ranks_per_device: int = 1
     beside: Callable[[RunFolder | None], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def __post_init__(self) -> None:
@@ -78,6 +81,12 @@ class LaunchSpec:
             numbers = f"--nproc-per-node {self.nproc_per_node}"
             raise BadOption(
                 "a run needs at least one process", numbers=numbers, next_step="--nproc-per-node 2"
+            )
+        if self.ranks_per_device < 1:
+            raise BadOption(
+                "each device needs at least one rank",
+                numbers=f"--ranks-per-device {self.ranks_per_device}",
+                next_step="--ranks-per-device 2",
             )
         if not 1 <= self.least <= self.nproc_per_node:
             raise BadOption(
@@ -101,6 +110,15 @@ class LaunchSpec:
         nodes, here = range(least_nodes, most_nodes + 1), range(self.least, self.nproc_per_node + 1)
         return sorted({machines * processes for machines in nodes for processes in here})
 
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Returns what workers read of these options; the user's settings of NCCL in `base` stay."""
+        asked: dict[str, str | None] = {ON_OOM: self.on_oom}
+        asked[SHARE] = None if self.memory_share is None else repr(self.memory_share)
+        if self.ranks_per_device > 1:
+            asked |= {name: base.get(name, value) for name, value in SHARED_DEVICE.items()}
+            asked[PER_DEVICE] = str(self.ranks_per_device)
+        return {name: value for name, value in asked.items() if value is not None}
+
     @property
     def is_ours(self) -> bool:
         """Tells whether it is a module of outsize, whose ranks meet by `join` alone."""
@@ -115,6 +133,17 @@ class LaunchSpec:
     def shown(self) -> str:
         """Returns the target as the user types it."""
         return self.shown_as or shlex.join(["-m", self.argv[0]] if self.module else [self.argv[0]])
+
+
+# What NCCL 2.30 needs for several ranks of a communicator on one device: to be allowed it, no multicast
+# objects (a device has one owner of those), and so few blocks that the kernels of all ranks are resident at a
+# time, because each waits for the others. Source: NCCL's release notes and its page of environment variables.
+SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
+
+
+def devices_needed(processes: int, env: Mapping[str, str]) -> int:
+    """Returns how many devices so many processes of a machine compute on, by the launcher's variable."""
+    return -(-processes // int(env.get(PER_DEVICE, "1")))
 
 
 @final

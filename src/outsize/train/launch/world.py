@@ -9,14 +9,14 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
 from outsize.errors import BadOption, UnknownDevice
 from outsize.run.watchdog.options import DEFAULTS, WatchOptions
 from outsize.train.launch.rendezvous import LOOPBACK_NAMES, meet
-from outsize.train.launch.spec import SIZES
+from outsize.train.launch.spec import PER_DEVICE, SIZES
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,8 @@ class World:
     where that is no CPU. `sizes` are the numbers of ranks that an elastic run may have; () where it cannot
     change. `on_oom` is the launcher's option of `parallelize`. `published` is the folder in which the
     launcher publishes the run, "" where it could not make one; None without a launcher that does.
-    `memory_share` is how much of its devices' memory the run may have; None: all.
+    `memory_share` is how much of its devices' memory each rank may have; None: all. `ranks_per_device` ranks
+    have one device between them.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class World:
     on_oom: str = "raise"
     published: str | None = None
     memory_share: float | None = None
+    ranks_per_device: int = 1
 
 
 def join_world(
@@ -66,8 +68,9 @@ def join_world(
     """
     import torch.distributed as dist
 
+    per_device = int(env.get(PER_DEVICE, "1"))
     if dist.is_available() and dist.is_initialized():
-        return _world(int(env.get("LOCAL_RANK", dist.get_rank())), device_type)
+        return _world(int(env.get("LOCAL_RANK", dist.get_rank())), device_type, per_device)
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return World(0, 1, 0, None)
     _check(env)
@@ -79,12 +82,12 @@ def join_world(
         name,
         **place,  # MPI knows its rank and size itself
         timeout=timedelta(seconds=timeout_s),
-        device_id=_bound_device(device_type, local_rank),
+        device_id=_bound_device(device_type, local_rank, per_device),
     )
-    return _world(local_rank, device_type, owned=True)
+    return _world(local_rank, device_type, per_device, owned=True)
 
 
-def _world(local_rank: int, device_type: str, *, owned: bool = False) -> World:
+def _world(local_rank: int, device_type: str, per_device: int, *, owned: bool = False) -> World:
     """Returns this process's place in the default group; a collective over it."""
     import torch.distributed as dist
 
@@ -94,7 +97,8 @@ def _world(local_rank: int, device_type: str, *, owned: bool = False) -> World:
     assert group is not None
     host = host_group(group)
     machines = () if device_type == "cpu" else _machines(host)
-    return World(group.rank(), group.size(), local_rank, group, owned, host, device_type, machines)
+    world = World(group.rank(), group.size(), local_rank, group, owned, host, device_type, machines)
+    return replace(world, ranks_per_device=1 if device_type == "cpu" else per_device)
 
 
 def _machines(host: ProcessGroup) -> tuple[int, ...]:
@@ -160,33 +164,40 @@ def _insist_on_backends(asked: str) -> None:
             )
 
 
-def _bound_device(device_type: str, local_rank: int) -> torch.device | None:
-    """Returns the accelerator of this process, made current; None on the CPU."""
+def _bound_device(device_type: str, local_rank: int, per_device: int) -> torch.device | None:
+    """Returns the accelerator of this process, made current; None on the CPU. Raises BadOption."""
     import torch
 
     if device_type == "cpu":
         return None
     count = torch.get_device_module(device_type).device_count()
-    device = torch.device(device_type, device_index(device_type, local_rank, count))
+    device = torch.device(device_type, device_index(device_type, local_rank, count, per_device))
+    if per_device > 1:
+        from outsize.device.accelerators import insist_on_shared_devices
+
+        insist_on_shared_devices(device_type)
     torch.get_device_module(device_type).set_device(device)
     return device
 
 
-def device_index(device_type: str, local_rank: int, visible: int) -> int:
-    """Returns the number of this process's device among those that it sees.
+def device_index(device_type: str, local_rank: int, visible: int, per_device: int = 1) -> int:
+    """Returns the number of this process's device among those that it sees; `per_device` ranks in a row have
+    the same one.
 
     A process that sees a single one has it to itself, as `srun --gpus-per-task=1` gives each its own. Raises
-    BadOption where it sees several, but none for its local rank.
+    BadOption where there is none for its local rank.
     """
-    if visible == 1:
+    if visible == 1 and per_device == 1:
         return 0
-    if local_rank >= visible:
+    index = local_rank // per_device
+    if index >= visible:
+        shared = f", {per_device} ranks on each" if per_device > 1 else ""
         raise BadOption(
             f"no {device_type} device for local rank {local_rank}",
-            numbers=f"{visible} on this machine",
-            next_step=f"--nproc-per-node {max(1, visible)}",
+            numbers=f"{visible} on this machine{shared}",
+            next_step=f"--nproc-per-node {max(1, visible) * per_device}",
         )
-    return local_rank
+    return index
 
 
 def device_type_for(plan: Plan | None, processes: int, visible: Callable[[], tuple[str, int]]) -> str:

@@ -7,19 +7,21 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from signal import SIGKILL
 
 import pytest
 import torch
 
+from outsize.device.accelerators import insist_on_shared_devices
 from outsize.errors import BadOption, RankFailed, UnknownDevice
 from outsize.files.replace import replace_text
 from outsize.ir.plan import Axes, Plan, Stage
 from outsize.train.launch.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.launch.launch import launch, processes_for
 from outsize.train.launch.rendezvous import ATTEMPT, ENDED, LOOPBACK, meet, served_store
-from outsize.train.launch.spec import SIZES, LaunchSpec, worker_environment
+from outsize.train.launch.spec import PER_DEVICE, SIZES, LaunchSpec, devices_needed, worker_environment
 from outsize.train.launch.world import World, device_index, device_type_for, join_world, sizes_in
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8119"
@@ -197,6 +199,25 @@ def test_a_process_that_sees_one_device_has_it_to_itself() -> None:
     assert [device_index("cuda", rank, 4) for rank in range(4)] == [0, 1, 2, 3]
     with pytest.raises(BadOption, match="no cuda device for local rank 2; 2 on this machine"):
         device_index("cuda", 2, 2)
+
+
+def test_ranks_in_a_row_share_a_device() -> None:
+    assert [device_index("cuda", rank, 2, 2) for rank in range(4)] == [0, 0, 1, 1]
+    assert [device_index("cuda", rank, 1, 3) for rank in range(3)] == [0, 0, 0]
+    with pytest.raises(BadOption, match=r"local rank 2; 1 on this machine, 2 ranks on each.*-node 2"):
+        device_index("cuda", 2, 1, 2)
+    assert [devices_needed(ranks, {PER_DEVICE: "2"}) for ranks in (1, 2, 3)] == [1, 1, 2]
+    assert devices_needed(3, {}) == 3
+    with pytest.raises(BadOption, match="at least one rank"):
+        LaunchSpec(("some.module",), module=True, ranks_per_device=0)
+
+
+def test_an_old_nccl_gives_each_rank_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, refused in (((2, 29, 7), True), ((2, 30, 7), False)):
+        monkeypatch.setattr("torch.cuda.nccl.version", lambda of=version: of)
+        with pytest.raises(BadOption, match=r"loaded 2\.29\.7, needed 2\.30") if refused else nullcontext():
+            insist_on_shared_devices("cuda")
+    insist_on_shared_devices("cpu")
 
 
 def planned_for(device: str) -> Plan:

@@ -1,0 +1,165 @@
+"""What ranks do in the scripts of the queue, besides tests/device/rank_scenarios.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from rank_scenarios import device_of
+from torch import Tensor
+
+import outsize
+from outsize.capture.models.imports import import_transformers
+from outsize.train.launch.launch import World
+
+_MIB: Final = 2**20
+
+
+def collectives(world: World, *, sizes_mib: list[float]) -> dict[str, Any]:
+    """Sums, gathers and messages of one group: whether each is right, its seconds, and the library's file."""
+    device, group, ranks = device_of(world), world.group, world.world_size
+    assert group is not None
+    found: dict[str, Any] = {"library": _library(), "device": str(device), "right": {}, "seconds": {}}
+    acts: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
+        "all_reduce": (partial(_reduced, group=group), [sum(range(1, ranks + 1))]),
+        "all_gather": (partial(_gathered, group=group), [*range(1, ranks + 1)]),
+        "ring": (partial(_from_before, world=world), [(world.rank - 1) % ranks + 1]),
+    }
+    for mib, (name, (act, wanted)) in product(sizes_mib, acts.items()):
+        mine = torch.full((max(1, int(mib * _MIB) // 4),), float(world.rank + 1), device=device)
+        act(mine)
+        _wait(device)
+        start = time.perf_counter()
+        result = act(mine)
+        _wait(device)
+        found["seconds"][f"{name} {mib:g} MiB"] = time.perf_counter() - start
+        pairs = zip(result.view(len(wanted), -1), wanted, strict=True)
+        found["right"][f"{name} {mib:g} MiB"] = all(bool((part == value).all()) for part, value in pairs)
+    return found
+
+
+def _reduced(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = mine.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = mine.new_empty(group.size() * mine.numel())
+    dist.all_gather_into_tensor(whole, mine, group=group)
+    return whole
+
+
+def _from_before(mine: Tensor, world: World) -> Tensor:
+    received, after = torch.empty_like(mine), (world.rank + 1) % world.world_size
+    before = (world.rank - 1) % world.world_size
+    operations = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, received, before)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _library() -> list[str]:
+    """Returns the files of NCCL that this process has mapped."""
+    maps = Path("/proc/self/maps").read_text()
+    return sorted({line.split()[-1] for line in maps.splitlines() if "libnccl" in line})
+
+
+# -- transformers along any axis -----------------------------------------------------------------------------
+
+TOKENS, SAMPLES, WORDS, STEPS = 16, 4, 64, 3
+
+
+def _transformer(kind: str) -> torch.nn.Module:
+    transformers, small = (
+        import_transformers(),
+        {"hidden_size": 32, "vocab_size": WORDS, "num_hidden_layers": 2},
+    )
+    small |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    torch.manual_seed(0)
+    if kind == "experts":
+        config = transformers.MixtralConfig(**small, num_local_experts=4, output_router_logits=False)
+        return transformers.MixtralForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
+
+
+def _batch(device: torch.device) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WORDS, (SAMPLES, TOKENS), generator=draw).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def transformer_distances(world: World, *, kind: str, axes: dict[str, int]) -> dict[str, float]:
+    """How far losses and weights after three steps of SGD are from the plain loop's on this rank's device,
+    relative to the largest element of each. `kind`: `dense` or `experts`.
+    """
+    device, count = device_of(world), axes.get("microbatches", 1)
+    whole, model = _transformer(kind).double().to(device), _transformer(kind).double()
+    optimizer, losses = _sgd(whole.parameters()), list[Tensor]()
+    for _ in range(STEPS):
+        total = torch.zeros((), device=device, dtype=torch.float64)
+        parts = {name: tensor.chunk(count) for name, tensor in _batch(device).items()}
+        for number in range(count):
+            loss = whole(**{name: chunks[number] for name, chunks in parts.items()}).loss / count
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    place = "cpu" if world.device_type == "cpu" else "h200"
+    engine = outsize.parallelize(
+        model,
+        kwargs=_batch(torch.device("cpu")),
+        optimizer=_sgd,
+        cluster=f"{world.world_size}x{place}",
+        **axes,
+    )
+    pairs = {f"loss {n}": (engine.step(**_batch(device)).loss, loss) for n, loss in enumerate(losses)}
+    if state := engine.full_state_dict():
+        pairs |= {name: (state[name], tensor) for name, tensor in whole.state_dict().items()}
+    return {name: _distance(*pair) for name, pair in pairs.items()}
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach().cpu().double(), theirs.detach().cpu().double()
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def saved(world: World, *, folder: str, axes: dict[str, int], steps: int) -> list[float]:
+    """Losses of so many steps from the start, of a run that is saved behind them."""
+    engine = _engine(world, axes)
+    losses = [float(engine.step(**_batch(device_of(world))).loss) for _ in range(steps)]
+    engine.save(folder)
+    return losses
+
+
+def resumed(world: World, *, folder: str, axes: dict[str, int], steps: int) -> list[float]:
+    """Losses of so many steps more, of a run that goes on from there by other axes."""
+    engine = _engine(world, axes)
+    engine.resume(folder)
+    return [float(engine.step(**_batch(device_of(world))).loss) for _ in range(steps)]
+
+
+def _engine(world: World, axes: dict[str, int]) -> outsize.Engine:
+    place = "cpu" if world.device_type == "cpu" else "h200"
+    batch, cluster = _batch(torch.device("cpu")), f"{world.world_size}x{place}"
+    make = lambda weights: torch.optim.AdamW(weights, lr=1e-2)  # noqa: E731
+    return outsize.parallelize(_transformer("dense"), kwargs=batch, optimizer=make, cluster=cluster, **axes)
