@@ -14,7 +14,8 @@ the optimizers that it makes take some steps side by side, on the same gradients
     large      the same for one large matrix: some optimizers treat small weights in a simpler way
 
 Gradients keep their directions from step to step, as an estimate of a step size grows by that alone, and
-their scales change differently for each weight, so that a norm over several is no constant factor. Weights
+their scales change differently for each weight, so that a norm over several is no constant factor; by no
+more than ten times at first, since one step that outweighs all others looks like no direction at all. Weights
 are in double precision where the optimizer takes that: then rounding is a billionth, and coupling is not.
 Draws are seen by the generators before and after each step.
 
@@ -195,7 +196,7 @@ class CouplingTrial:
             return True
         try:
             run = self._run([sample.over(self.sharded) for sample in samples])
-            for step in range(_LARGE_STEPS):
+            for step in range(STEPS):
                 run.step(step)
         except Exception:  # Operations without a rule for shards raise errors of many classes.
             return False
@@ -304,7 +305,8 @@ def _samples(
     for at, (kind, shape) in enumerate(zip(kinds, shapes, strict=True)):
         value, direction = (torch.randn(list(shape), generator=drawn, dtype=torch.float64) for _ in range(2))
         noise = torch.randn([STEPS, *shape], generator=drawn, dtype=torch.float64)
-        scales = [10.0 ** (((3 * at + 5 * step) % 7 - 3) / 2) for step in range(STEPS)]
+        wide = [2 if step >= STEPS - 3 else 6 for step in range(STEPS)]
+        scales = [10.0 ** (((3 * at + 5 * step) % 7 - 3) / wide[step]) for step in range(STEPS)]
         gradients = [scale * (direction + 0.2 * one) for scale, one in zip(scales, noise, strict=True)]
         made = [t.to(device, dtype or kind.dtype) for t in (0.3 * value * (1 + at), *gradients)]
         samples.append(_Sample(kind, made[0], tuple(made[1:])))

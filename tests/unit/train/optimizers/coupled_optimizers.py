@@ -102,6 +102,28 @@ class GrowingStep(Small):
         return p.grad * group["d"]
 
 
+class CautiousStep(Small):
+    """A step size that grows once gradients have gone one way for some steps: twice the length of those that
+    go anywhere.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        rate, pairs = group.setdefault("rate", 1e-3), []
+        for p in group["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["way"] = state.get("way", torch.zeros_like(p)) + p.grad
+                state["length"] = state.get("length", 0.0) + float(p.grad.square().sum())
+                pairs.append((state, p))
+        way = sum(float(state["way"].square().sum()) for state, _ in pairs)
+        if way > 4 * sum(state["length"] for state, _ in pairs):
+            group["rate"] = rate = max(rate, 1e-3 * way)
+        for _, p in pairs:
+            p.add_(p.grad, alpha=-rate)
+
+
 class Noise(Small):
     """All weights by draws: each gets the numbers behind those of the one before."""
 
@@ -202,5 +224,10 @@ PER_WEIGHT = {
     "muon": muon,
     "adafactor": adafactor,
 }
-ALL_WEIGHTS = {"global norm": GlobalNorm, "growing step": GrowingStep, "own noise": OwnNoise}
+ALL_WEIGHTS = {
+    "global norm": GlobalNorm,
+    "growing step": GrowingStep,
+    "cautious step": CautiousStep,
+    "own noise": OwnNoise,
+}
 DRAWS = {"noise": Noise}
