@@ -90,6 +90,51 @@ def test_an_optimizer_that_wants_a_closure_gets_one(clip_norm: float | None) -> 
         assert alike(model, reference)
 
 
+@final
+class SharpnessAware(Optimizer):
+    """SAM (arXiv 2010.01412) in the form of a step that follows a backward: it climbs by the gradients that
+    are there, and asks for those at the top.
+    """
+
+    def __init__(self, parameters: Any, *, through_data: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.through_data = through_data
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weights = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        ways = [0.05 * p.grad for p in weights]
+        for p, way in zip(weights, ways, strict=True):
+            (p.data if self.through_data else p).add_(way)
+        if not self.through_data:
+            self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        for p, way in zip(weights, ways, strict=True):
+            p.sub_(way).sub_(0.1 * p.grad)
+        return loss
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_an_optimizer_that_moves_before_it_asks_gets_the_gradients_there(through_data: bool) -> None:
+    """A change through `.data` counts in no version of the weight."""
+    model = mlp()
+    reference = copy.deepcopy(model)
+    optimizer = SharpnessAware(reference.parameters(), through_data=through_data)
+    built = engine(model, optimizer=lambda weights: SharpnessAware(weights, through_data=through_data))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return accumulate(reference)
+
+    for _ in range(3):
+        expected = accumulate(reference)
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        assert torch.equal(built.step(X, target=Y).loss, expected)
+        assert alike(model, reference)
+
+
 # -- forwards that no tape holds ---------------------------------------------------------------------
 
 

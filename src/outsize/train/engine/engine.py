@@ -697,17 +697,28 @@ class Engine:
         return search.place
 
     def _step_by_closure(self, loss: Tensor, train: Callable[[], BatchLoss]) -> Tensor | None:
-        """Steps an optimizer that evaluates the batch as often as it wants; the first time has been `loss`.
+        """Steps an optimizer that evaluates the batch as often as it wants; `loss` and the gradients that are
+        there are those of the first time, until it changes weights or gradients (as SAM does before it asks).
 
         Returns the norm of the first evaluation's gradients.
         """
         optimizer: Any = self.optimizer
-        norms: list[Tensor | None] = []
+        norm = self._clip()
+        own = list(self._own_parameters())
+        before = [(p.detach().clone(), None if p.grad is None else p.grad.clone()) for p in own]
+        asked: list[bool] = []
+
+        def is_as_before() -> bool:
+            return all(
+                torch.equal(p, weight) and (p.grad is grad is None or _are_equal(p.grad, grad))
+                for p, (weight, grad) in zip(own, before, strict=True)
+            )
 
         def evaluated() -> Tensor:
-            if not norms:
-                norms.append(self._clip())
-                return loss
+            if not asked:
+                asked.append(True)
+                if is_as_before():
+                    return loss
             optimizer.zero_grad()
             with borrowed_generators():
                 again = train().total
@@ -717,7 +728,7 @@ class Engine:
 
         optimizer.step(evaluated)
         optimizer.zero_grad()
-        return norms[0] if norms else None
+        return norm
 
     def _device_names(self, ranks: int) -> list[str]:
         """Returns the device name of each rank; ranks that take turns in one process on the CPU share
@@ -785,6 +796,10 @@ class Engine:
             return frozenset(own)
         found = all_gather_json(own, self.crew.mesh.group.host, "trained weights of the loss")
         return frozenset(chain.from_iterable(found))
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _offset_device(device: str, offset: int) -> str:
