@@ -135,6 +135,36 @@ def test_an_optimizer_that_moves_before_it_asks_gets_the_gradients_there(through
         assert alike(model, reference)
 
 
+# -- gradients within the forward ----------------------------------------------------------------------
+
+
+@final
+class Forces(nn.Module):
+    """Two layers, and the gradient of the energy that they give by `torch.func`, of each sample or of all."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.inner, self.energy, self.each = nn.Linear(4, 6), nn.Linear(6, 1), each
+
+    def of(self, x: Tensor) -> Tensor:
+        return self.energy(torch.tanh(self.inner(x))).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        forces = torch.func.grad(self.of)
+        return torch.func.vmap(forces)(x) if self.each else forces(x)
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_forward_with_gradients_of_torch_func_is_cut(stages: int, each: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Forces(each), nn.Linear(4, 3))
+    verdict = outsize.check(
+        model, (X,), loss_fn=F.cross_entropy, target=Y, stages=stages, microbatches=MICROBATCHES
+    )
+    assert verdict.bit_equal
+
+
 # -- forwards that no tape holds ---------------------------------------------------------------------
 
 

@@ -346,6 +346,7 @@ def _tape(recorder: Recorder, inputs: list[int], output: Any, loss: Any, rule: L
     recorder.insist_on_lasting_decisions()
     recorder.insist_on_unfilled_arguments()
     recorder.insist_on_own_statistics()
+    recorder.settle_gradients()
     loss_ref = recorder.refer(loss) if isinstance(loss, Tensor) else None
     notes = [f"{fqn}: {reason}" for fqn, reason in (*rule.forced.items(), *rule.opened.items())]
     notes += [

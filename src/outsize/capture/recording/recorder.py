@@ -12,13 +12,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn.modules.batchnorm import _NormBase
 
 from outsize.capture.costs.fused_attention import attention_inputs, is_causal
@@ -49,7 +50,7 @@ from outsize.program.python_reads import LOSS
 from outsize.program.replaying.modes import Modes, current_modes
 from outsize.program.replaying.replay import insist
 from outsize.program.source_line import calling_line
-from outsize.program.tape import Guard, Instruction, Weight
+from outsize.program.tape import Guard, Instruction, Ref, Weight
 from outsize.program.tensor_parallel.opaque_modules import is_hooked
 from outsize.program.tree import leaves, map_leaves
 
@@ -607,6 +608,39 @@ class Recorder(Watcher):
         )
         for slot in instruction.defines() if wanted else ():
             self.slots.will_require_grad(slot)
+
+    def settle_gradients(self) -> None:
+        """Corrects which results of ATen ops require a gradient: the ops run once more, where autograd sees
+        them. During the recording they ran below it.
+        """
+        made: dict[int, Tensor] = {}
+        for instruction in self.instructions:
+            if isinstance(instruction.target, OpOverload):
+                # What cannot be run by itself (a write into a leaf, say) keeps what was foreseen.
+                with on_real_tensors(), self._fakes.mode, suppress(RuntimeError):
+                    self._settle(instruction, made)
+
+    def _settle(self, instruction: Instruction, made: dict[int, Tensor]) -> None:
+        def given(leaf: Any) -> Any:
+            if isinstance(leaf, Weight):
+                owner, _, name = leaf.name.rpartition(".")
+                return getattr(self._fakes.modules[owner], name)
+            if not isinstance(leaf, Ref):
+                return leaf
+            if leaf.slot not in made:
+                meta = self.slots.metas[leaf.slot]
+                fake = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+                with torch.enable_grad():
+                    made[leaf.slot] = fake.requires_grad_().clone() if meta.requires_grad else fake
+            return made[leaf.slot]
+
+        args, kwargs = map_leaves(given, (instruction.args, instruction.kwargs))
+        with torch.set_grad_enabled(instruction.modes.grad):
+            out: Any = instruction.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        for ref, tensor in zip(leaves(instruction.out), leaves(out), strict=True):
+            if isinstance(ref, Ref) and isinstance(tensor, Tensor):
+                made[ref.slot], meta = tensor, self.slots.metas[ref.slot]
+                self.slots.metas[ref.slot] = replace(meta, requires_grad=tensor.requires_grad)
 
     def _touched(self, target: Any, args: Any, kwargs: Any) -> list[tuple[Weight | None, Tensor]]:
         tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
