@@ -107,5 +107,5 @@ def test_what_is_no_list_of_microbatches(call: Any, text: str) -> None:
 
 
 def test_a_cache_of_nothing_is_refused() -> None:
-    with pytest.raises(BadOption, match="captures=0 keeps nothing"):
+    with pytest.raises(BadOption, match="captures=0 makes no sense; a whole number from"):
         engine_of("gpt2", fresh("gpt2"), "1f1b", captures=0)

@@ -199,7 +199,7 @@ def test_rule_11_containers_with_hooks_are_instructions_and_their_hooks_fire_eac
     assert [u.name for u in found.graph.units] == ["0", "1", "2", "sum"]
     fired.clear()
     check_every_cut(model, batch(), microbatches=4, outputs=False)
-    # Four cuts, each plain and split, four microbatches of two batches; each check runs the undivided one once.
+    # Four cuts, plain and split, four microbatches of two batches; each check runs the undivided one once.
     assert len(fired) == 2 * 8 * 4 + 4
 
 
