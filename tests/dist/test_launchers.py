@@ -135,8 +135,11 @@ def test_two_jobs_of_mpich_on_one_machine_at_a_time(folder: Path, losses: str) -
 
 
 def test_processes_that_are_many_and_have_no_rank_say_so(folder: Path) -> None:
-    """As `python train.py & python train.py &` of a shell: nothing tells them of each other."""
-    both = [_started(folder, sys.executable, "train.py", "beside", other) for other in ("2", "1")]
+    """As `python train.py & python train.py &` of a shell: nothing tells them of each other.
+
+    By `env` they are interpreters of their own: forks of the test process have its command line.
+    """
+    both = [_started(folder, "env", sys.executable, "train.py", "beside", other) for other in ("2", "1")]
     ended = [one.communicate(timeout=PATIENCE_S) for one in both]
     said = [err for _, err in ended]
     assert [one.returncode for one in both] == [0, 0], said
