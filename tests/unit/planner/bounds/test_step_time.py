@@ -148,11 +148,11 @@ def small(memory_bytes: int) -> Cluster:
 
 
 def every(pipeline: Pipeline) -> Iterator[Estimate]:
-    """All cuts in all ways that fit."""
+    """All cuts in all ways that fit, and whose stages have a weight each, as split insists."""
     for bounds in cuts(pipeline.case.units, pipeline.stages):
         for ways in product(range(2), repeat=pipeline.stages):
             found = estimate_cut(pipeline, bounds, ways)
-            if found.fits:
+            if found.may_be_chosen:
                 yield found
 
 
