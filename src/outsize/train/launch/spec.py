@@ -135,9 +135,8 @@ class LaunchSpec:
         return self.shown_as or shlex.join(["-m", self.argv[0]] if self.module else [self.argv[0]])
 
 
-# What NCCL 2.30 needs for several ranks of a communicator on one device: to be allowed it, no multicast
-# objects (a device has one owner of those), and so few blocks that the kernels of all ranks are resident at a
-# time, because each waits for the others. Source: NCCL's release notes and its page of environment variables.
+# What NCCL 2.30 is said to need for several ranks of a communicator on one device (public threads, not run
+# here yet): to be allowed it, no NVLS, and few blocks, because the kernels of all ranks wait for each other.
 SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
 
 
