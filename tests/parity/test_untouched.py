@@ -1,6 +1,6 @@
 """Nothing but a step changes the model (law 11): not its weights, nor what hangs on them or on its modules.
 
-`capture`, `plan`, `check` and `parallelize` run each model; its fingerprint before and after is the same,
+`capture`, `fit`, `plan`, `check` and `parallelize` run each model; its fingerprint before and after is the same,
 with the attributes of parameters, the contents of containers and the objects that modules hold.
 """
 
@@ -134,6 +134,7 @@ def ask_everything(model: nn.Module, args: Any, kwargs: Any, **loss: Any) -> Non
     """Asks what needs no training step."""
     of_loss = {name: value for name, value in loss.items() if value is not None}
     outsize.capture(model, args, kwargs, **of_loss)
+    outsize.fit(model, args, kwargs, cluster="2xcpu", **of_loss)
     outsize.plan(model, args, kwargs, stages=2, microbatches=2, cluster="2xcpu", **of_loss)
     outsize.check(model, args, kwargs, stages=2, microbatches=2, **of_loss)
     outsize.parallelize(model, args, kwargs, stages=2, microbatches=2, optimizer=sgd, **of_loss)

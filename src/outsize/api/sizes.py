@@ -38,8 +38,14 @@ def largest_batch(
 
     The options are those of `fit`. Without `microbatches` a batch has one for each stage, so one on one
     device: more microbatches take a larger batch in parts. Sizes are multiples of microbatches and replicas.
-    Raises as `fit`.
+    Raises as `fit`, and BadOption for a `batch_size`, which it looks for.
     """
+    if "batch_size" in options:
+        raise BadOption(
+            "largest_batch looks for batch_size, and was given one",
+            numbers=f"{options['batch_size']!r}",
+            next_step="leave it out; outsize.fit(model, ..., batch_size=32) says whether 32 samples fit",
+        )
     case, cluster = adapted_case(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))
     request = asked_of(case, options)
     if request.microbatches is None:

@@ -46,6 +46,7 @@ ENGINE: Final[Mapping[str, str]] = {
     "forward": "engine.evaluate(x), whose outputs are those of the model",
     "get_lr": _RATE,
     "is_main_process": "engine.rank == 0",
+    "load": _RESUMED,
     "load_checkpoint": _RESUMED,
     "load_state": _RESUMED,
     "load_state_dict": "engine.module.load_state_dict(state, strict=False), or parallelize(weights='FOLDER')",

@@ -190,6 +190,26 @@ LOOP_MISTAKES = {
     ),
     "result.item()": Mistake(lambda: step(X, target=Y).item(), "has no `item`", "result.loss"),
     "result.logits": Mistake(lambda: step(X, target=Y).logits, "has no `logits`", "gather='outputs'"),
+    "float(result)": Mistake(
+        lambda: float(step(X, target=Y)), "is no number", "result.loss"  # pyright: ignore
+    ),
+    "result['loss']": Mistake(
+        lambda: step(X, target=Y)["loss"], "has no item 'loss'", "result.loss"  # pyright: ignore
+    ),
+    "loss, outputs = engine.step()": Mistake(
+        lambda: dict([step(X, target=Y)]), "one object, not several", "result.loss"  # pyright: ignore
+    ),
+    "engine.load()": Mistake(lambda: _missing("load"), "has no `load`", "resume='run'"),
+    "engine.lr = 0.1": Mistake(
+        lambda: setattr(engine(), "lr", 0.1), "no step reads engine.lr", "engine.optimizer.param_groups"
+    ),
+    "engine.optimizer = other": Mistake(
+        lambda: setattr(engine(), "optimizer", torch.optim.SGD(mlp().parameters())),
+        "exchanged for another SGD", "parallelize(optimizer=",
+    ),
+    "batches(dataset)": Mistake(
+        lambda: engine().batches(TensorDataset(X, Y)), "gives samples, not batches", "DataLoader(dataset"
+    ),
     "a number for a loader": Mistake(
         lambda: engine().batches(3), "a int gives no batches", "engine.batches(DataLoader"  # pyright: ignore
     ),

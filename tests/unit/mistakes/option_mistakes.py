@@ -188,6 +188,10 @@ OPTION_MISTAKES = {
         lambda: outsize.resume(mlp(), (X,), "run"),  # pyright: ignore[reportArgumentType]
         "a Sequential, no path", "outsize.resume('run', model, (x,), ...)"
     ),
+    "largest_batch(batch_size=)": Mistake(
+        lambda: outsize.largest_batch(mlp(), (X,), cluster="1x1GB", batch_size=8),
+        "looks for batch_size", "leave it out",
+    ),
     "largest of a model": Mistake(
         lambda: outsize.largest(mlp(), cluster="1x1GB"),
         "make is a Sequential, no function of a size", "make=lambda size: (model"

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.utils.data import Dataset, IterableDataset
 
 from outsize.errors import BadOption
 from outsize.errors.arguments import insist_on_whole_number
@@ -75,6 +76,7 @@ _version = cache(version)
 RANDOM: Final = "random"
 ALSO: Final = "also"
 OWN: Final = "optimizer"
+A_LOADER: Final = "engine.batches(DataLoader(dataset, batch_size=32))"
 Facts = dict[str, Any]
 
 
@@ -503,10 +505,9 @@ class Checkpoints:
         A `trial` finds out whether a run can go on within its batches. Raises BadOption for what has none.
         """
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-            raise BadOption(
-                f"a {type(loader).__name__} gives no batches",
-                next_step="engine.batches(DataLoader(dataset, batch_size=32))",
-            )
+            raise BadOption(f"a {type(loader).__name__} gives no batches", next_step=A_LOADER)
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise BadOption(f"a {type(loader).__name__} gives samples, not batches", next_step=A_LOADER)
         for known in self._attached.loaders:
             if known.loader is loader:
                 return known

@@ -249,6 +249,18 @@ class Engine:
         """Raises AttributeError, for what other engines have with the call to use instead."""
         raise AttributeError(missing("an engine", name, ENGINE))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. Raises BadOption for one that no step would read, and for another optimizer."""
+        if name in ENGINE:
+            raise BadOption(f"no step reads engine.{name}, which is set", next_step=ENGINE[name])
+        if name == "optimizer" and self.__dict__.get(name, value) not in (None, value):
+            raise BadOption(
+                f"the optimizer of an engine is exchanged for another {type(value).__name__}",
+                next_step="parallelize(optimizer=lambda weights: ...), once; its groups may change: "
+                "engine.optimizer.param_groups",
+            )
+        super().__setattr__(name, value)
+
     def __reduce__(self) -> NoReturn:
         """Raises BadOption: a process, its devices and its connections cannot be copied or written."""
         raise BadOption(

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,18 @@ class StepResult:
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError, for what a tensor or an output has with what to write instead."""
         raise AttributeError(missing("the result of a step", name, RESULT))
+
+    def __float__(self) -> NoReturn:
+        """Raises BadOption: the result is no number."""
+        raise BadOption("the result of a step is no number", next_step=RESULT["item"])
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Raises BadOption: the result has attributes."""
+        raise BadOption(f"the result of a step has no item {key!r}", next_step=RESULT["item"])
+
+    def __iter__(self) -> NoReturn:
+        """Raises BadOption: the result is neither a pair nor a loss alone."""
+        raise BadOption("the result of a step is one object, not several", next_step=RESULT["item"])
 
 
 @final
