@@ -27,7 +27,8 @@ ALONE = (
     "encoder",
     "tokens first",
 )
-RARE = ("t5:pieces", "padded", "gemma", "qwen3", "encoder")  # with --all alone: other rows have their rules
+# With --all alone: other rows have their rules; test_compiled_tensor.py compiles between collectives.
+RARE = ("shallow:compiled", "t5:pieces", "padded", "gemma", "qwen3", "t5", "encoder")
 SINGLE = ("llama:single", "mixtral")
 MESHES = (
     "llama:pp2:full",
@@ -40,7 +41,12 @@ MESHES = (
     "llama:tp2:sequence:pieces",
 )
 # With --all alone: each axis and each mark is in one of the others, too.
-RARE_MESHES = ("gpt2 eager:replicate2", "gpt2 eager:tp2")
+RARE_MESHES = (
+    "gpt2 eager:replicate2",
+    "gpt2 eager:tp2",
+    "llama:replicate2:sharded",
+    "gpt2 eager:pp2:pieces",
+)
 FLOAT32_INSIDE = ("gemma",)  # it casts to float32 by itself
 
 Found = list[dict[str, dict[str, Any]]]

@@ -51,19 +51,29 @@ def expected() -> dict[str, Found]:
 
 
 MORE = ("stages and tp", "shards and tp")
+# All meet stages and shards; the other layouts, without --all, every third of each kind.
+WITH_ALL = ("stages", "shards", *MORE)
+THIRD = {
+    name: make
+    for kind in (ELEMENTWISE, PER_WEIGHT, ALL_WEIGHTS, DRAWS)
+    for name, make in [*kind.items()][::3]
+}
 
 
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=[pytest.mark.full] * (each in MORE)) for each in LAYOUTS]
 )
-def test_numbers_of_one_process(tmp_path: Path, expected: dict[str, Found], layout: str) -> None:
+def test_numbers_of_one_process(
+    pytestconfig: pytest.Config, tmp_path: Path, expected: dict[str, Found], layout: str
+) -> None:
     """Bits but for tp, where gradients are rounded; also hyperparameters that a step changes, and draws."""
+    makes = EVERY if layout in WITH_ALL or pytestconfig.getoption("--all") else THIRD
     ranks, axes = LAYOUTS[layout]
     plan = plan_of(ranks, **axes)
     most = 2e-6 if "tp" in axes else 0.0
 
     def work(group: Any) -> dict[str, Any]:
-        return compared(EVERY, plan, expected, group)
+        return compared(makes, plan, expected, group)
 
     for said in on_ranks(tmp_path, ranks, work):
         wrong = {name: each for name, each in said.items() if each[0] > most or not all(each[1:])}

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.dist
 
 ALONE = ("llama", "gpt2", "vit")
 PIPED = ("llama", "gpt2", "t5", "mixtral", "encoder", "convolutional", "bert", "vit")
-RARE = ("gpt2", "encoder", "bert", "vit")  # with --all: stages cut them as they cut a llama and a T5
+RARE = ("gpt2", "encoder", "convolutional", "bert", "vit")  # with --all: cut as a llama and a T5 are
 REPLICATED = ("gpt2:2", "convolutional:2")
 UNEVEN = 0.12  # 9 tokens or 61 rows are no two equal parts
 

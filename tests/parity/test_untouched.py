@@ -1,7 +1,7 @@
 """Nothing but a step changes the model (law 11): not its weights, nor what hangs on them or on its modules.
 
-`capture`, `fit`, `plan`, `check` and `parallelize` run each model; its fingerprint before and after is the same,
-with the attributes of parameters, the contents of containers and the objects that modules hold.
+`capture`, `fit`, `plan`, `check` and `parallelize` run each model; its fingerprint before and after is the
+same, with the attributes of parameters, the contents of containers and the objects that modules hold.
 """
 
 from __future__ import annotations

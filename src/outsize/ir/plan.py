@@ -280,7 +280,7 @@ class Plan(Record):
     def _check_ranks(self) -> None:
         """Raises BadPlan where a rank of the pipeline has no stage, or a stage no rank."""
         on_ranks = {*self.ranks} if self.stages else set[int]()
-        if on_ranks != {*range(self.axes.pp)}:
+        if len(on_ranks) != self.axes.pp or max(on_ranks) >= self.axes.pp:  # a set of pp numbers may not fit
             raise BadPlan(
                 f"the plan has {self.axes.pp} ranks of a pipeline, and stages for {len(on_ranks)} of them",
                 numbers=f"axes.pp {self.axes.pp}, {len(self.stages)} stages, schedule {self.schedule!r}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,17 @@ def test_a_bad_field_is_named(change: dict[str, object], where: str, tmp_path: P
     path.write_text(json.dumps({**json.loads(GOOD.to_json()), **change}))
     with pytest.raises(BadPlan, match=f"E205.*{where}"):
         Plan.load(path)
+
+
+def test_a_number_in_a_file_takes_no_memory() -> None:
+    """A pipeline of many ranks is refused before anything is as long as that."""
+    document = {**json.loads(GOOD.to_json()), "axes": {**GOOD.axes.model_dump(), "pp": 2**22}}
+    tracemalloc.start()
+    with pytest.raises(BadPlan, match=f"{2**22} ranks of a pipeline, and stages for 2"):
+        Plan.of_document(document)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2**20
 
 
 def test_a_plan_says_where_its_stages_are() -> None:

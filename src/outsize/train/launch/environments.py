@@ -1,5 +1,5 @@
 """Detects this process's place in a run that torchrun did not start: Slurm, Flux, Open MPI, MVAPICH, LSF's
-jsrun, MPICH, Intel MPI and PALS. Tells what looks like a run that no variable describes.
+jsrun, MPICH, Intel MPI, PALS and submitit. Tells what looks like a run that no variable describes.
 
 Each launcher gives a process its number, how many there are, and its number on its machine, in variables of
 its own. `detected` turns them into torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). None
@@ -130,6 +130,14 @@ _LAUNCHERS: Final = (
     ),
     _PMI,
     *_BATCH_SYSTEMS,
+    _Launcher(
+        "submitit",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "SUBMITIT_LOCAL_NTASKS",
+        ("SUBMITIT_LOCAL_LOCALID",),
+        local_size="SUBMITIT_LOCAL_NTASKS",  # its LocalExecutor; its other one is Slurm's srun
+        job=("SUBMITIT_LOCAL_JOB_ID",),
+    ),
 )
 # These say that a process is one of several, and not of how many.
 _UNREAD: Final = {

@@ -46,6 +46,13 @@ MVAPICH = {f"MV2_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")} | {
 JSRUN = {f"JSM_NAMESPACE_{name}": "0" for name in ("RANK", "LOCAL_RANK")} | {
     f"JSM_NAMESPACE_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")
 }
+# A task of submitit's LocalExecutor, version 1.5.4
+SUBMITIT = {
+    "SUBMITIT_LOCAL_JOB_ID": "659",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_LOCALID": "1",
+}
 INTEL = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
 
 
@@ -66,6 +73,7 @@ def _without(env: dict[str, str], name: str) -> dict[str, str]:
         ({**FLUX, **INTEL, "PMI_SIZE": "8", "MPI_LOCALNRANKS": "8"}, ("3", "8", "3", "127.0.0.1")),
         (MVAPICH, ("1", "2", "1", "127.0.0.1")),
         (JSRUN, ("0", "2", "0", "127.0.0.1")),
+        (SUBMITIT, ("1", "2", "1", "127.0.0.1")),
         (
             {"PMI_RANK": "1", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "0", "MASTER_ADDR": "x0"},
             ("1", "8", "0", "x0"),
@@ -77,7 +85,7 @@ def _without(env: dict[str, str], name: str) -> dict[str, str]:
     ids=[
         *("Open MPI", "Slurm", "Slurm on one node", "Intel MPI"),
         *("Flux on one node", "Flux, told where", "Flux in a Slurm job", "mpirun in a Flux job"),
-        *("MVAPICH", "jsrun", "PALS"),
+        *("MVAPICH", "jsrun", "submitit", "PALS"),
         *("Slurm, told where", "srun --mpi=pmi2", "mpirun in a Slurm job"),
     ],
 )
