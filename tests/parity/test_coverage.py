@@ -17,8 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # One model in 32 runs in `make test`; each family has others in tests/parity and tests/dist.
 STEP = 32
-# They run for large models, frozen configurations, images beside text, and adapters.
-STAND_INS = ("deeplabv3_resnet", "diffusers_pixart", "llava", "lora_gpt2")
+# They run for large models, frozen configurations, images beside text, adapters, tables in C++, and layers
+# that raise.
+STAND_INS = ("deeplabv3_resnet", "diffusers_pixart", "llava", "lora_gpt2", "scripted", "second_try")
 # Each microbatch of another shape, recorded several times: only with --all; test_packed.py has their inputs.
 LONG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # Four to twenty seconds each, of kinds that others of the slice or test_one_process.py have; with --all.

@@ -172,7 +172,10 @@ def _watch(
                 _add_output(costs, out)
 
             module = model.get_submodule(name)
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(
+                module.register_forward_hook(leave, always_call=True)
+            )  # it may raise, and be caught
         try:
             return sum(_nbytes(leaf) for leaf in leaves(model(*args, **kwargs)))
         finally:

@@ -14,6 +14,7 @@ looked at more closely: walks over all modules are what steps of small stages no
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any, Final, final
 
 from torch import nn
@@ -89,7 +90,9 @@ class Look:
         self._classes = list(map(type, modules))
         parameters = [module._parameters for module in modules if module._parameters]
         tables = [*parameters, *(module._modules for module in modules if module._modules)]
-        self._tables = WholeDicts(tables)
+        self._tables = WholeDicts(table for table in tables if isinstance(table, dict))
+        # Those of a scripted module are in C++.
+        self._scripted = [(table, table.values()) for table in tables if not isinstance(table, dict)]
         self._empty = [module._parameters for module in modules if not module._parameters]
         self._empty += [module._modules for module in modules if not module._modules]
         hooks = [vars(module)[kind] for module in modules for kind in HOOKS if kind in vars(module)]
@@ -105,6 +108,8 @@ class Look:
         if any(self._empty) or not self._has_same_hooks():
             return False
         if list(map(type, self._every)) != self._classes or not self._tables.are_same():
+            return False
+        if any(not all(map(is_, table.values(), held)) for table, held in self._scripted):
             return False
         if not self._flags.are_same():
             return False

@@ -163,3 +163,12 @@ def test_a_look_sees_each_change_of_the_structure(change: Callable[[Any], Any]) 
     assert look.is_same()
     change(model)
     assert not look.is_same()
+
+
+def test_a_scripted_module_has_its_tables_in_cpp() -> None:
+    scripted: Any = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    versions = StructureVersions(scripted, plain=False)
+    first = versions.number()
+    assert (versions.number(), versions.looks) == (first, 1)
+    getattr(scripted, "0").weight.requires_grad_(False)
+    assert versions.number() != first
