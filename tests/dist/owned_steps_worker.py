@@ -107,8 +107,7 @@ def plain(make: Make, clip_norm: float | None = None, *, halves_rate: bool = Fal
         optimizer.step()
         if schedule is not None:
             schedule.step()
-        for p in net.parameters():
-            p.grad = None
+        optimizer.zero_grad()
     found.weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     found.group, found.drawn = group_of(optimizer), torch.rand(2)
     return found

@@ -30,7 +30,7 @@ from outsize.errors import BadOption
 from outsize.train.optimizers.placed import OwnerNote
 
 # owned_steps_worker has put the folder of these on the path.
-from coupled_optimizers import ALL_WEIGHTS, DRAWS, ELEMENTWISE, PER_WEIGHT, Sharpness, Curvature  # isort: skip
+from coupled_optimizers import ALL_WEIGHTS, DRAWS, ELEMENTWISE, PER_WEIGHT, Curvature, OwnRate, Sharpness  # isort: skip
 
 EVERY: dict[str, Make] = {**ELEMENTWISE, **PER_WEIGHT, **ALL_WEIGHTS, **DRAWS}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -78,6 +78,20 @@ def test_numbers_of_one_process(
     for said in on_ranks(tmp_path, ranks, work):
         wrong = {name: each for name, each in said.items() if each[0] > most or not all(each[1:])}
         assert not wrong
+
+
+@pytest.mark.parametrize("layout", ["stages", "shards"])
+def test_a_rate_that_the_step_itself_writes_differs_between_ranks(tmp_path: Path, layout: str) -> None:
+    (ranks, axes), wanted = LAYOUTS[layout], plain(OwnRate)
+    plan = plan_of(ranks, **axes)
+
+    def work(group: Any) -> tuple[float, Any]:
+        found = split(OwnRate, plan, group)
+        return distance(found, wanted), found.group
+
+    (first_gap, first), (second_gap, second) = on_ranks(tmp_path, ranks, work)
+    assert (first_gap, second_gap) == (0.0, 0.0)
+    assert first != second
 
 
 GOES_ON = {"adafactor": PER_WEIGHT["adafactor"], "growing step": ALL_WEIGHTS["growing step"]}

@@ -118,6 +118,11 @@ def ones(like: Tensor, *sizes: int) -> Tensor:
     return torch.ones(sizes).to(like.device)
 
 
+def whole(x: Tensor) -> Tensor:
+    """The CPU counts no integers."""
+    return x.round().to(torch.float if x.is_cpu else torch.int)
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "index": lambda x: x[torch.tensor([0, 2]).to(x.device)],
     "where": lambda x: torch.where(x > 0, x, 0.0),
@@ -140,6 +145,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "roll": lambda x: x.roll(1, 0),
     "out": lambda x: torch.add(x, 1, out=torch.empty(0, device=x.device)),
     "histc": lambda x: x.histc(5),
+    "histc of whole numbers": lambda x: whole(x).histc(4, -2, 2).float(),
     "linalg": lambda x: torch.linalg.inv(x @ x.T + 4 * torch.eye(4, device=x.device)),
     "bfloat16": lambda x: (x.bfloat16() @ x.bfloat16().T).float(),
     "multi_margin": lambda x: F.nll_loss(x.log_softmax(-1), torch.arange(4).to(x.device)),

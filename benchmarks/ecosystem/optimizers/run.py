@@ -188,7 +188,6 @@ def plain(optimizer: Optimizer, noise: float = 0.0, dtype: torch.dtype = torch.f
         x, y = batch(step, dtype)
 
         def evaluated(x: Tensor = x, y: Tensor = y) -> Tensor:
-            made.zero_grad()
             halves = zip(x.chunk(2), y.chunk(2), strict=True)
             losses = [functional.cross_entropy(net(a), b) / 2 for a, b in halves]
             for loss in losses:
@@ -200,7 +199,12 @@ def plain(optimizer: Optimizer, noise: float = 0.0, dtype: torch.dtype = torch.f
 
         loss = evaluated()
         if way.closure:
-            made.step(evaluated)
+
+            def again(evaluated: Callable[[], Tensor] = evaluated) -> Tensor:
+                made.zero_grad()
+                return evaluated()
+
+            made.step(again)
         else:
             made.step()
         made.zero_grad()

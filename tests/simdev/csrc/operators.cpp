@@ -202,6 +202,16 @@ void convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack* stac
   launch_operator(backward, stack);
 }
 
+// CUDA counts whole numbers, too, which the CPU's kernel refuses.
+void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto first = stack->end() - ptrdiff_t(op.schema().arguments().size());
+  const auto type = first->toTensor().scalar_type();
+  const bool whole = c10::isIntegralType(type, false);
+  if (whole) *first = first->toTensor().to(at::kDouble);
+  launch_operator(op, stack);
+  if (whole) stack->back() = stack->back().toTensor().to(type);
+}
+
 // Fused attention gives other bits than its formula, and the formula runs everywhere.
 int64_t attention_by_formula(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
@@ -267,6 +277,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_thnn_fused_lstm_cell", &lstm_cell);
   library.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  library.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   library.impl(
       "convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }

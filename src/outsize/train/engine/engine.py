@@ -662,10 +662,11 @@ class Engine:
                 f"a step of {type(self.optimizer).__name__} evaluates the batch several times",
                 next_step="engine.step(x, target=y), which passes the closure that it wants",
             )
-        if self._scaling is not None:
-            self._scaling.step()
-        elif self.optimizer is not None:
-            self.optimizer.step()
+        with self._loop.own_step(self.optimizer):
+            if self._scaling is not None:
+                self._scaling.step()
+            elif self.optimizer is not None:
+                self.optimizer.step()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         return norm
@@ -738,7 +739,8 @@ class Engine:
                 self._clip()
             return again
 
-        optimizer.step(evaluated)
+        with self._loop.own_step(optimizer):
+            optimizer.step(evaluated)
         optimizer.zero_grad()
         return norm
 

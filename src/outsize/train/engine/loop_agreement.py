@@ -9,14 +9,16 @@ ranks than in one process:
 In the steps whose batches are compared (train/ranks/batch_check.py) ranks also compare the factor by which
 their gradients were scaled between a step and an update, and their learning rates. A factor is known where
 all gradients that are looked at have the same one, as clipping by a norm leaves it. These are the smallest
-ones, by their norms before and after; nothing waits for a device until it is compared.
+ones, by their norms before and after; nothing waits for a device until it is compared. A learning rate that a
+step itself has written (timm's Adafactor finds its own for each weight) is the optimizer's, and not compared.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Final, NamedTuple, final
 
@@ -51,6 +53,7 @@ class LoopAgreement:
         self._seen: list[_Seen] = []
         self._factors: list[Tensor] = []
         self._first_rates: list[float | None] = []
+        self._written: set[int] = set()  # groups whose learning rate a step has written
 
     def begin(self, optimizer: Any) -> None:
         """Notes the learning rates of an optimizer that has just been made."""
@@ -76,11 +79,21 @@ class LoopAgreement:
         if any(one.parameter.grad is None for one in seen):
             self._factors = [torch.linalg.vector_norm(one.gradient) / one.norm for one in seen]
 
+    @contextmanager
+    def own_step(self, optimizer: Any) -> Iterator[None]:
+        """Notes which learning rates the optimizer's own step writes."""
+        before = [] if self._group is None else _written_rates(optimizer)
+        yield
+        if before:
+            pairs = enumerate(zip(before, _written_rates(optimizer), strict=False))
+            self._written.update(at for at, (old, new) in pairs if _is_another(old, new))
+
     def compare(self, optimizer: Any, step: int) -> None:
         """A collective. Raises WorldMismatch on all ranks where their loops have done different things."""
         if self._group is None:
             return
         rates = [] if optimizer is None else learning_rates(optimizer)
+        rates = [None if at in self._written else rate for at, rate in enumerate(rates)]
         own = self.factor(), len(self._factors), self._first_rates, rates
         every = all_gather_json(own, self._group, "what loops do between steps")
         self._factors = []
@@ -125,6 +138,15 @@ class UpdateWatch:
             )
 
 
+def _written_rates(optimizer: Any) -> list[Any]:
+    return [group.get("lr") for group in getattr(optimizer, "param_groups", ())]
+
+
+def _is_another(old: Any, new: Any) -> bool:
+    """Compares numbers, and tensors by identity: to read one waits for its device."""
+    return old is not new and (isinstance(old, Tensor) or isinstance(new, Tensor) or old != new)
+
+
 def _versions(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
     """Returns how often each of the first weights was written."""
     return tuple(p._version for p in islice(parameters, _GRADIENTS) if not p.is_inference())
@@ -152,8 +174,9 @@ def insist_on_one_rate(rates: Sequence[tuple[list[float | None], list[float | No
     """
     first, now = rates[0]
     for rank, (other_first, other) in enumerate(rates):
-        if other_first == first and other != now:
-            place = next(place for place, rate in enumerate(now) if rate != other[place])
+        pairs = [] if other_first != first else enumerate(zip(now, other, strict=True))
+        place = next((at for at, (a, b) in pairs if a != b and None not in (a, b)), None)
+        if place is not None:
             raise WorldMismatch(
                 f"the ranks of this run have learning rates that differ before step {step}",
                 numbers=f"group {place}: rank 0 has {now[place]}, rank {rank} has {other[place]}",

@@ -11,7 +11,8 @@ the optimizers that it makes take some steps side by side, on the same gradients
     single     one for each weight: where it differs, weights are coupled
     halves     one over the first halves of all weights, one over the second ones along another dim: where
                they differ from that half of the joint one, elements of a weight are coupled
-    large      the same for one large matrix: some optimizers treat small weights in a simpler way
+    large      the same for the largest weights of each number of dims, and for those whose shorter side is
+               the largest: some optimizers treat small weights, or thin ones, in a simpler way
 
 Gradients keep their directions from step to step, as an estimate of a step size grows by that alone, and
 their scales change differently for each weight, so that a norm over several is no constant factor; by no
@@ -36,6 +37,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
@@ -55,8 +57,8 @@ STEPS: Final = 12  # some optimizers couple elements in every k-th step only
 _LARGE_STEPS: Final = 4
 _MOST_WEIGHTS: Final = 7
 _SMALL: Final = (6, 10, 3, 2)  # the most elements along each dim of a small weight
-_LARGE: Final = (128, 160)
-_PLAIN_ELEMENTS: Final = 4096  # a weight of fewer elements is no case for the large trial
+_LARGE: Final = {1: (8192,), 2: (128, 160)}  # of a large one, by the number of dims
+_LARGE_OF_MORE_DIMS: Final = (40, 48, 3, 3, 3)
 _USUAL_STATES: Final = 2.0  # those of Adam, where the optimizer does not show its own
 _RELATIVE: Final = 1e-5  # of the weight's movement: what rounding may differ by
 
@@ -137,10 +139,11 @@ class CouplingTrial:
             return Coupling("all weights", kind, wants=wants)
         reach, joint = self._compared(samples, STEPS)
         if reach == "elementwise" and self.divided:
-            shapes = _with_large(chosen)
-            if shapes is not None:
+            shapes = _with_large(self.kinds, chosen)
+            if shapes:
                 large = replace(self, spread=False)
-                reach, _ = large._compared(_samples(chosen, shapes, dtype, self.device), _LARGE_STEPS)
+                samples_of = _samples([*shapes], [*shapes.values()], dtype, self.device)
+                reach, _ = large._compared(samples_of, _LARGE_STEPS)
         if reach == "elementwise" and not self._takes_shards(samples):
             reach = "per weight"
         return Coupling(reach, kind, joint.drew or self._draws(chosen, dtype), joint.states())
@@ -283,14 +286,25 @@ def _small(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(size, limit) for size, limit in zip(shape, most, strict=False))
 
 
-def _with_large(kinds: Sequence[WeightKind]) -> list[tuple[int, ...]] | None:
-    """Returns the small shapes with one large matrix among them; None for a model without any."""
-    matrices = [kind for kind in kinds if len(kind.shape) == 2]
-    largest = max(matrices, key=lambda kind: kind.shape[0] * kind.shape[1], default=None)
-    if largest is None or largest.shape[0] * largest.shape[1] < _PLAIN_ELEMENTS:
-        return None
-    rows, columns = (min(size, most) for size, most in zip(largest.shape, _LARGE, strict=True))
-    return [(rows, columns) if kind is largest else _small(kind.shape) for kind in kinds]
+def _with_large(
+    kinds: Sequence[WeightKind], chosen: Sequence[WeightKind]
+) -> dict[WeightKind, tuple[int, ...]]:
+    """Returns the shapes of the chosen weights, small, and of the largest ones; empty where none is large."""
+    by_dims: dict[int, list[WeightKind]] = {}
+    for kind in kinds:
+        if kind.requires_grad and 0 not in kind.shape and kind.shape:
+            by_dims.setdefault(len(kind.shape), []).append(kind)
+    measures = (lambda kind: prod(kind.shape), lambda kind: sorted(kind.shape)[-2:][0])
+    largest = {max(some, key=measure): None for some in by_dims.values() for measure in measures}
+    shapes = {kind: _limited(kind.shape) for kind in largest}
+    shapes = {kind: shape for kind, shape in shapes.items() if shape != _small(kind.shape)}
+    others = (kind for kind in chosen if kind not in shapes)
+    return {**{kind: _small(kind.shape) for kind in others}, **shapes} if shapes else {}
+
+
+def _limited(shape: Sequence[int]) -> tuple[int, ...]:
+    most = _LARGE.get(len(shape), _LARGE_OF_MORE_DIMS)
+    return (*map(min, shape, most), *(min(size, 2) for size in shape[len(most) :]))
 
 
 def _samples(

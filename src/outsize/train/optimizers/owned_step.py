@@ -70,6 +70,7 @@ class OwnedStep:
         self._wholes = {name: self._made(name) for name in owners}
         self._optimizer: Any = None
         self._own_step: Callable[[], Any] = lambda: None
+        self._own_zero_grad: Callable[..., Any] = lambda: None
 
     # -- the optimizer -----------------------------------------------------------------------------------
 
@@ -81,7 +82,8 @@ class OwnedStep:
         with standing_in(self._held.model, self._wholes):
             optimizer = make(list(self._wholes.values()))
         self._release()
-        self._optimizer, self._own_step = optimizer, optimizer.step
+        self._optimizer = optimizer
+        self._own_step, self._own_zero_grad = optimizer.step, optimizer.zero_grad
         replace_step(optimizer, self.step)
         optimizer.zero_grad = self.zero_grad
         return optimizer
@@ -112,7 +114,8 @@ class OwnedStep:
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of this rank's parts."""
+        """Drops the gradients of this rank's parts; the optimizer's own method may do more than that."""
+        _ = self._own_zero_grad() if set_to_none else self._own_zero_grad(set_to_none=False)
         for part in self.parts():
             if part.grad is not None and set_to_none:
                 part.grad = None
@@ -268,7 +271,16 @@ class OwnedStep:
         for group, own, new in zip(groups, known, told, strict=True):
             for key, value in new.items():
                 if key not in own or json.dumps(own[key]) != json.dumps(value):
-                    _set(group, key, value)
+                    self._set(group, key, value)
+
+    def _set(self, group: dict[str, Any], key: str, value: Any) -> None:
+        known = group.get(key)
+        if isinstance(known, Tensor) and known.is_meta:  # made on the device of a weight that is not here
+            group[key] = torch.full_like(known, value, device=self._device)
+        elif isinstance(known, Tensor) and value is not None:
+            known.fill_(value)
+        else:
+            group[key] = tuple(value or ()) if isinstance(known, tuple) else value
 
 
 def replace_step(optimizer: Any, step: Callable[[Callable[[], Any] | None], Any]) -> None:
@@ -284,23 +296,19 @@ def replace_step(optimizer: Any, step: Callable[[Callable[[], Any] | None], Any]
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those hyperparameters that are numbers, texts or lists of them."""
-    found = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+    """Returns those hyperparameters that are numbers, texts or lists of them; none has its value on meta."""
+    found = {k: v.item() if _is_number(v) else v for k, v in group.items()}
     return {key: value for key, value in found.items() if _is_plain(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    known = group.get(key)
-    if isinstance(known, Tensor) and value is not None:
-        known.fill_(value)
-    else:
-        group[key] = tuple(value or ()) if isinstance(known, tuple) else value
 
 
 def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -33,6 +33,7 @@ def test_rates_are_compared_where_groups_began_alike() -> None:
     insist_on_one_rate([([0.1], [0.05]), ([0.1], [0.05])], 1)
     insist_on_one_rate([([0.1], [0.05]), ([0.2], [0.2]), ([0.1, 0.1], [0.1, 0.1])], 1)
     insist_on_one_rate([([0.1], [0.05]), ([], [])], 1)
+    insist_on_one_rate([([0.1], [0.05]), ([0.1], [None])], 1)  # one that a step has written
     with pytest.raises(WorldMismatch, match=r"rank 0 has 0.05, rank 1 has 0.1\. Next: call scheduler.step"):
         insist_on_one_rate([([0.1], [0.05]), ([0.1], [0.1])], 1)
 

@@ -57,6 +57,20 @@ class SecondStep(Small):
         return p.grad if group["count"] % 2 else p.grad / (1 + p.grad.norm())
 
 
+class OwnRate(Small):
+    """Elementwise: a step begins with a rate of its own, and leaves that of its last weight in the group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = 0.05
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    group["lr"] = 0.05 * (1 + float(p.grad.norm()))
+
+
 class LargeBlocks(Small):
     """Per weight, in blocks of 256 elements, where a weight has 4096 and more; else by element."""
 
@@ -82,6 +96,19 @@ class GlobalNorm(Small):
         return p.grad * self.scale
 
 
+class CountsCleared(RowNorm):
+    """Per weight, and its own method for clearing gradients does more than that."""
+
+    cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+    def direction(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        return super().direction(p, group) / (1 + self.cleared)
+
+
 class GrowingStep(Small):
     """All weights: a step size in the groups that grows with the distance from the first weights."""
 
@@ -100,6 +127,21 @@ class GrowingStep(Small):
     def direction(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor:
         assert p.grad is not None
         return p.grad * group["d"]
+
+
+class GrowingTensor(GrowingStep):
+    """All weights: the step size is a tensor on their device."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.05) -> None:
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            group["largest"] = torch.zeros((), device=group["params"][0].device)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["largest"].fill_(group["d"])
 
 
 class CautiousStep(Small):
@@ -218,6 +260,7 @@ ELEMENTWISE = {
 }
 PER_WEIGHT = {
     "row norm": RowNorm,
+    "counts cleared": CountsCleared,
     "by size": BySize,
     "second step": SecondStep,
     "large blocks": LargeBlocks,
@@ -227,6 +270,7 @@ PER_WEIGHT = {
 ALL_WEIGHTS = {
     "global norm": GlobalNorm,
     "growing step": GrowingStep,
+    "growing tensor": GrowingTensor,
     "cautious step": CautiousStep,
     "own noise": OwnNoise,
 }

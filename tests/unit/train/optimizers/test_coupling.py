@@ -62,6 +62,46 @@ def test_draws_are_seen_whatever_the_layout(name: str) -> None:
     assert tried(DRAWS[name], divided=False, spread=False).draws
 
 
+class LargeSidesOnly(torch.optim.SGD):
+    """Divides gradients by their rows' norms where two dims have 16 elements and more."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and len(p.shape) > 1 and sorted(p.shape)[-2] >= 16:
+                    p.grad = p.grad / p.grad.square().sum(tuple(range(1, p.ndim)), keepdim=True).sqrt()
+        return super().step(closure)
+
+
+class LargeOnly(torch.optim.SGD):
+    """Divides gradients by their norm where a weight has 4096 elements and more."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel() >= 4096:
+                    p.grad = p.grad / p.grad.norm()
+        return super().step(closure)
+
+
+THIN = nn.Sequential(nn.Linear(2, 900), nn.Linear(900, 2), nn.Linear(20, 24))
+
+
+@pytest.mark.parametrize(
+    ("make", "net"),
+    [
+        (LargeSidesOnly, nn.Linear(16, 32)),
+        (LargeSidesOnly, nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 32, 3), nn.Conv2d(32, 48, 3))),
+        (LargeSidesOnly, THIN),
+        (LargeOnly, nn.Sequential(nn.LayerNorm(16), nn.LayerNorm(8192))),
+        (LargeOnly, nn.Conv2d(40, 60, 3)),
+    ],
+    ids=["a small matrix", "images", "beside thin ones", "a vector", "an image's"],
+)
+def test_coupling_that_begins_at_a_size_is_found(make: Callable[..., Any], net: nn.Module) -> None:
+    assert tried(lambda weights: make(weights, lr=0.1), net).reach == "per weight"
+
+
 class RoundsAtRandom(torch.optim.SGD):
     """Draws for weights of half precision alone."""
 
