@@ -87,7 +87,8 @@ class Found:
 
 
 def group_of(optimizer: Any) -> dict[str, Any]:
-    return {k: v for k, v in optimizer.param_groups[0].items() if isinstance(v, int | float)}
+    groups = getattr(optimizer, "param_groups", [{}])
+    return {k: v for k, v in groups[0].items() if isinstance(v, int | float)}
 
 
 def plain(make: Make, clip_norm: float | None = None, *, halves_rate: bool = False) -> Found:

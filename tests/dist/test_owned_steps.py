@@ -30,7 +30,9 @@ from outsize.errors import BadOption
 from outsize.train.optimizers.placed import OwnerNote
 
 # owned_steps_worker has put the folder of these on the path.
-from coupled_optimizers import ALL_WEIGHTS, DRAWS, ELEMENTWISE, PER_WEIGHT, Curvature, OwnRate, Sharpness  # isort: skip
+from coupled_optimizers import (  # isort: skip
+    ALL_WEIGHTS, DRAWS, ELEMENTWISE, PER_WEIGHT, Curvature, OwnRate, Sharpness, StepsCopies,
+)  # fmt: skip
 
 EVERY: dict[str, Make] = {**ELEMENTWISE, **PER_WEIGHT, **ALL_WEIGHTS, **DRAWS}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -92,6 +94,15 @@ def test_a_rate_that_the_step_itself_writes_differs_between_ranks(tmp_path: Path
     (first_gap, first), (second_gap, second) = on_ranks(tmp_path, ranks, work)
     assert (first_gap, second_gap) == (0.0, 0.0)
     assert first != second
+
+
+def test_an_optimizer_that_steps_copies_of_its_weights(tmp_path: Path) -> None:
+    (ranks, axes), wanted = LAYOUTS["shards"], plain(StepsCopies)
+    plan = plan_of(ranks, **axes)
+    assert on_ranks(tmp_path, ranks, lambda group: distance(split(StepsCopies, plan, group), wanted)) == [
+        0,
+        0,
+    ]
 
 
 GOES_ON = {"adafactor": PER_WEIGHT["adafactor"], "growing step": ALL_WEIGHTS["growing step"]}

@@ -101,9 +101,8 @@ class OwnedStep:
                 with torch.no_grad():
                     self._take_in(names, with_gradients=True)
                 if self._alone in (None, self._parts.rank):
-                    with only(
-                        groups_of(self._optimizer), [w for w in self._wholes.values() if w.grad is not None]
-                    ):
+                    groups = groups_of(self._optimizer)
+                    with only(groups, self._stepped(groups)):
                         self._own_step()
                 with torch.no_grad():
                     self._parts.scatter(names, self._part, self._whole)
@@ -112,6 +111,13 @@ class OwnedStep:
         if self._alone is not None:
             self._tell_groups(self._alone)
         return loss
+
+    def _stepped(self, groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter]:
+        """Returns what is in the groups but for weights without a gradient: copies that an optimizer steps in
+        the place of its weights are its own affair.
+        """
+        idle = {id(whole) for whole in self._wholes.values() if whole.grad is None}
+        return [p for group in groups for p in group["params"] if id(p) not in idle]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of this rank's parts; the optimizer's own method may do more than that."""

@@ -109,6 +109,28 @@ class CountsCleared(RowNorm):
         return super().direction(p, group) / (1 + self.cleared)
 
 
+class StepsCopies:
+    """Per weight: another optimizer steps copies in double precision."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.weights = list(parameters)
+        self.copies = [nn.Parameter(p.detach().double()) for p in self.weights]
+        self.optimizer = RowNorm(self.copies)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, copy in zip(self.weights, self.copies, strict=True):
+            copy.grad = None if p.grad is None else p.grad.double()
+        self.optimizer.step()
+        for p, copy in zip(self.weights, self.copies, strict=True):
+            if p.grad is not None:
+                p.copy_(copy)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in self.weights:
+            p.grad = None
+
+
 class GrowingStep(Small):
     """All weights: a step size in the groups that grows with the distance from the first weights."""
 
