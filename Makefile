@@ -45,7 +45,7 @@ fuzz: $(STAMP)  ## read a million changed files, of which `make test` reads 500;
 
 MINUTES := 30
 chaos: $(STAMP)  ## inflict random faults on an elastic run for 30 minutes; MINUTES=N, SEED=N, AGENTS=2, EVERY=10 with copies in memory
-	cd tests/dist && PYTHONPATH=../../src OMP_NUM_THREADS=1 ../../$(BIN)/python -u chaos.py $(MINUTES) $(or $(SEED),0) $(or $(AGENTS),1) $(or $(EVERY),0)
+	cd tests/dist && PYTHONPATH=../../src:../unit OMP_NUM_THREADS=1 ../../$(BIN)/python -u chaos.py $(MINUTES) $(or $(SEED),0) $(or $(AGENTS),1) $(or $(EVERY),0)
 
 mutations: $(STAMP)  ## leave out each wait of device code in turn and see it found; writes docs/waits.md
 	OMP_NUM_THREADS=1 $(BIN)/python -u tests/device/mutations/ordering_proof.py --page docs/waits.md

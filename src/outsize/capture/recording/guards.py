@@ -67,11 +67,15 @@ class Decider:
     ) -> None:
         self._instructions, self._slots, self._guards = instructions, slots, guards
         self._inputs, self._weights = inputs, weights
+        self.drew = False
         # The list holds the weights that decisions have read, and where.
         self.weights: list[tuple[Weight, str]] = []
 
     def decide(self, fn: Callable[..., Any], args: Any, kwargs: Any, where: str, fakes: FakeModel) -> Any:
-        """Returns the result of `fn`, tensors as fakes. Raises LookupError with the reason."""
+        """Returns the result of `fn`, tensors as fakes; `drew` says whether it drew random numbers. Raises
+        LookupError with the reason.
+        """
+        self.drew = False
         name = getattr(fn, "__name__", "")
         if name in _COPIES:
             args, kwargs = map_leaves(self._blank, args), map_leaves(self._blank, kwargs)
@@ -82,7 +86,9 @@ class Decider:
         if any(self._instructions[i].random for i in needs):
             return self._despite_chance(fn, args, kwargs, needs)
         self._insist_on_inputs(needs, args, kwargs)
+        before = torch.get_rng_state()
         out = self._run(fn, args, kwargs, needs)
+        self.drew = not torch.equal(before, torch.get_rng_state())  # what it needs draws nothing
         weights = self._weights_in(needs, args, kwargs)
         self.weights += [(weight, where) for weight in weights]
         if name not in _FIXED and (weights or self._depends_on_inputs(needs, reads)):

@@ -489,6 +489,7 @@ class Recorder(Watcher):
                 return fn(*numbers[0], **numbers[1])
             with on_real_tensors():
                 out = self._decider.decide(fn, args, kwargs, where, self._fakes)
+            self.meter.random = self.meter.random or self._decider.drew
             return map_leaves(partial(_with_grad, call.args), out)
         except LookupError as reason:
             expected = surviving_answer(fn)

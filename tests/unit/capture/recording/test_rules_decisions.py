@@ -42,6 +42,18 @@ def test_rule_6_shapes_that_follow_from_inputs(use: Forward) -> None:
     check_every_cut(two(lambda m, x, n: m.b(use(m.a(x), n))), batch(), torch.tensor([0, 1, 1, 1]))
 
 
+def test_rule_6_what_draws_as_many_numbers_as_a_tensor_says_is_random() -> None:
+    """The order is drawn once, by its own seed, whichever stages read it."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        count = (torch.ones(4) > 0).sum()
+        order = torch.multinomial(torch.ones(4), count)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return m.b(m.a(x)[:, order])[:, order]
+
+    found = check_every_cut(two(run), batch(), outputs=False)  # an evaluation draws other ones than eager
+    assert [i.random for i in found.tape.instructions if i.name == "multinomial"] == [True]
+
+
 DECISIONS: dict[str, Forward] = {
     "bool": lambda y: y * 2 if y.mean() > 0 else y,
     "item": lambda y: y * y.mean().item(),
