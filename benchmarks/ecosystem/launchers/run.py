@@ -116,7 +116,7 @@ def of_submitit() -> Sequence[str]:
 
 
 LAUNCHERS: Final = {
-    "outsize run": Launcher(module("outsize", "run", "--nproc-per-node", "2"), "outsize", True),
+    "outsize run": Launcher(program("outsize", "run", "--nproc-per-node", "2"), "outsize", True),
     "torchrun": Launcher(
         lambda: [*module("torch.distributed.run", "--nproc-per-node=2")(), f"--master-port={port()}"],
         "torch",
