@@ -11,15 +11,13 @@ PACKAGES := .venv-packages
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 HOUSE  := $(wildcard src tests benchmarks examples)
 
-.PHONY: environments help demo test test-quick test-integrations fuzz chaos mutations parity check bench bench-optimality docs docs-site clean clean-venv
+.PHONY: help demo test test-quick test-integrations environments fuzz chaos mutations parity check bench bench-optimality docs docs-site clean clean-venv
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s%s\n", $$1, $$2}' Makefile
 
-environments: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed $(PACKAGES)/installed  ## install what all tests need; --jobs 2 for two at a time
-
-demo: $(STAMP)  ## plan, split, check and train real models over two processes; at most 3 minutes
+demo: $(STAMP)  ## plan, split, check and train real models over two processes; three to six minutes
 	$(BIN)/outsize demo
 
 # A file stays in one process, which shares its fixtures and captures; the longest files come first (conftest.py)
@@ -38,6 +36,8 @@ test-integrations: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed $(PACKAGES
 	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
 	$(PIP) install -c constraints.txt nbclient ipykernel hatchling
 	PYTHONPATH=$(CURDIR)/$(PACKAGES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+
+environments: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed $(PACKAGES)/installed  ## install what all tests need; --jobs 2 for two at a time
 
 FILES := 1000000
 fuzz: $(STAMP)  ## read a million changed files, of which `make test` reads 500; FILES=N reads another number

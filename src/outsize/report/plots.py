@@ -45,9 +45,12 @@ def timeline_png(predicted: Timeline | None, measured: Timeline | None, path: st
     figure, axes = _figure(rows * ROW + len(timelines) * MARGIN, len(timelines), [t.ranks for t in timelines])
     for axis, timeline in zip(axes, timelines, strict=True):
         _draw_timeline(axis, timeline, end_s)
-    for kind, name in (("F", "forward"), ("B", "backward")):
+    names = {"F": "forward", "B": "backward"}
+    if any("W" in span.action for timeline in timelines for span in timeline.spans):
+        names["W"] = "gradient of weights"
+    for kind, name in names.items():
         axes[0].barh(0, 0, color=shade(kind, 1), label=name)
-    axes[0].legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    axes[0].legend(ncols=len(names), loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
     _save(figure, path)
 
 

@@ -173,9 +173,8 @@ def _watch(
 
             module = model.get_submodule(name)
             handles.append(module.register_forward_pre_hook(enter))
-            handles.append(
-                module.register_forward_hook(leave, always_call=True)
-            )  # it may raise, and be caught
+            # A module may raise, and the model's own forward catch it.
+            handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             return sum(_nbytes(leaf) for leaf in leaves(model(*args, **kwargs)))
         finally:

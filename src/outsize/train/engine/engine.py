@@ -253,7 +253,8 @@ class Engine:
         """Sets an attribute. Raises BadOption for one that no step would read, and for another optimizer."""
         if name in ENGINE:
             raise BadOption(f"no step reads engine.{name}, which is set", next_step=ENGINE[name])
-        if name == "optimizer" and self.__dict__.get(name, value) not in (None, value):
+        known = self.__dict__.get("optimizer")
+        if name == "optimizer" and known is not None and known is not value:
             raise BadOption(
                 f"the optimizer of an engine is exchanged for another {type(value).__name__}",
                 next_step="parallelize(optimizer=lambda weights: ...), once; its groups may change: "

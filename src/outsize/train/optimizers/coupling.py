@@ -11,8 +11,8 @@ the optimizers that it makes take some steps side by side, on the same gradients
     single     one for each weight: where it differs, weights are coupled
     halves     one over the first halves of all weights, one over the second ones along another dim: where
                they differ from that half of the joint one, elements of a weight are coupled
-    large      the same for the largest weights of each number of dims, and for those whose shorter side is
-               the largest: some optimizers treat small weights, or thin ones, in a simpler way
+    large      the same for the largest weights of each number of dims, and for those that are least thin:
+               some optimizers treat small weights, or thin ones, in a simpler way
 
 Gradients keep their directions from step to step, as an estimate of a step size grows by that alone, and
 their scales change differently for each weight, so that a norm over several is no constant factor; by no
@@ -142,8 +142,8 @@ class CouplingTrial:
             shapes = _with_large(self.kinds, chosen)
             if shapes:
                 large = replace(self, spread=False)
-                samples_of = _samples([*shapes], [*shapes.values()], dtype, self.device)
-                reach, _ = large._compared(samples_of, _LARGE_STEPS)
+                some_large = _samples([*shapes], [*shapes.values()], dtype, self.device)
+                reach, _ = large._compared(some_large, _LARGE_STEPS)
         if reach == "elementwise" and not self._takes_shards(samples):
             reach = "per weight"
         return Coupling(reach, kind, joint.drew or self._draws(chosen, dtype), joint.states())
@@ -289,13 +289,22 @@ def _small(shape: Sequence[int]) -> tuple[int, ...]:
 def _with_large(
     kinds: Sequence[WeightKind], chosen: Sequence[WeightKind]
 ) -> dict[WeightKind, tuple[int, ...]]:
-    """Returns the shapes of the chosen weights, small, and of the largest ones; empty where none is large."""
+    """Returns the shapes of the chosen weights, small, and of the largest ones; empty where none is large.
+
+    States are factored where the shorter one of the two longest dims has a certain size.
+    """
+
+    def elements(kind: WeightKind) -> int:
+        return prod(kind.shape)
+
+    def second_longest(kind: WeightKind) -> int:
+        return sorted(kind.shape)[-2:][0]
+
     by_dims: dict[int, list[WeightKind]] = {}
     for kind in kinds:
         if kind.requires_grad and 0 not in kind.shape and kind.shape:
             by_dims.setdefault(len(kind.shape), []).append(kind)
-    measures = (lambda kind: prod(kind.shape), lambda kind: sorted(kind.shape)[-2:][0])
-    largest = {max(some, key=measure): None for some in by_dims.values() for measure in measures}
+    largest = {max(some, key=of): None for some in by_dims.values() for of in (elements, second_longest)}
     shapes = {kind: _limited(kind.shape) for kind in largest}
     shapes = {kind: shape for kind, shape in shapes.items() if shape != _small(kind.shape)}
     others = (kind for kind in chosen if kind not in shapes)
