@@ -244,6 +244,24 @@ def refused_closure(kind: str, processes: int, *, scaled: bool = False) -> BadOp
     return error
 
 
+def insist_on_exchange(optimizer: Any, weights: Iterable[nn.Parameter], processes: int) -> None:
+    """Raises BadOption for an optimizer that takes the place of an engine's own and would not step as it does
+    in one process: over several processes, or over other weights than the engine's.
+    """
+    known = {id(weight) for weight in weights}
+    stepped = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    foreign = sum(id(p) not in known for p in stepped)
+    if processes == 1 and stepped and not foreign:
+        return
+    own = f"{len(stepped) - foreign} of its {len(stepped)} weights are the engine's"
+    raise BadOption(
+        f"the optimizer of an engine is exchanged for another {type(optimizer).__name__}",
+        numbers=f"{processes} processes share the weights" if processes > 1 else own,
+        next_step="parallelize(optimizer=lambda weights: ...), once; its groups may change: "
+        "engine.optimizer.param_groups",
+    )
+
+
 def insist_on_parts(optimizer: Optimizer, speculation: Speculation | None) -> None:
     """Raises BadOption when steps may have to be undone and this optimizer cannot step in parts."""
     if speculation is not None and not steps_in_parts(optimizer):

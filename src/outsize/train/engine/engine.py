@@ -48,6 +48,7 @@ from outsize.train.batch.batch import Batch, as_target, microbatches_in
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.checks import (
     insist_on_closure,
+    insist_on_exchange,
     insist_on_flag,
     insist_on_names_of,
     insist_on_norm,
@@ -250,16 +251,17 @@ class Engine:
         raise AttributeError(missing("an engine", name, ENGINE))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. Raises BadOption for one that no step would read, and for another optimizer."""
+        """Sets an attribute. Raises BadOption for one that no step would read, and for an optimizer of other
+        weights.
+        """
         if name in ENGINE:
             raise BadOption(f"no step reads engine.{name}, which is set", next_step=ENGINE[name])
         known = self.__dict__.get("optimizer")
         if name == "optimizer" and known is not None and known is not value:
-            raise BadOption(
-                f"the optimizer of an engine is exchanged for another {type(value).__name__}",
-                next_step="parallelize(optimizer=lambda weights: ...), once; its groups may change: "
-                "engine.optimizer.param_groups",
-            )
+            insist_on_exchange(value, self.model_with_loss.parameters(), self.crew.world_size)
+            insist_on_closure(value, self.crew.world_size, scaled=self._scaling is not None)
+            insist_on_parts(value, self._speculation)
+            self._loop.begin(value)
         super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:

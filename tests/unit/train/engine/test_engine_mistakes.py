@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.errors import BadOption
 from outsize.errors.names import ENGINE
+from outsize.train.batch.checks import insist_on_exchange
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.loss_watch import NonFiniteLoss
 
@@ -151,3 +152,29 @@ def test_an_error_of_the_model_says_which_unit_raised_it() -> None:
     unit, dropped = caught.value.__notes__
     assert re.fullmatch(r"This was in 0, \S+:\d+", unit), unit
     assert "the step was dropped" in dropped
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda engine: torch.optim.SGD(nn.Linear(6, 8).parameters(), lr=0.1),
+        lambda engine: torch.optim.LBFGS(engine.model.parameters()),
+        lambda engine: None,
+    ],
+    ids=["other weights", "a closure under a scaler", "none"],
+)
+def test_an_optimizer_that_no_step_can_use_is_not_taken(other: Callable[[Engine], Any]) -> None:
+    engine = engine_of(scaler=torch.amp.GradScaler("cpu"))
+    engine.step(X, target=LABELS)
+    before = engine.optimizer
+    with pytest.raises(BadOption):
+        engine.optimizer = other(engine)
+    assert engine.optimizer is before
+
+
+def test_several_processes_take_their_optimizer_from_the_factory() -> None:
+    weights = nn.Linear(6, 8)
+    other = torch.optim.SGD(weights.parameters(), lr=0.1)
+    insist_on_exchange(other, weights.parameters(), processes=1)
+    with pytest.raises(BadOption, match=r"2 processes share the weights.*parallelize\(optimizer=lambda"):
+        insist_on_exchange(other, weights.parameters(), processes=2)
