@@ -51,20 +51,50 @@ class Telling(nn.Linear):
         destination[f"{prefix}{'freed' if self.weight.is_meta else 'weight'}"] = self.weight
 
 
-def told(group: dist.ProcessGroup) -> str:
-    model = nn.Sequential(*(Telling(16, 16) for _ in range(3)))
-    loss = {"target": X, "loss_fn": F.mse_loss, "microbatches": 2, "stages": 2}
-    engine = outsize.parallelize(model, (X,), **loss)
-    try:
-        engine.full_state_dict()
-    except BadOption as error:
-        return str(error)
-    return ""
+class Computing(Telling):
+    """Saves a number that it computes of its weights."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}norm"] = self.weight.detach().norm()
 
 
-def test_names_that_depend_on_the_rank_are_refused_on_all(tmp_path: Path) -> None:
-    said = on_ranks(tmp_path, 2, told)
-    assert all("state_dict() of Sequential has other names on rank 1 than on rank 0" in each for each in said)
+def network_of(kind: type[Telling]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind(16, 16) for _ in range(3)))
+
+
+def engine_for(model: nn.Module) -> Engine:
+    return outsize.parallelize(model, (X,), target=X, loss_fn=F.mse_loss, microbatches=2, stages=2)
+
+
+def gathered(kind: type[Telling]) -> tuple[dict[str, Any], bool]:
+    engine = engine_for(model := network_of(kind))
+    before = [*model.parameters()]
+    state = engine.full_state_dict()
+    return state, all(p is q for p, q in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", [Telling, Computing])
+def test_what_depends_on_the_rank_is_saved_as_of_the_whole_model(tmp_path: Path, kind: type[Telling]) -> None:
+    (state, is_untouched), other = on_ranks(tmp_path, 2, lambda group: gathered(kind))
+    wanted = network_of(kind).state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[name]) for name, value in state.items())
+    assert is_untouched
+    assert other == ({}, True)
+
+
+def streamed(folder: Path) -> str:
+    with pytest.raises(BadOption) as caught:
+        engine_for(network_of(Telling)).full_state_dict(to=folder)
+    return str(caught.value)
+
+
+def test_names_that_depend_on_the_rank_are_not_streamed(tmp_path: Path) -> None:
+    said = on_ranks(tmp_path, 2, lambda group: streamed(tmp_path / "model"))
+    words = "state_dict() of Sequential has other names on rank 1 than on rank 0"
+    assert all(words in each and "torch.save(engine.full_state_dict()" in each for each in said)
 
 
 def test_two_ranks_train_and_save_what_one_process_does(tmp_path: Path) -> None:

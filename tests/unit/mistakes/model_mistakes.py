@@ -98,6 +98,11 @@ MODEL_MISTAKES = {
         "hooks give the weights a gradient for each sample (grad_sample)",
         "train without outsize where each sample has to be clipped",
     ),
+    "a model without shapes": Mistake(
+        lambda: engine(nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyBatchNorm1d(), nn.Linear(8, 4))),
+        "the model has weights without a shape",
+        "model(x) once under torch.no_grad()",
+    ),
     "a function as the model": Mistake(
         lambda: engine(lambda x: x), "the model is a function, no torch.nn.Module", "pass the built module"
     ),

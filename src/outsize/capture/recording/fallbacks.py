@@ -21,6 +21,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from outsize.capture.costs.weight_casts import known_casts
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes
@@ -173,12 +174,25 @@ def _say_what_is_not_seen() -> None:
 
 
 def insist_on_module(model: Any) -> None:
-    """Raises BadOption for a function, a class, or whatever else is no module."""
+    """Raises BadOption for a function, a class, or whatever else is no module, and for weights without
+    a shape.
+    """
     if not isinstance(model, nn.Module):
         raise BadOption(
             f"the model is a {type(model).__name__}, no torch.nn.Module",
             next_step="pass the built module, as in outsize.check(Model(), (x,))",
         )
+    named = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, weight in named if is_lazy(weight)]
+    if lazy:
+        error = BadOption(
+            "the model has weights without a shape, which its first forward makes",
+            numbers=f"{len(lazy)} of {len(named)} of {type(model).__name__}, the first is {lazy[0]}",
+            next_step="torch.manual_seed(0), then model(x) once under torch.no_grad(), on every rank alike, "
+            "and then outsize",
+        )
+        error.shared = True
+        raise error
 
 
 def insist_on_loss_function(loss_fn: Any) -> None:

@@ -108,13 +108,11 @@ def loss_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if id(module) not in known}
 
 
-def loss_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the state dicts of the modules of the loss in one, not copied; names are those in the loss."""
-    state = dict[str, Any]()
-    for name, part in model.loss_parts.items() if isinstance(model, ModelWithLoss) else ():
-        _, _, below = name.partition(".")
-        part.state_dict(destination=state, prefix=f"{below}." if below else "", keep_vars=True)
-    return state
+def loss_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules of the loss, by what their names begin with in the loss: `""` or `centers.`."""
+    parts = model.loss_parts.items() if isinstance(model, ModelWithLoss) else ()
+    below = ((name.partition(".")[2], part) for name, part in parts)
+    return {f"{name}." if name else "": part for name, part in below}
 
 
 def of_loss(model: nn.Module, names: Iterable[str]) -> frozenset[str]:

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from outsize.errors import BoundaryMismatch, NotCapturable
 from outsize.program.objects import Change, Scope, apply, diff, snapshot
 from outsize.program.tree import leaves
+from outsize.program.values.tensor_bits import flat_bytes
 from outsize.run.by_module.autograd import Call, after_call, before_call, leave, receive
 from outsize.run.by_module.broadcast import Common, Exchange, everything_but
 from outsize.run.stage.rng import GeneratorStates, generator_states, set_generator_states
@@ -260,7 +261,7 @@ def _made(out: Any, call: Call) -> tuple[Tensor, ...]:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    return torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
+    return torch.equal(flat_bytes(a), flat_bytes(b))
 
 
 def _version(value: Any) -> int:

@@ -1,5 +1,7 @@
 """Holds what a rank writes: parts of named tensors, each a box of indices, and the arithmetic of such
 boxes.
+
+A file has complex numbers for which safetensors has no word as pairs of real ones, in one more dimension.
 """
 
 from __future__ import annotations
@@ -8,9 +10,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import final
+from typing import Final, final
 
+import torch
 from torch import Tensor
+
+from outsize.run.weights.safetensors import DTYPES
+
+_PAIRS: Final = {"C128": torch.complex128, "C32": torch.complex32}
+STORED_DTYPES: Final = {**DTYPES, **_PAIRS}
 
 
 @final
@@ -34,6 +42,12 @@ class Chunk:
     def is_whole(self) -> bool:
         """Tells whether the part is the tensor."""
         return tuple(self.tensor.shape) == tuple(self.shape)
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """Returns a tensor as a file has it."""
+    is_pairs = tensor.dtype in _PAIRS.values()
+    return torch.view_as_real(tensor.detach().resolve_conj()) if is_pairs else tensor
 
 
 @final

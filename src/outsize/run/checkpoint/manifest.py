@@ -13,7 +13,7 @@ A tensor that is one part has its own name in its file; a part is NAME@OFFSETS, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, final
@@ -24,15 +24,11 @@ from outsize.errors import BadCheckpoint
 from outsize.files.sealed_json import DamagedFile, unseal
 from outsize.files.strict_json import MAX_BYTES
 from outsize.ir.base import Record, first_problem
-from outsize.run.checkpoint.chunk import Box, tiling_fault
+from outsize.run.checkpoint.chunk import STORED_DTYPES, Box, tiling_fault
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 FORMAT = "outsize checkpoint 1"
-DTYPE_BYTES: Mapping[str, int] = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "BOOL": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
-}  # fmt: skip
 _FOLDER = re.compile(r"step-([0-9]{8,15})(?:-([0-9]{1,6}))?")
 
 FileName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}-[0-9]{5,9}\.safetensors$")]
@@ -41,8 +37,8 @@ Indices = Annotated[tuple[Index, ...], Field(max_length=64)]
 
 
 def _known_dtype(word: str) -> str:
-    if word not in DTYPE_BYTES:
-        raise ValueError(f"{word} is no dtype of safetensors")
+    if word not in STORED_DTYPES:
+        raise ValueError(f"{word} is no dtype of a checkpoint")
     return word
 
 
@@ -75,7 +71,7 @@ class ChunkFacts(Record):
 
 @final
 class TensorFacts(Record):
-    """Is a whole tensor: its safetensors dtype, its shape, and its parts in one rank's files or in all."""
+    """Is a whole tensor: its dtype, its shape, and its parts in one rank's files or in all."""
 
     dtype: Annotated[str, AfterValidator(_known_dtype)]
     shape: Indices
@@ -84,7 +80,7 @@ class TensorFacts(Record):
     @property
     def size_bytes(self) -> int:
         """Returns the bytes of all elements."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
 
 
 @final
@@ -137,7 +133,7 @@ class Manifest(Record):
                 if chunk.file not in sizes:
                     yield f"tensors.{name}: {chunk.file} is not among its files"
                     return
-                held[chunk.file] += chunk.box.volume * DTYPE_BYTES[tensor.dtype]
+                held[chunk.file] += chunk.box.volume * STORED_DTYPES[tensor.dtype].itemsize
         for file, size in sizes.items():
             if held[file] > size:
                 yield f"files: {file} has {size} bytes, and its tensors have {held[file]}"

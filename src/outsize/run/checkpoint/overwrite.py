@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from outsize.files.file_system import DISK, FileSystem
-from outsize.run.checkpoint.chunk import Chunk
+from outsize.run.checkpoint.chunk import Chunk, as_stored
 from outsize.run.checkpoint.manifest import MANIFEST, PartFacts, folder_name, step_of
 from outsize.run.checkpoint.write import (
     PartFile,
@@ -130,7 +130,7 @@ class MappedWriter:
     def _fill(self, pages: memoryview, file: PartFile, chunks: Sequence[Chunk]) -> None:
         header = torch.frombuffer(bytearray(file.layout.header), dtype=torch.uint8)
         end = 0
-        for tensor in (header, *(chunks[place].tensor for place in file.places.values())):
+        for tensor in (header, *(as_stored(chunks[place].tensor) for place in file.places.values())):
             begin, end = end, end + tensor.nbytes
             if tensor.nbytes:
                 self.files.fill(pages[begin:end], lambda part, tensor=tensor: _copy(tensor, part))

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outsize.errors import BadCheckpoint
-from outsize.run.checkpoint.chunk import Box
+from outsize.run.checkpoint.chunk import STORED_DTYPES, Box, as_stored
 from outsize.run.checkpoint.manifest import (
     MANIFEST,
     ChunkFacts,
@@ -29,14 +29,8 @@ from outsize.run.checkpoint.manifest import (
     step_of,
     with_manifest,
 )
-from outsize.run.weights.save import crc32_of
+from outsize.run.weights.save import crc32_of, dtype_code
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-}  # fmt: skip
 _LET_GO_BYTES = 1 << 30
 _SMALL_BYTES = 4 << 30
 
@@ -76,7 +70,7 @@ class CheckpointReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the dtype of a tensor."""
-        return _DTYPES[self._facts(name).dtype]
+        return STORED_DTYPES[self._facts(name).dtype]
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -124,7 +118,7 @@ class _StoredTensors:
 
     def read(self, facts: TensorFacts, wanted: Box) -> Tensor:
         """Returns the elements of a box, from all chunks that have some of them."""
-        result = torch.empty(wanted.sizes, dtype=_DTYPES[facts.dtype])
+        result = torch.empty(wanted.sizes, dtype=STORED_DTYPES[facts.dtype])
         for chunk in facts.chunks:
             common = chunk.box.overlap(wanted)
             if common is not None:
@@ -149,11 +143,13 @@ class _StoredTensors:
     def _copy(self, facts: TensorFacts, chunk: ChunkFacts, common: Box, into: Tensor) -> None:
         """Copies what a chunk has of a box; its checksum is compared once."""
         path, place = self._folder / chunk.file, (chunk.file, chunk.key)
-        inside = common.slices_from(chunk.offsets)
+        inside, into = common.slices_from(chunk.offsets), as_stored(into)
+        whole = as_stored(torch.empty(chunk.sizes, dtype=STORED_DTYPES[facts.dtype], device="meta"))
+        kind = dtype_code(chunk.key, whole), tuple(whole.shape)
         try:
             handle = self._open.at(path, chunk.box.volume * into.element_size())
             stored = handle.get_slice(chunk.key)
-            if (stored.get_dtype(), tuple(stored.get_shape())) != (facts.dtype, chunk.sizes):
+            if (stored.get_dtype(), tuple(stored.get_shape())) != kind:
                 raise damaged(path, f"{chunk.key} is {stored.get_dtype()} {stored.get_shape()}")
             if place in self._checked and chunk.sizes:
                 into.copy_(stored[inside])

@@ -26,7 +26,7 @@ from outsize.errors import BadCheckpoint, NotSaved
 from outsize.files.file_system import DISK, FileSystem
 from outsize.files.replace import write_synced
 from outsize.files.sealed_json import write_sealed
-from outsize.run.checkpoint.chunk import Chunk
+from outsize.run.checkpoint.chunk import STORED_DTYPES, Chunk, as_stored
 from outsize.run.checkpoint.manifest import (
     FORMAT,
     LATEST,
@@ -126,7 +126,9 @@ def part_files(rank: int, chunks: Sequence[Chunk]) -> Iterator[PartFile]:
     for group, members in groups.items():
         # Wide dtypes come first, so that each tensor is aligned to its elements.
         ordered = dict(sorted(members.items(), key=lambda item: -chunks[item[1]].tensor.dtype.itemsize))
-        layout = SafetensorsFile({key: _meta(chunks[place].tensor) for key, place in ordered.items()})
+        layout = SafetensorsFile(
+            {key: _meta(as_stored(chunks[place].tensor)) for key, place in ordered.items()}
+        )
         yield PartFile(f"{group}-{rank:05}.safetensors", layout, ordered)
 
 
@@ -139,7 +141,7 @@ def part_facts(
     for file in written:
         for key, place in file.places.items():
             chunk, crc32 = chunks[place], sums.get(place)
-            facts[chunk.name] = dtype_code(chunk.name, chunk.tensor), tuple(chunk.shape)
+            facts[chunk.name] = dtype_code(chunk.name, chunk.tensor, STORED_DTYPES), tuple(chunk.shape)
             part = ChunkFacts(
                 file=file.name, key=key, offsets=chunk.offsets, sizes=tuple(chunk.tensor.shape), crc32=crc32
             )
@@ -157,7 +159,7 @@ def part_facts(
 def _told(chunks: Iterable[Chunk], written_bytes: Callable[[int], None]) -> Iterator[Tensor]:
     """Yields the tensors of chunks, and tells the size of each when the next one is wanted."""
     for chunk in chunks:
-        yield chunk.tensor
+        yield as_stored(chunk.tensor)
         written_bytes(chunk.tensor.nbytes)
 
 

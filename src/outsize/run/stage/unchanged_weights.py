@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
+from outsize.program.values.tensor_bits import dense
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -97,8 +98,9 @@ def _bits(weights: Sequence[Tensor]) -> list[int]:
 
 
 def _integers(values: Tensor) -> Tensor:
+    values = dense(values)
     values = torch.view_as_real(values) if values.is_complex() else values
-    return values.contiguous().view(_INTEGERS[values.itemsize])
+    return values.view(_INTEGERS[values.itemsize])
 
 
 def _is_hooked(weight: Tensor) -> bool:

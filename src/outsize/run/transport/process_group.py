@@ -21,6 +21,7 @@ from torch import Tensor
 
 from outsize.device.malloc import mapped_tensor
 from outsize.errors import BoundaryMismatch
+from outsize.program.values.tensor_bits import flat_bytes
 from outsize.run.transport.base import CHANNELS, Pending, Transport
 from outsize.run.transport.groups import HOST_BACKENDS, RankGroup, device_backend, unbound_group
 from outsize.run.transport.wire_layout import HEADER, NOTHING, WireLayout, pack
@@ -144,8 +145,7 @@ class ProcessTransport(Transport):
         if group.rank() == source == destination:
             return tensor.detach().cpu()
         if group.rank() == source and tensor.numel():
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            dist.send(flat, group=group, group_dst=destination, tag=_STATE_TAG)
+            dist.send(flat_bytes(tensor.cpu()), group=group, group_dst=destination, tag=_STATE_TAG)
         if group.rank() != destination:
             return None
         value = mapped_tensor(tensor.shape, tensor.dtype)

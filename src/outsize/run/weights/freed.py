@@ -41,6 +41,7 @@ _READABLE: Final = _readable()
 # These need the shape alone; with a device they make memory there, and without one a tensor on meta, with
 # which torch would compute without a word.
 _OF_THE_SHAPE: Final = frozenset((torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like))
+_COMPARISONS: Final = frozenset((Tensor.__eq__, Tensor.__ne__))
 # These give the same values under another tensor.
 _ALIASES: Final = frozenset((Tensor.detach, vars(torch._C.TensorBase)["data"].__get__))
 
@@ -49,7 +50,8 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Computes what needs no values; raises BadOption for everything else."""
     loads = func is Tensor.copy_ and not isinstance(args[1], FreedWeight)
     makes = func in _OF_THE_SHAPE and kwargs.get("device") is not None
-    if not (loads or makes) and func not in _READABLE and func not in _ALIASES:
+    asks_for_none = func in _COMPARISONS and args[1] is None  # `weight == None`, `None in [weight]`
+    if not (loads or makes or asks_for_none) and func not in _READABLE and func not in _ALIASES:
         _refuse(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)

@@ -25,9 +25,9 @@ from torch import Tensor
 from outsize.errors import BadOption, BadWeights
 from outsize.files.file_system import DISK, Buffer, FileSystem
 from outsize.files.replace import write_synced
+from outsize.program.values.tensor_bits import flat_bytes
 from outsize.run.weights.safetensors import DTYPES, INDEX, SINGLE
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNED = 8
 _PIECE_BYTES = 16 << 20
 
@@ -180,14 +180,15 @@ def _header(part: Mapping[str, Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def dtype_code(name: str, tensor: Tensor) -> str:
+def dtype_code(name: str, tensor: Tensor, dtypes: Mapping[str, torch.dtype] = DTYPES) -> str:
     """Returns the format's word for the dtype of a tensor. Raises BadWeights where it has none."""
-    if tensor.dtype not in _CODES:
+    code = next((code for code, dtype in dtypes.items() if dtype == tensor.dtype), None)
+    if code is None:
         raise BadWeights(
             f"safetensors has no {tensor.dtype}, the dtype of {name}",
             next_step="torch.save(engine.full_state_dict(), 'model.pt')",
         )
-    return _CODES[tensor.dtype]
+    return code
 
 
 def crc32_of(value: Tensor) -> int:
@@ -197,6 +198,4 @@ def crc32_of(value: Tensor) -> int:
 
 def _bytes(value: Tensor) -> Any:
     """Returns the bytes of a tensor, which is copied only where it is not on the CPU or not contiguous."""
-    # A conjugate or negative of a tensor is a view whose memory has not been changed yet.
-    values = value.detach().resolve_conj().resolve_neg()
-    return values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat_bytes(value.cpu()).numpy()

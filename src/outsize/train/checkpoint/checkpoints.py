@@ -36,6 +36,7 @@ from torch.utils.data import Dataset, IterableDataset
 from outsize.errors import BadOption
 from outsize.errors.arguments import insist_on_whole_number
 from outsize.ir.plan import Plan
+from outsize.program.values.tensor_bits import flat_bytes
 from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import published, step_of
 from outsize.run.checkpoint.overwrite import MappedWriter, begin_over
@@ -617,7 +618,7 @@ def _stored_name(tensor: str, rank: int | None) -> str:
 def _digest(name: str, state: Any, tensors: Mapping[str, Tensor]) -> str:
     """Returns a text that is equal where an object has the same state."""
     own = (tensor for key, tensor in tensors.items() if _owner(key) == name)
-    sums = [crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for t in own]
+    sums = [crc32(flat_bytes(t.cpu()).numpy().tobytes()) for t in own]
     return f"{crc32(json.dumps(state, sort_keys=True).encode()):08x} {sums}"
 
 

@@ -18,7 +18,7 @@ from outsize.run.checkpoint.write import said
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.weights.freed import parts_of, structure_of
-from outsize.run.weights.ownership import places
+from outsize.run.weights.ownership import like, places
 from outsize.run.weights.save import ShardWriter, shards
 from outsize.train.crew.crew import Crew
 from outsize.train.ranks.divided_weights import DividedWeights
@@ -31,24 +31,55 @@ def gathered(
     homes: Mapping[str, int],
     crew: Crew,
     ranks: DividedWeights | None = None,
-    state: Mapping[str, Any] | None = None,
+    parts: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, Any]:
     """Returns copies on the CPU by name, on rank 0; an empty dict on other ranks. Tied names share one
     tensor.
 
-    `state` has tensors of the model, under other names; None: it is the model's state dict.
+    `parts`: modules of the model whose state dicts are wanted, each under its prefix (`centers.`); None:
+    those of the model. They are asked for on rank 0 alone, while all values are there, since a module may
+    name what it saves, or compute it, by the values that it has.
     """
-    _insist_on_same_names(model, crew)
-    fetch, values, fetched = _fetcher(model, homes, crew, ranks), {}, dict[int, Tensor | None]()
-    for name, tensor in (model.state_dict(keep_vars=True) if state is None else state).items():
-        if not isinstance(tensor, Tensor):  # a module's extra state
-            values[name] = tensor
-            continue
-        if id(tensor) not in fetched:
-            value = fetch(tensor)
-            fetched[id(tensor)] = value.clone() if value is not None and not tensor.is_meta else value
-        values[name] = fetched[id(tensor)]
-    return values if crew.global_rank == 0 else {}
+    parts = {"": model} if parts is None else parts
+    fetch, whole = _fetcher(model, homes, crew, ranks), dict[int, Tensor]()
+    for table, key in _persistent(parts):
+        tensor = table[key]
+        if id(tensor) not in whole and (value := fetch(tensor)) is not None:
+            whole[id(tensor)] = like(tensor, value if tensor.is_meta else value.clone())
+    return _state_of(parts, whole) if crew.global_rank == 0 else {}
+
+
+def _persistent(parts: Mapping[str, nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """Returns (table, key) of the tensors that state dicts have, in an order that all ranks share."""
+    return [
+        (table, key)
+        for part in parts.values()
+        for module in part.modules()
+        for table in (module._parameters, module._buffers)
+        for key, tensor in table.items()
+        if tensor is not None and key not in module._non_persistent_buffers_set
+    ]
+
+
+def _state_of(parts: Mapping[str, nn.Module], whole: Mapping[int, Tensor]) -> dict[str, Any]:
+    """Returns the state dicts that the modules have with these values, each given by the id of its tensor."""
+    own = [(table, key, table[key]) for table, key in _persistent(parts)]
+    state: dict[str, Any] = {}
+    try:
+        for table, key, tensor in own:
+            table[key] = whole[id(tensor)]
+        for prefix, part in parts.items():
+            state = part.state_dict(destination=state, prefix=prefix, keep_vars=True)
+    finally:
+        for table, key, tensor in own:
+            table[key] = tensor
+    copies = {id(value): value.detach() for value in whole.values()}
+    for value in state.values():
+        if (
+            isinstance(value, Tensor) and id(value) not in copies
+        ):  # a module's own, or one that it has computed
+            copies[id(value)] = value.detach().cpu().clone()
+    return {n: copies[id(v)] if isinstance(v, Tensor) else v for n, v in state.items()}
 
 
 def save(
@@ -108,7 +139,8 @@ def _insist_on_same_names(model: nn.Module, crew: Crew) -> None:
             f"state_dict() of {type(model).__name__} has other names on rank {other} than on rank 0",
             numbers=f"{len(own)} names, such as {own[0] if own else 'in another order'}: it depends on "
             "weights that one of the ranks does not have",
-            next_step="engine.save(FOLDER), and engine.full_state_dict() after resume= in one process",
+            next_step="torch.save(engine.full_state_dict(), 'model.pt'), which asks rank 0 alone; "
+            "engine.save(FOLDER) to go on later",
         )
 
 

@@ -34,7 +34,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.replaying.modes import outside_autocast
 from outsize.program.tree import map_tensors
-from outsize.program.weights.of_loss import loss_state, with_loss
+from outsize.program.weights.of_loss import loss_parts, with_loss
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.stage.compile import insist_on_backend
 from outsize.run.stage.rng import borrowed_generators
@@ -434,8 +434,8 @@ class Engine:
         Rank 0 gets what `loss_fn.state_dict()` would be, in copies on the CPU; other ranks get an empty dict.
         Of a function that holds modules the names begin with their variables: `criterion.centers`.
         """
-        home, state = self._ownership.placement.home, loss_state(self.model_with_loss)
-        return gathered(self.model_with_loss, home, self.crew, self._tensor, state)
+        home, parts = self._ownership.placement.home, loss_parts(self.model_with_loss)
+        return gathered(self.model_with_loss, home, self.crew, self._tensor, parts)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a folder that the `from_pretrained` of the model's class reads.

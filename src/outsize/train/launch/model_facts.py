@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.program.objects import MODULE_TABLES, is_filled
+from outsize.run.weights.freed import FreedWeight
 
 DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, np.generic)
@@ -38,7 +39,8 @@ _WRITTEN_ADDRESS: Final = re.compile(r"\bat 0x[0-9a-fA-F]+")  # as `repr` writes
 def facts_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, str]:
     """Maps `layers.3.act` (a module's attribute) or `layers.3.class` to a text; the loss is `loss_fn`."""
     facts: dict[str, str] = {}
-    texts = ValueTexts([*model.parameters(), *model.buffers()])
+    weights = (w for w in (*model.parameters(), *model.buffers()) if not isinstance(w, FreedWeight))
+    texts = ValueTexts(tuple(weights))
     for fqn, module in model.named_modules():
         facts.update((f"{fqn}.{key}".lstrip("."), text) for key, text in _facts_of_module(module, texts))
     if isinstance(loss_fn, nn.Module):

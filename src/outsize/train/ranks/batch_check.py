@@ -19,6 +19,7 @@ from torch import Tensor
 from outsize.errors import WorldMismatch
 from outsize.program.objects import PLAIN
 from outsize.program.tree import parts as parts_of
+from outsize.program.values.tensor_bits import flat_bytes
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.train.batch.batch import Batch
 
@@ -75,5 +76,5 @@ def _text(value: Any) -> str:
 def _text_of_tensor(tensor: Tensor) -> str:
     values = tensor.detach()
     values = values.to_dense() if values.layout is not torch.strided else values
-    data = values.cpu().contiguous().flatten().view(torch.uint8) if values.numel() else values
+    data = flat_bytes(values.cpu()) if values.numel() else values
     return f"{tuple(tensor.shape)} {tensor.dtype} checksum {crc32(data.numpy().data):08x}"

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outsize.errors import BadCheckpoint, NotSaved
-from outsize.run.checkpoint.chunk import Box, Chunk, tiling_fault
+from outsize.program.values.tensor_bits import flat_bytes
+from outsize.run.checkpoint.chunk import STORED_DTYPES, Box, Chunk, tiling_fault
 from outsize.run.checkpoint.manifest import MANIFEST, PartFacts, published
 from outsize.run.checkpoint.overwrite import MappedWriter, begin_over
 from outsize.run.checkpoint.read import CheckpointReader
@@ -58,7 +59,9 @@ def divided(shape: tuple[int, ...], draw: random.Random, cuts: int) -> list[Box]
 @given(
     shape=st.lists(st.integers(0, 6), min_size=1, max_size=3).map(tuple),
     seed=st.integers(0, 2**32),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
+    dtype=st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.complex128]
+    ),
 )
 @settings(max_examples=40, deadline=None)
 def test_any_box_is_read_from_any_division(
@@ -106,6 +109,32 @@ def test_scalars_strides_and_values_come_back(tmp_path: Path) -> None:
     assert torch.equal(reader.read("model/w"), turned)
     assert reader.shape("model/empty") == (0, 2)
     assert torch.equal(reader.read("model/w", (1, 0), (2, 3)), turned[1:3, :3])  # checked before: a slice
+
+
+@pytest.mark.parametrize("dtype", STORED_DTYPES.values(), ids=str)
+def test_every_dtype_of_a_checkpoint_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.arange(4 * 6 * dtype.itemsize, dtype=torch.uint8) % (2 if dtype == torch.bool else 120)
+    tensor = bits.view(dtype).view(4, 6)
+    parts = [part("model/w", tensor, Box((row, 0), (2, 6))) for row in (0, 2)]
+    reader = CheckpointReader(saved(tmp_path, 1, [[each] for each in parts]))
+    for rows in (4, 1):  # the second time a slice of the file is read
+        found = reader.read("model/w", (0, 1), (rows, 3))
+        assert found.dtype == dtype
+        assert torch.equal(flat_bytes(found), flat_bytes(tensor[:rows, 1:4]))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_conjugates_and_negatives_are_saved_by_their_values(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.randn(3, 2, dtype=dtype).conj()
+    chunks = [whole("model/w", tensor), whole("model/i", tensor.imag)]
+    reader = CheckpointReader(saved(tmp_path, 1, [chunks]))
+    assert torch.equal(reader.read("model/w"), tensor)
+    assert torch.equal(reader.read("model/i"), tensor.imag)
+    folder, writer = begin_over(tmp_path / "memory", 1), MappedWriter()
+    writer.publish(folder, [writer.write_part(folder, 0, chunks)], {})
+    copy = CheckpointReader(tmp_path / "memory")
+    assert torch.equal(copy.read("model/w"), tensor)
+    assert torch.equal(copy.read("model/i"), tensor.imag)
 
 
 def test_weights_are_those_of_the_library_and_of_transformers(tmp_path: Path) -> None:
