@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import on_ranks
 from torch import nn
 
 import outsize
 from outsize.capture.models.imports import import_transformers
+from outsize.program.values.wrapper_tensors import is_wrapper, plain_parts
 from outsize.train.engine.engine import Engine
 
 X = torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
@@ -121,6 +123,30 @@ def test_a_run_is_saved_and_goes_on(name: str, tmp_path: Path) -> None:
     engine.save(tmp_path)
     losses = [float(engine.step(x, target=y).loss) for _ in range(2)]
     again, x, y = engine_of(name, resume=tmp_path)
+    assert [float(again.step(x, target=y).loss) for _ in range(2)] == losses
+
+
+def trained(name: str, root: Path | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A step before a checkpoint is saved, and two after; and the plain tensors of the state dict."""
+    engine, x, y = engine_of(name)
+    engine.step(x, target=y)
+    if root is not None:
+        engine.save(root)
+    losses = [float(engine.step(x, target=y).loss) for _ in range(2)]
+    tensors = {n: v for n, v in engine.full_state_dict().items() if isinstance(v, torch.Tensor)}
+    inner = {n: plain_parts(v) if is_wrapper(v) else {"": v} for n, v in tensors.items()}
+    return losses, {f"{n} {path}": part for n, parts in inner.items() for path, part in parts.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_train_save_and_go_on_as_one_process(name: str, tmp_path: Path) -> None:
+    losses, state = trained(name, None)
+    first, second = on_ranks(tmp_path, 2, lambda group: trained(name, tmp_path / "run"))
+    assert first[0] == second[0] == losses
+    assert first[1].keys() == state.keys()
+    assert all(torch.equal(value, state[n]) for n, value in first[1].items())
+    assert not second[1]
+    again, x, y = engine_of(name, resume=tmp_path / "run")
     assert [float(again.step(x, target=y).loss) for _ in range(2)] == losses
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from outsize.errors import BadOption, BadWeights
 from outsize.run.checkpoint.write import said
-from outsize.run.tensor_parallel.collectives import full_of
+from outsize.run.tensor_parallel.collectives import full_of, local_of
 from outsize.run.transport.control_messages import all_gather_json
-from outsize.run.weights.freed import parts_of, structure_of
+from outsize.run.weights.freed import FreedWeight, parts_of, structure_of
 from outsize.run.weights.ownership import like, places
 from outsize.run.weights.save import ShardWriter, shards
 from outsize.train.crew.crew import Crew
@@ -42,17 +42,23 @@ def gathered(
     """
     parts = {"": model} if parts is None else parts
     fetch, whole = _fetcher(model, homes, crew, ranks), dict[int, Tensor]()
-    for table, key in _persistent(parts):
-        tensor = table[key]
-        if id(tensor) not in whole and (value := fetch(tensor)) is not None:
+    for tensor in {id(tensor): tensor for _, _, tensor in _persistent(parts)}.values():
+        value = fetch(tensor)
+        if value is not None and not _has_all(tensor, value):
             whole[id(tensor)] = like(tensor, value if tensor.is_meta else value.clone())
     return _state_of(parts, whole) if crew.global_rank == 0 else {}
 
 
-def _persistent(parts: Mapping[str, nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """Returns (table, key) of the tensors that state dicts have, in an order that all ranks share."""
+def _has_all(tensor: Tensor, values: Tensor) -> bool:
+    """Returns whether this rank's tensor has all of the gathered values by itself."""
+    is_own = not isinstance(tensor, FreedWeight) and local_of(tensor) is tensor
+    return is_own and tensor.shape == values.shape
+
+
+def _persistent(parts: Mapping[str, nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Returns (table, key, tensor) of what state dicts have, in an order that all ranks share."""
     return [
-        (table, key)
+        (table, key, tensor)
         for part in parts.values()
         for module in part.modules()
         for table in (module._parameters, module._buffers)
@@ -62,22 +68,20 @@ def _persistent(parts: Mapping[str, nn.Module]) -> list[tuple[dict[str, Any], st
 
 
 def _state_of(parts: Mapping[str, nn.Module], whole: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Returns the state dicts that the modules have with these values, each given by the id of its tensor."""
-    own = [(table, key, table[key]) for table, key in _persistent(parts)]
+    """Returns the state dicts that the modules have with these values, by id, in the place of what has none."""
+    own = _persistent(parts)
     state: dict[str, Any] = {}
     try:
         for table, key, tensor in own:
-            table[key] = whole[id(tensor)]
+            table[key] = whole.get(id(tensor), tensor)
         for prefix, part in parts.items():
             state = part.state_dict(destination=state, prefix=prefix, keep_vars=True)
     finally:
         for table, key, tensor in own:
             table[key] = tensor
     copies = {id(value): value.detach() for value in whole.values()}
-    for value in state.values():
-        if (
-            isinstance(value, Tensor) and id(value) not in copies
-        ):  # a module's own, or one that it has computed
+    for value in (value for value in state.values() if isinstance(value, Tensor)):
+        if id(value) not in copies:
             copies[id(value)] = value.detach().cpu().clone()
     return {n: copies[id(v)] if isinstance(v, Tensor) else v for n, v in state.items()}
 
