@@ -68,7 +68,7 @@ def _persistent(parts: Mapping[str, nn.Module]) -> list[tuple[dict[str, Any], st
 
 
 def _state_of(parts: Mapping[str, nn.Module], whole: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Returns the state dicts that the modules have with these values, by id, in the place of what has none."""
+    """Returns the state dicts that the modules have once these values, by id, stand in for what has none."""
     own = _persistent(parts)
     state: dict[str, Any] = {}
     try:
