@@ -48,22 +48,22 @@ def freed() -> None:
 Phase = Callable[[], object]
 
 
-def phases(case: Case) -> list[Phase]:
-    """Builds the model, and returns forward, backward and update of its step."""
+def phases(case: Case, device: str = "cuda") -> list[Phase]:
+    """Builds the model on a device, and returns forward, backward and update of its step."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if case.precision == "bf16" else torch.float32)
     try:
-        with torch.device("cuda"):
+        with torch.device(device):
             model = case.build()
     finally:
         torch.set_default_dtype(torch.float32)
     model = (model.bfloat16() if case.precision == "bf16" else model).train()
-    batch = {name: tensor.cuda() for name, tensor in case.batch().items()}
+    batch = {name: tensor.to(device) for name, tensor in case.batch().items()}
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-4)
     losses = list[Tensor]()
 
     def forward() -> None:
-        with torch.autocast("cuda", torch.bfloat16, enabled=case.precision == "bf16-mixed"):
+        with torch.autocast(device, torch.bfloat16, enabled=case.precision == "bf16-mixed"):
             if "images" in batch:
                 losses.append(image_loss(model(batch["images"]), batch["classes"]))
             else:

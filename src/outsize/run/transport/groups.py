@@ -17,22 +17,51 @@ time. The groups of queues are therefore never bound:
 
 The receives of a queue are posted in the order of its sends (schedules/lower.py), so an operation waits for
 nothing but its own message.
+
+torch keeps a group until the default group is destroyed, with its threads, its sockets and, over NCCL, memory
+of the device. So engines that are made one after another in one process share what they need alike
+(`made_once`): a sweep or a notebook has as many groups as layouts, not as engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Self, final
+from typing import Any, Final, Self, TypeVar, final
 
 import torch
 import torch.distributed as dist
 
 from outsize.device.accelerators import is_accelerator
 
+Made = TypeVar("Made")
+
 # Backends that match messages by their tags and take tensors of the host.
 HOST_BACKENDS: Final = frozenset({"gloo", "mpi", "ucc"})
+
+
+# What was made over the default group that there is now, by that group and a key.
+_MADE: Final[dict[tuple[Any, Hashable], Any]] = {}
+
+
+def made_once(key: Hashable, make: Callable[[], Made]) -> Made:
+    """Returns what `make` has made for this key since the default group exists, and calls it the first time.
+
+    Ranks of one program ask in the same order, so all of them call it or none.
+    """
+    world = dist.group.WORLD
+    for known in [known for known in _MADE if known[0] is not world]:
+        del _MADE[known]
+    if (world, key) not in _MADE:
+        _MADE[world, key] = make()
+    made: Made = _MADE[world, key]
+    return made
+
+
+def forget_groups() -> None:
+    """Lets go of all groups, before the default group is destroyed."""
+    _MADE.clear()
 
 
 @final
@@ -50,7 +79,7 @@ class RankGroup:
         if backend_of(group, device.type) is not None:
             return cls(group, host)
         backend = device_backend(group, device)
-        return cls(host if backend == "gloo" else unbound_group(group, backend), host)
+        return cls(host if backend == "gloo" else unbound_group(group, backend, "device"), host)
 
     def of_tensor(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """Returns the group whose collectives take this tensor."""
@@ -84,16 +113,20 @@ def device_backend(group: dist.ProcessGroup, device: torch.device) -> str:
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group where it takes tensors of the host, else one over gloo: a collective over it."""
     takes_host = backend_of(group, "cpu") in HOST_BACKENDS
-    return group if takes_host else unbound_group(group, "gloo")
+    return group if takes_host else unbound_group(group, "gloo", "host")
 
 
-def unbound_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    """Makes a group of the same ranks that is bound to no device; a collective over `group`."""
+def unbound_group(group: dist.ProcessGroup, backend: str, use: str) -> dist.ProcessGroup:
+    """Returns the group of the same ranks for a use, bound to no device; a collective over `group`."""
     ranks, is_subgroup = dist.get_process_group_ranks(group), group.size() < dist.get_world_size()
-    with _unbound():
-        made = dist.new_group(ranks, backend=backend, use_local_synchronization=is_subgroup)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+
+    def make() -> dist.ProcessGroup:
+        with _unbound():
+            made = dist.new_group(ranks, backend=backend, use_local_synchronization=is_subgroup)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+    return made_once((use, backend, *ranks), make)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class TransportGroups:
         backend = device_backend(ranks.device, device)
         if ranks.size() == 1 or backend in HOST_BACKENDS:
             return cls((ranks.host, ranks.host, ranks.host, ranks.host), ranks.host)
-        first, second, third, fourth = (unbound_group(ranks.device, backend) for _ in range(4))
+        first, second, third, fourth = (unbound_group(ranks.device, backend, f"queue {n}") for n in range(4))
         return cls((first, second, third, fourth), ranks.host)
 
     @property

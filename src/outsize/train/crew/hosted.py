@@ -43,7 +43,7 @@ def hosted_crew(
         together = SingleDevice() if place == "cpu" else in_process_ranks((place,))
         return LocalCrew(plan, together, options=_options(model, plan, place, folder))
     device = device_of(plan)
-    mesh = Mesh(plan.axes, group, device)
+    mesh = Mesh.of(plan.axes, group, device)
     return ProcessCrew(plan, mesh, device, _options(model, plan, str(device), folder))
 
 

@@ -42,7 +42,7 @@ def make_crew(
         if local_replicas > 1:
             _insist_on_local_replicas(plan, places or ())
         return LocalCrew(plan, in_process_ranks(places, local_replicas), local_replicas)
-    return ProcessCrew(plan, Mesh(plan.axes, group, device), device, CrewOptions(own_batches=own_batches))
+    return ProcessCrew(plan, Mesh.of(plan.axes, group, device), device, CrewOptions(own_batches=own_batches))
 
 
 def make_engine(

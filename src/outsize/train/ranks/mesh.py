@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Axes
-from outsize.run.transport.groups import RankGroup, backend_of, device_backend
+from outsize.run.transport.groups import RankGroup, backend_of, device_backend, made_once
 
 _HOLDING: Final = ("dp_shard", "ep", "cp", "tp")  # axes whose ranks may have parts of one weight
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
@@ -40,6 +40,14 @@ class Mesh:
 
     Each is None where nobody else holds them.
     """
+
+    @classmethod
+    def of(cls, axes: Axes, group: dist.ProcessGroup, device: torch.device) -> Mesh:
+        """Returns the mesh of this layout, which all engines over the group share.
+
+        Raises WorldMismatch.
+        """
+        return made_once((axes, group, device), lambda: cls(axes, group, device))
 
     def __init__(self, axes: Axes, group: dist.ProcessGroup, device: torch.device) -> None:
         """Makes the groups, a collective over `group`.
