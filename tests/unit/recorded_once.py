@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any, final
@@ -107,7 +107,11 @@ def _attribute(item: tuple[str, Any]) -> Hashable:
 
 
 def _value(value: Any) -> Hashable:
-    """Sizes and names as they are; of other values, such as the weights that an RNN lists, their class."""
+    """Sizes and names as they are, and what dataclasses hold; of others, such as the weights that an RNN
+    lists, their class.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple((field.name, _value(getattr(value, field.name))) for field in fields(value))
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_value, value))
     return repr(value) if isinstance(value, (bool, int, float, str, torch.dtype)) else type(value)
