@@ -1,6 +1,6 @@
 """What `outsize.largest_batch` promises of the models of script 07, written down before a GPU is asked.
 
-    python benchmarks/device_queue/fits.py          # at home: writes predicted/fits.json, some minutes
+    PYTHONPATH=benchmarks/one-gpu python benchmarks/device_queue/fits.py     # writes predicted/fits.json
 
 Each device kind is planned with 24 GB of its memory, which the script holds its process to: batches are small
 then, and twelve models fit into five minutes. `largest` is the largest batch that is promised (P95 within the
@@ -10,28 +10,26 @@ then, and twelve models fit into five minutes. `largest` is the largest batch th
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-HERE: Final = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "one-gpu"))
-
 from cases import Case, image_loss
 from sets import SETS
 
+HERE: Final = Path(__file__).resolve().parent
 FILE: Final = HERE / "predicted" / "fits.json"
 ROOM_BYTES: Final = 24_000_000_000
 BEYOND: Final = 1.08
 KINDS: Final = {"NVIDIA H100": "h100-80gb", "NVIDIA H200": "h200"}
 """Names that CUDA has for the devices, and what they are called in a cluster."""
 NAMES: Final = (
-    "gpt2-355M-b8-s1024-amp", "llama-0.7B-b8-s1024-bf16", "qwen3-0.6B-b4-s1024-bf16", "bert-340M-b16-s512-amp",
-    "t5-220M-b16-s512-bf16", "qwen2-1.5B-lora-b4-s1024-bf16", "resnet50-b128-amp", "efficientnet_b0-b128-fp32",
-    "convnext_base-b32-bf16", "vit_b_16-b64-fp32", "swin_t-b128-fp32", "unet-b8-s512-amp",
+    "gpt2-355M-b8-s1024-amp", "llama-0.7B-b8-s1024-bf16", "qwen3-0.6B-b4-s1024-bf16",
+    "bert-340M-b16-s512-amp", "t5-220M-b16-s512-bf16", "qwen2-1.5B-lora-b4-s1024-bf16", "resnet50-b128-amp",
+    "efficientnet_b0-b128-fp32", "convnext_base-b32-bf16", "vit_b_16-b64-fp32",
+    "swin_t-b128-fp32", "unet-b8-s512-amp",
 )  # fmt: skip
 KNOWN: Final = {name: case for cases in SETS.values() for name, case in cases.items()}
 

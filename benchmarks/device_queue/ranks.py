@@ -22,7 +22,8 @@ from typing import Any, Final
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 _FOLDERS: Final = ("unit", "parity", "simdev", "device", "dist")
-IMPORTED: Final = [str(ROOT / "src"), str(HERE), *(str(ROOT / "tests" / name) for name in _FOLDERS)]
+_ONE_GPU: Final = str(ROOT / "benchmarks/one-gpu")
+IMPORTED: Final = [str(ROOT / "src"), str(HERE), _ONE_GPU, *(str(ROOT / "tests" / name) for name in _FOLDERS)]
 _PAUSE_S: Final = 0.2
 SLOWER: Final = 10
 """How much longer a rehearsal may take on a machine that others use as well."""

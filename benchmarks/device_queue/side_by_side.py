@@ -76,7 +76,7 @@ def outsize_step(
 def taken(name: str, way: str, device: str) -> dict[str, Any]:
     """Returns the loss of the first step, and the seconds and the memory of the later ones."""
     on_gpu = device == "cuda"
-    case = KNOWN[name] if on_gpu else sized(name, 1)
+    case = KNOWN[name] if on_gpu else sized(name, 2)
     torch.manual_seed(0)
     model = case.build()
     model = (model.bfloat16() if case.precision == "bf16" else model).to(device).train()
