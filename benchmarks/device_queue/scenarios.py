@@ -160,8 +160,39 @@ def resumed(world: World, *, folder: str, axes: dict[str, int], steps: int) -> l
     return [float(engine.step(**_batch(device_of(world))).loss) for _ in range(steps)]
 
 
-def _engine(world: World, axes: dict[str, int]) -> outsize.Engine:
+def _engine(world: World, axes: dict[str, int], **options: Any) -> outsize.Engine:
     place = "cpu" if world.device_type == "cpu" else "h200"
     batch, cluster = _batch(torch.device("cpu")), f"{world.world_size}x{place}"
     make = lambda weights: torch.optim.AdamW(weights, lr=1e-2)  # noqa: E731
-    return outsize.parallelize(_transformer("dense"), kwargs=batch, optimizer=make, cluster=cluster, **axes)
+    given = {"optimizer": make, "cluster": cluster, **axes, **options}
+    return outsize.parallelize(_transformer("dense"), kwargs=batch, **given)
+
+
+# -- stages as graphs of their device ------------------------------------------------------------------------
+
+
+def graphs(world: World, *, axes: dict[str, int], steps: int, timed: int) -> dict[str, Any]:
+    """Whether stages that are recorded as graphs have the bits of the same stages as they are, along any
+    axes; what was recorded, and the seconds of a step of both.
+    """
+    device, losses = device_of(world), dict[bool, list[Tensor]]()
+    states, seconds, recorded = dict[bool, dict[str, Tensor]](), dict[bool, list[float]](), ""
+    for as_graphs in (False, True):
+        engine = _engine(world, axes, device_graphs=as_graphs)
+        losses[as_graphs] = [engine.step(**_batch(device)).loss.detach().cpu() for _ in range(steps)]
+        states[as_graphs] = engine.full_state_dict()
+        seconds[as_graphs] = []
+        for _ in range(timed):
+            _wait(device)
+            begin_s = time.perf_counter()
+            engine.step(**_batch(device))
+            _wait(device)
+            seconds[as_graphs].append(time.perf_counter() - begin_s)
+        recorded = str(engine.device_graphs)
+    pairs = [*zip(losses[False], losses[True], strict=True)]
+    pairs += [(states[True][name], tensor) for name, tensor in states[False].items()]
+    return {
+        "bit-equal": all(torch.equal(ours, theirs) for ours, theirs in pairs),
+        "recorded": recorded,
+        "median_s": {("graphs" if key else "as it is"): sorted(s)[len(s) // 2] for key, s in seconds.items()},
+    }
