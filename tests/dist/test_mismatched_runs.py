@@ -191,7 +191,10 @@ def test_one_error_from_rank_0_and_all_have_ended(
     assert "Next: " in lines[0]
     torchruns = int(launch is torchrun)  # its own traceback, and below it the one that rank 0 has recorded
     assert len(re.findall("^Traceback", found.err, re.MULTILINE)) == torchruns, found.err
-    assert found.err.count(f'File "{WORKER}"') == torchruns, found.err
+    recorded = found.err.count(
+        f'File "{WORKER}"'
+    )  # torchrun shows the ranks that recorded before its SIGTERM
+    assert torchruns <= recorded <= torchruns * CASES[case][0], found.err
     assert 0 not in found.codes
 
 

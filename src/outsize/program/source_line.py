@@ -1,4 +1,4 @@
-"""Locates events in the user's code as `file:line`, with the frames of outsize and of torch left out.
+"""Locates events in the user's code as `file:line`, with the frames of outsize, torch and Python left out.
 
 A frame is outsize's own when its file lies below the folder of this package, whatever that folder's parents
 are called: a user may work in a clone or a folder named `outsize` or `torch`. torch is located, not imported.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 def is_outsize_file(filename: str) -> bool:
@@ -28,9 +31,11 @@ def line_of(function: object) -> str:
 
 
 def calling_line() -> str:
-    """Returns the `file:line` of the nearest caller outside torch and outsize; "?" where there is none."""
+    """Returns the `file:line` of the nearest caller outside torch, Python and outsize; "?" where there is
+    none.
+    """
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, _torch_folder(), "<")):
+    while frame is not None and _is_passed_through(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
@@ -42,10 +47,23 @@ def frames_outside_outsize(error: BaseException) -> list[traceback.FrameSummary]
 
 def raising_line(error: BaseException) -> str:
     """Returns the `file:line` of the user's code that raised, or of torch's where no user frame is left."""
-    frames = frames_outside_outsize(error)
-    users = [f for f in frames if not f.filename.startswith(_torch_folder())]
-    last = (users or frames)[-1] if frames else None
+    last = users_frame(frames_outside_outsize(error))
     return f"{last.filename}:{last.lineno}" if last is not None else "the call itself"
+
+
+def users_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Returns the innermost frame of the user's code, or of torch's and Python's where there is none."""
+    outside = [f for f in frames if not is_outsize_file(f.filename)]
+    users = [f for f in outside if not _is_passed_through(f.filename)]
+    return next(reversed(users or outside), None)
+
+
+def _is_passed_through(filename: str) -> bool:
+    """Returns whether a file is one that users' code calls, and that calls theirs: a context manager's frame
+    of Python's library stands below the `with` of whoever raised.
+    """
+    of_python = filename.startswith(_PYTHON) and "site-packages" not in filename
+    return of_python or filename.startswith((_PACKAGE, _torch_folder(), "<"))
 
 
 @cache

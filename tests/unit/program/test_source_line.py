@@ -56,6 +56,20 @@ def test_torch_is_named_only_where_no_user_frame_is_deeper() -> None:
     assert raising_line(error) == "/home/me/outsize/job.py:3"
 
 
+def test_a_context_manager_is_not_who_raised() -> None:
+    text = (
+        "import contextlib\n@contextlib.contextmanager\ndef within():\n    try:\n        yield\n"
+        "    except KeyError as error:\n        raise ValueError from error\n\n"
+        "with contextlib.ExitStack() as stack:\n    stack.enter_context(within())\n    {}['a']"
+    )
+    assert raising_line(raised("outsize", text)) == "/home/me/outsize/job.py:7"
+
+
+def test_pythons_own_frames_are_left_out() -> None:
+    error = raised("outsize", "import json\n\njson.loads('{')")
+    assert raising_line(error) == "/home/me/outsize/job.py:3"
+
+
 def test_the_packages_own_frames_are_left_out() -> None:
     assert is_outsize_file(outsize.errors.__file__)
     with pytest.raises(outsize.errors.UnknownDevice) as caught:

@@ -32,7 +32,7 @@ from typing import Any, Final, Self, final
 
 from outsize.errors import OutsizeError
 from outsize.files.replace import replace_text
-from outsize.program.source_line import is_outsize_file
+from outsize.program.source_line import users_frame
 
 _LOST_CONNECTION = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|gloo/transport"
@@ -170,9 +170,8 @@ def shown(error: BaseException, call_stack: str = "") -> str:
         return error.code if isinstance(error.code, str) else ""
     if not isinstance(error, OutsizeError):
         return call_stack
-    frames = traceback.extract_tb(_user_frames(error.__traceback__))
-    theirs = [frame for frame in frames if not is_outsize_file(frame.filename)]
-    place = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
+    last = users_frame(traceback.extract_tb(_user_frames(error.__traceback__)))
+    place = f"{Path(last.filename).name}:{last.lineno}: " if last is not None else ""
     return f"{place}{error}"
 
 
