@@ -77,6 +77,13 @@ RESULT: Final[Mapping[str, str]] = {
     "logits": "engine.step(..., gather='outputs').outputs, one for each microbatch",
     "mean": _LOSS,
 }
+_OUTPUTS: Final = (
+    "result.outputs[0], which the model returned for the first microbatch; result.loss is the loss"
+)
+EVALUATION: Final[Mapping[str, str]] = {
+    "backward": "engine.step(x, target=y), which trains",
+    **dict.fromkeys(("argmax", "detach", "item", "logits", "shape", "size", "softmax"), _OUTPUTS),
+}
 _STARTS: Final = (
     "Accelerator", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "distribute",
     "fully_shard", "init", "initialize", "pipeline", "prepare", "shard", "split", "train", "wrap",

@@ -149,6 +149,18 @@ LOOP_MISTAKES = {
     "a loss_scale that is NaN": Mistake(
         lambda: step(X, target=Y, loss_scale=float("nan")), "scales no loss", "loss_scale=1 / 4"
     ),
+    "evaluate(x).logits": Mistake(
+        lambda: engine().evaluate(X).logits, "an evaluation has no `logits`", "result.outputs[0]"  # pyright: ignore
+    ),
+    "evaluate(x)[0]": Mistake(
+        lambda: engine().evaluate(X)[0], "an evaluation has no item 0", "result.outputs[0]"  # pyright: ignore
+    ),
+    "float(evaluate(x))": Mistake(
+        lambda: float(engine().evaluate(X)), "an evaluation is no number", "result.loss"  # pyright: ignore
+    ),
+    "loss, logits = evaluate(x)": Mistake(
+        lambda: dict([engine().evaluate(X)]), "one object, not several", "result.outputs"  # pyright: ignore
+    ),
     "evaluate(gather='all')": Mistake(
         lambda: engine().evaluate(X, gather="all"), "gather='all' says nothing", "gather=True"  # pyright: ignore
     ),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, final
+from typing import Any, ClassVar, Final, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
-from outsize.errors.names import RESULT, missing
+from outsize.errors.names import EVALUATION, RESULT, missing
 from outsize.program.tape import Ref
 from outsize.program.tree import map_leaves
 from outsize.train.variants.variant import Variant
@@ -32,9 +32,32 @@ class BatchLoss:
     outputs: tuple[Any, ...] | None = None
 
 
+class _Result:
+    """Answers those who take a result for a number, a dict or a pair."""
+
+    _named: ClassVar[str]
+    _instead: ClassVar[Mapping[str, str]]
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, for what a tensor or an output has with what to write instead."""
+        raise AttributeError(missing(self._named, name, self._instead))
+
+    def __float__(self) -> NoReturn:
+        """Raises BadOption: the result is no number."""
+        raise BadOption(f"{self._named} is no number", next_step=self._instead["item"])
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Raises BadOption: the result has attributes."""
+        raise BadOption(f"{self._named} has no item {key!r}", next_step=self._instead["item"])
+
+    def __iter__(self) -> NoReturn:
+        """Raises BadOption: the result is one object."""
+        raise BadOption(f"{self._named} is one object, not several", next_step=self._instead["item"])
+
+
 @final
 @dataclass(frozen=True)
-class StepResult:
+class StepResult(_Result):
     """The `loss` of the whole batch (0-dim, detached, on every rank); the gradient norm if clipping is on.
 
     `losses` are those of the microbatches in order, as the loss function returned them, on every rank after
@@ -44,6 +67,8 @@ class StepResult:
     step has run the backward already.
     """
 
+    _named: ClassVar[str] = "the result of a step"
+    _instead: ClassVar[Mapping[str, str]] = RESULT
     loss: Tensor
     grad_norm: Tensor | None = None
     losses: tuple[Tensor, ...] | None = None
@@ -53,32 +78,18 @@ class StepResult:
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", self.loss.as_subclass(StepLossTensor))
 
-    def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError, for what a tensor or an output has with what to write instead."""
-        raise AttributeError(missing("the result of a step", name, RESULT))
-
-    def __float__(self) -> NoReturn:
-        """Raises BadOption: the result is no number."""
-        raise BadOption("the result of a step is no number", next_step=RESULT["item"])
-
-    def __getitem__(self, key: object) -> NoReturn:
-        """Raises BadOption: the result has attributes."""
-        raise BadOption(f"the result of a step has no item {key!r}", next_step=RESULT["item"])
-
-    def __iter__(self) -> NoReturn:
-        """Raises BadOption: the result is neither a pair nor a loss alone."""
-        raise BadOption("the result of a step is one object, not several", next_step=RESULT["item"])
-
 
 @final
 @dataclass(frozen=True)
-class EvalResult:
+class EvalResult(_Result):
     """The `loss` if there is one; the `outputs` of each microbatch in order.
 
     Outputs are on the rank of the last stage, and None on others; after `evaluate(..., gather=True)` they are
     on every rank.
     """
 
+    _named: ClassVar[str] = "the result of an evaluation"
+    _instead: ClassVar[Mapping[str, str]] = EVALUATION
     loss: Tensor | None
     outputs: tuple[Any, ...] | None
 
