@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class BatchLoss:
     outputs: tuple[Any, ...] | None = None
 
 
-class _Result:
+class _Result(ABC):
     """Answers those who take a result for a number, a dict or a pair."""
 
     _named: ClassVar[str]
