@@ -42,7 +42,7 @@ def test_groups_that_are_bound_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     captured(), reference()
     tried = {"1f1b": plans()["1f1b"]}
 
-    def bound(group: dist.ProcessGroup, backend: str) -> Any:
+    def bound(group: dist.ProcessGroup, backend: str, use: str) -> Any:
         return dist.new_group(dist.get_process_group_ranks(group), backend=backend)
 
     def work(joined: Joined) -> Any:
