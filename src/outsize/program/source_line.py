@@ -35,7 +35,7 @@ def calling_line() -> str:
     none.
     """
     frame = sys._getframe(1)
-    while frame is not None and _is_passed_through(frame.f_code.co_filename):
+    while frame is not None and _is_passed_through(frame.f_code.co_filename, "<"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
@@ -58,12 +58,14 @@ def users_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSumm
     return next(reversed(users or outside), None)
 
 
-def _is_passed_through(filename: str) -> bool:
+def _is_passed_through(filename: str, *starts: str) -> bool:
     """Returns whether a file is one that users' code calls, and that calls theirs: a context manager's frame
     of Python's library stands below the `with` of whoever raised.
+
+    Code without a file (`<stdin>`) may be the user's; `starts` are other beginnings that are passed through.
     """
     of_python = filename.startswith(_PYTHON) and "site-packages" not in filename
-    return of_python or filename.startswith((_PACKAGE, _torch_folder(), "<"))
+    return of_python or filename.startswith((_PACKAGE, _torch_folder(), "<frozen ", *starts))
 
 
 @cache

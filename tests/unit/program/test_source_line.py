@@ -56,6 +56,12 @@ def test_torch_is_named_only_where_no_user_frame_is_deeper() -> None:
     assert raising_line(error) == "/home/me/outsize/job.py:3"
 
 
+def test_code_without_a_file_is_the_users() -> None:
+    with pytest.raises(TypeError) as caught:
+        exec(compile("import torch\ntorch.nn.functional.relu('x')", "<stdin>", "exec"), {})
+    assert raising_line(caught.value) == "<stdin>:2"
+
+
 def test_a_context_manager_is_not_who_raised() -> None:
     text = (
         "import contextlib\n@contextlib.contextmanager\ndef within():\n    try:\n        yield\n"

@@ -11,8 +11,9 @@ from torch import Tensor
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Returns the same values in memory that is theirs alone to read: detached, contiguous, nothing pending;
-    a copy only where that is needed.
+    """Returns the same values detached, contiguous, and with no conjugate or negative left to compute.
+
+    It is a copy only where that is needed.
     """
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 

@@ -41,12 +41,14 @@ def gathered(
     name what it saves, or compute it, by the values that it has.
     """
     parts = {"": model} if parts is None else parts
-    fetch, whole = _fetcher(model, homes, crew, ranks), dict[int, Tensor]()
+    fetch, whole, own = _fetcher(model, homes, crew, ranks), dict[int, Tensor](), dict[int, Tensor]()
     for tensor in {id(tensor): tensor for _, _, tensor in _persistent(parts)}.values():
         value = fetch(tensor)
-        if value is not None and not _has_all(tensor, value):
+        if value is not None and _has_all(tensor, value):
+            own[id(tensor)] = value
+        elif value is not None:
             whole[id(tensor)] = like(tensor, value if tensor.is_meta else value.clone())
-    return _state_of(parts, whole) if crew.global_rank == 0 else {}
+    return _state_of(parts, whole, own) if crew.global_rank == 0 else {}
 
 
 def _has_all(tensor: Tensor, values: Tensor) -> bool:
@@ -67,22 +69,28 @@ def _persistent(parts: Mapping[str, nn.Module]) -> list[tuple[dict[str, Any], st
     ]
 
 
-def _state_of(parts: Mapping[str, nn.Module], whole: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Returns the state dicts that the modules have once these values, by id, stand in for what has none."""
-    own = _persistent(parts)
+def _state_of(
+    parts: Mapping[str, nn.Module], whole: Mapping[int, Tensor], own: Mapping[int, Tensor]
+) -> dict[str, Any]:
+    """Returns copies of the state dicts that the modules have once `whole` stands in for what has no values.
+
+    Both have values by the id of their tensor; `own` are those of this rank, on the CPU.
+    """
+    places = _persistent(parts)
     state: dict[str, Any] = {}
     try:
-        for table, key, tensor in own:
+        for table, key, tensor in places:
             table[key] = whole.get(id(tensor), tensor)
         for prefix, part in parts.items():
             state = part.state_dict(destination=state, prefix=prefix, keep_vars=True)
     finally:
-        for table, key, tensor in own:
+        for table, key, tensor in places:
             table[key] = tensor
     copies = {id(value): value.detach() for value in whole.values()}
     for value in (value for value in state.values() if isinstance(value, Tensor)):
         if id(value) not in copies:
-            copies[id(value)] = value.detach().cpu().clone()
+            on_host = own[id(value)] if id(value) in own else value.detach().cpu()
+            copies[id(value)] = on_host.clone() if value.device == on_host.device else on_host
     return {n: copies[id(v)] if isinstance(v, Tensor) else v for n, v in state.items()}
 
 

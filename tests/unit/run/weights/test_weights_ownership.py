@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
 from small_models import Written
 from torch import nn
 
+from outsize.errors import BadOption
 from outsize.run.weights.ownership import free_foreign, like, places, replace
 
 
@@ -37,3 +39,12 @@ def test_attributes_that_hold_a_weight_get_the_new_one() -> None:
     assert model.kept["both"][0] is model.weight  # pyright: ignore[reportIndexIssue]
     assert model.kept["both"][1][0] is model.bias  # pyright: ignore[reportIndexIssue]
     assert not model.weight.any()
+
+
+def test_a_freed_weight_is_not_none_and_its_values_are_asked_for_in_vain() -> None:
+    """HQQ's layers look for None among their weights."""
+    model = nn.Linear(2, 2)
+    free_foreign(model, {"weight": "rank 1"})
+    assert None not in [model.weight]
+    with pytest.raises(BadOption, match="of rank 1 and has no values on this rank; `__eq__`"):
+        _ = model.weight == 0
