@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("parity", "unit"))
 
-from forked import on_ranks
+from forked import in_forks, on_ranks
 
 import outsize
 
@@ -49,3 +51,19 @@ def test_engines_of_one_layout_share_their_groups(tmp_path: Path) -> None:
         assert groups[-1] == groups[len(layouts) - 1] > 1
         for at in range(len(layouts)):
             assert len({*losses[at :: len(layouts)]}) == 1  # an engine leaves nothing in the groups
+
+
+def test_a_default_group_that_the_user_destroys_takes_all_groups_along(tmp_path: Path) -> None:
+    """Its store keeps a file or a port as long as any group has it: the next run could not meet there."""
+
+    def trained_and_gone(rank: int) -> None:
+        meeting = f"file://{tmp_path / 'store'}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+        assert dist.group.WORLD is not None
+        one_after_another([{"dp_replicate": 2}, {"tp": 2}], dist.group.WORLD)
+        seen = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        gc.collect()  # engines have cycles
+        assert seen() is None
+
+    in_forks(tmp_path, 2, trained_and_gone)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,9 @@ Made = TypeVar("Made")
 HOST_BACKENDS: Final = frozenset({"gloo", "mpi", "ucc"})
 
 
-# What was made over the default group that there is now, by that group and a key.
-_MADE: Final[dict[tuple[Any, Hashable], Any]] = {}
+# What was made over a default group, by its store, which torch alone holds: when the group is destroyed, by
+# anyone, all of it goes. (By the group itself it would stay, since what is made refers to the group.)
+_MADE: Final[WeakKeyDictionary[Any, dict[Hashable, Any]]] = WeakKeyDictionary()
 
 
 def made_once(key: Hashable, make: Callable[[], Made]) -> Made:
@@ -50,18 +52,11 @@ def made_once(key: Hashable, make: Callable[[], Made]) -> Made:
 
     Ranks of one program ask in the same order, so all of them call it or none.
     """
-    world = dist.group.WORLD
-    for known in [known for known in _MADE if known[0] is not world]:
-        del _MADE[known]
-    if (world, key) not in _MADE:
-        _MADE[world, key] = make()
-    made: Made = _MADE[world, key]
+    known = _MADE.setdefault(dist.distributed_c10d._get_default_store() or dist.group.WORLD, {})
+    if key not in known:
+        known[key] = make()
+    made: Made = known[key]
     return made
-
-
-def forget_groups() -> None:
-    """Lets go of all groups, before the default group is destroyed."""
-    _MADE.clear()
 
 
 @final

@@ -85,10 +85,7 @@ def end_now(status: int) -> None:
 def _destroy_group() -> None:
     import torch.distributed as dist
 
-    from outsize.run.transport.groups import forget_groups
-
     if dist.is_initialized():
-        forget_groups()
         dist.destroy_process_group()
     time.sleep(GLOO_THREADS_S)  # the group's threads still run if the script holds it
 

@@ -117,10 +117,7 @@ def leave(world: World) -> None:
     """Destroys the process group if `join` made it; a group that existed before stays."""
     import torch.distributed as dist
 
-    from outsize.run.transport.groups import forget_groups
-
     if world.owned and dist.is_initialized():
-        forget_groups()
         dist.destroy_process_group()
 
 
