@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from ranks import load
+from ranks import HERE, SLOWER, environment, load
 
 
 @final
@@ -62,6 +65,52 @@ class Result:
     def _write(self) -> None:
         self._found["seconds"] = round(time.monotonic() - self._start_s, 1)
         self._file.write_text(json.dumps(self._found, indent=1) + "\n")
+
+
+def in_process(file: str, name: str, way: str, device: str, limit_s: float) -> dict[str, Any]:
+    """Returns the line of JSON that `file` of this folder prints of one way, in a process of its own.
+
+    On a GPU it has all cores: an optimizer on the host may use them.
+
+    Raises RuntimeError with what it said last, and subprocess.TimeoutExpired.
+    """
+    command = [sys.executable, str(HERE / file), name, way, device]
+    on_gpu = device == "cuda"
+    cores = {"OMP_NUM_THREADS": str(os.cpu_count())} if on_gpu else {}
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment(), **cores},
+        timeout=limit_s * (1 if on_gpu else SLOWER),
+    )
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-1200:])
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def in_turns(
+    result: Result, name: str, ways: Sequence[str], one: Callable[[str], Any], rounds: int, until_s: float
+) -> None:
+    """Puts what `one(way)` finds of each way, A B C A B C, and says the best seconds and the first losses.
+
+    No round begins after `until_s` of the monotonic clock.
+    """
+    found = list[dict[str, Any]]()
+    for _ in range(rounds):
+        if time.monotonic() < until_s:
+            row = {way: result.attempt(f"{name}, {way}", lambda way=way: one(way)) for way in ways}
+            found.append({way: figures for way, figures in row.items() if figures is not None})
+    if not found:
+        result.look_at(f"{name}: not begun")
+        return
+    result.put(name, found)
+    best_s = {way: min(row[way]["median_s"] for row in found if way in row) for way in found[0]}
+    losses = {way: found[0][way]["loss"] for way in best_s}
+    best_ms = {way: round(seconds * 1e3, 2) for way, seconds in best_s.items()}
+    result.look_at(f"{name}: ms {best_ms}; losses {losses}")
 
 
 def run(main: Callable[[Result], None]) -> None:

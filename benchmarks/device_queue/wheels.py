@@ -60,8 +60,8 @@ def unpack(folder: Path, site: Path) -> None:
         first += wheel["size_bytes"]
         with zipfile.ZipFile(file) as archive:
             archive.extractall(site)
-    for library in sorted(site.glob("nvidia/*/lib/*.so*")):
-        print(f"export LD_PRELOAD={library}")
+    libraries = ":".join(map(str, sorted(site.glob("nvidia/*/lib/*.so*"))))
+    print(f"export PYTHONPATH={site} LD_PRELOAD={libraries}")
 
 
 def _checked(wheel: dict[str, Any], data: bytes) -> bytes:
