@@ -47,6 +47,12 @@ def spin(seconds: float) -> None:
         torch.ones(64, 64) @ torch.ones(64, 64)
 
 
+def stop_once_it_is_seen() -> None:
+    """Of a thread that writes: the rank has told that its step is over before it stops."""
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def hook(parameter: Tensor) -> None:
     if engine.steps == AT and FAULT == "inside":
         dist.all_reduce(torch.ones(2))
@@ -69,7 +75,7 @@ for step in range(16 if FAULT in ("slow", "input", "same") else 10):
         if FAULT == "leave":
             break
         if FAULT == "save":
-            background.WrittenSave.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # pyright: ignore
+            background.WrittenSave.write = lambda *_: stop_once_it_is_seen()  # pyright: ignore
         if FAULT == "disk":
             time.sleep(3)
     if FAULT == "input":
