@@ -22,6 +22,7 @@ def test_the_driver_runs_a_script_over_two_ranks_until_it_has_ended(tmp_path: Pa
     (tmp_path / "job.py").write_text(emitted(tmp_path, "ray", "--signal"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = {"PATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    variables["RAY_ADDRESS"] = "local"  # another test's may be there, and end meanwhile
     done = subprocess.run(
         [str(PYTHON), str(tmp_path / "job.py")],
         env=os.environ | variables,

@@ -75,6 +75,7 @@ def run_with_ray(folder: Path, *command: str) -> str:
     variables = {
         "PYTHONPATH": f"{source}:{packages}", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "RAY_ADDRESS": "local",  # another test's may be there, and end meanwhile
     }  # fmt: skip
     done = subprocess.run(
         [str(PYTHON), *command],
