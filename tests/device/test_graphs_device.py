@@ -128,7 +128,9 @@ def test_graphs_have_the_bits_of_the_plain_loop(how: Any, graphs: int, device: s
 
 
 @pytest.mark.parametrize("device", EVERYWHERE)
-@pytest.mark.parametrize("how", [{}, {"recompute": "full"}, {"stages": 1}])
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"recompute": "full"}, marks=pytest.mark.full), {"stages": 1}]
+)
 def test_masks_of_dropout_are_those_without_graphs(how: Any, device: str) -> None:
     def make() -> nn.Module:
         return Skips(drop=0.3)

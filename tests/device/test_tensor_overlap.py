@@ -25,9 +25,9 @@ FULL = pytest.mark.full
     ("device_type", "order", "ranks", "sequence", "how"),
     [
         pytest.param("cpu", "lazy", 2, False, {}, marks=FULL),
-        ("cpu", "lazy", 2, True, {"recompute": "full"}),
+        pytest.param("cpu", "lazy", 2, True, {"recompute": "full"}, marks=FULL),
         ("sim", "lazy", 2, True, {}),
-        ("sim", "seed1", 2, False, {"autocast": True}),
+        pytest.param("sim", "seed1", 2, False, {"autocast": True}, marks=FULL),
         pytest.param("sim", "seed2", 2, False, {"recompute": "full"}, marks=FULL),
         pytest.param("sim", "seed3", 2, True, {"autocast": True}, marks=FULL),
         pytest.param("sim", "lazy", 4, True, {"schedule": "interleaved"}, marks=FULL),

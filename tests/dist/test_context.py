@@ -27,8 +27,19 @@ ALONE = (
     "encoder",
     "tokens first",
 )
-# With --all alone: other rows have their rules; test_compiled_tensor.py compiles between collectives.
-RARE = ("shallow:compiled", "t5:pieces", "padded", "gemma", "qwen3", "t5", "encoder")
+# With --all alone: other rows have their rules, a mesh has pieces; test_compiled_tensor.py compiles between
+# collectives.
+RARE = (
+    "llama:pieces",
+    "window",
+    "shallow:compiled",
+    "t5:pieces",
+    "padded",
+    "gemma",
+    "qwen3",
+    "t5",
+    "encoder",
+)
 SINGLE = ("llama:single", "mixtral")
 MESHES = (
     "llama:pp2:full",
@@ -100,7 +111,7 @@ def test_in_float32_but_for_rounding(cp2: Found, name: str) -> None:
 
 def test_keys_and_values_are_gathered_before_heads_are_repeated(cp2: Found) -> None:
     """Of two samples, nine tokens, two heads of four, in two layers, keys and values; the outputs beside."""
-    sent = cp2[0]["padded" if "padded" in cp2[0] else "window"]["sent"]
+    sent = cp2[0]["padded" if "padded" in cp2[0] else "llama"]["sent"]
     assert sent["reduce_scatter"] % (2 * 9 * 2 * 4 * 2 * 2 * 8) == 0
 
 

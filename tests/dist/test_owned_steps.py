@@ -53,8 +53,8 @@ def expected() -> dict[str, Found]:
 
 
 MORE = ("stages and tp", "shards and tp")
-# All meet stages and shards; the other layouts, without --all, every third of each kind.
-WITH_ALL = ("stages", "shards", *MORE)
+# All meet shards; the other layouts, without --all, every third of each kind.
+WITH_ALL = ("shards", *MORE)
 THIRD = {
     name: make
     for kind in (ELEMENTWISE, PER_WEIGHT, ALL_WEIGHTS, DRAWS)

@@ -25,7 +25,7 @@ LONG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # Four to twenty seconds each, of kinds that others of the slice or test_one_process.py have; with --all.
 SLOW = (
     *("qwen3_moe_padded", "dbrx", "zamba2", "vjepa2", "r3d", "mobilenet_v3_large"),
-    *("deeplabv3_resnet", "diffusers_dit"),
+    *("deeplabv3_resnet", "diffusers_dit", "diffusers_pixart", "lora_gpt2"),
 )
 GOAL = 0.95
 

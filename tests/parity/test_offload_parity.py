@@ -293,7 +293,7 @@ def test_a_view_of_a_weight_is_handed_on(weights: Weights) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loop", "hosted"), in_turns(["plain", "clipped", "accumulated", "replaced"], HOSTED, each=2)
+    ("loop", "hosted"), in_turns(["plain", "clipped", "accumulated", "replaced"], HOSTED, each=1)
 )
 def test_what_the_host_has_may_be_files(loop: str, hosted: Weights, tmp_path: Path) -> None:
     """The same bits; weights, gradients and states are mapped, and no file has a name."""

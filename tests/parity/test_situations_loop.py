@@ -89,7 +89,7 @@ SITUATIONS = (
 )
 
 
-@pytest.mark.parametrize(("found", "name"), in_turns(SITUATIONS, MODELS, each=2))
+@pytest.mark.parametrize(("found", "name"), in_turns(SITUATIONS, MODELS, each=1))
 def test_between_steps(found: Situation, name: str) -> None:
     insist_on_parity(replace(found, changes=False), case(name))
 

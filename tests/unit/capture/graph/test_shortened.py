@@ -74,7 +74,9 @@ def without_numbers(graph: ModelGraph) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize(("precision", "first"), [("fp32", 0), ("bf16-mixed", 0), ("fp32", 2)])
+@pytest.mark.parametrize(
+    ("precision", "first"), [("fp32", 0), pytest.param("bf16-mixed", 0, marks=pytest.mark.full), ("fp32", 2)]
+)
 def test_figures_of_a_few_layers_are_those_of_all(
     precision: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
