@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from zoo import case, everything
 
 import outsize
+from outsize.errors import BadOption
 
 SAMPLE = ("toy", "lstm", "gpt2", "mixtral", "vit")
+REFUSED = ("reformer",)  # it takes a seed from the operating system
 FEATURES = 8
 
 
@@ -226,5 +229,7 @@ def _insist_on_untouched(name: str) -> None:
     args, kwargs = found.batch(4 * found.smallest_microbatch)
     target = found.target(4 * found.smallest_microbatch)
     before = fingerprint(model)
-    ask_everything(model, args, kwargs, loss_fn=found.loss, target=target)
+    refusal = pytest.raises(BadOption) if name in REFUSED else nullcontext()
+    with refusal:
+        ask_everything(model, args, kwargs, loss_fn=found.loss, target=target)
     assert changes(before, fingerprint(model)) == []

@@ -217,7 +217,8 @@ def model_copy(model: nn.Module) -> nn.Module:
 
     Such a tensor (the weight that torch.nn.utils.weight_norm has computed) is copied as a value. Weights that
     share memory share that of the copy, and have copies of the attributes that were set on them. Quantized
-    ones are copied by what they are made of: not each of them can be cloned.
+    ones are copied by what they are made of: not each of them can be cloned. A module of TorchScript copies
+    its weights as values of a graph: they become weights again.
     """
     weights = (*model.parameters(), *model.buffers())
     copies: dict[int, Any] = dict(copies_that_share(weights))
@@ -227,6 +228,9 @@ def model_copy(model: nn.Module) -> nn.Module:
             copies[id(part)] = part.detach().clone().requires_grad_(part.requires_grad)
     copied = copy.deepcopy(model, copies)
     copy_attributes(weights, copies)
+    for weight in copied.parameters():
+        if weight.grad_fn is not None:
+            weight.detach_().requires_grad_()
     return copied
 
 

@@ -31,6 +31,7 @@ from outsize.program.objects import (
     fingerprint,
     fits,
     look_up,
+    model_copy,
     snapshot,
     walk,
 )
@@ -309,3 +310,22 @@ def test_fingerprints() -> None:
     endless: list[Any] = []
     endless.append(endless)
     hash(fingerprint(endless, how))
+
+
+def test_a_copy_has_the_weights_of_scripted_modules_as_weights() -> None:
+    """TorchScript copies them as values of a graph, which no optimizer takes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    model[1][0].bias.requires_grad_(False)
+    assert not all(weight.is_leaf for weight in copy.deepcopy(model).parameters()), "torch copies them so"
+    copied = model_copy(model)
+    assert all(weight.is_leaf for weight in copied.parameters())
+    wants = [weight.requires_grad for weight in model.parameters()]
+    assert [weight.requires_grad for weight in copied.parameters()] == wants
+    assert all(map(torch.equal, copied.parameters(), model.parameters()))
+    optimizer = torch.optim.SGD([w for w in copied.parameters() if w.requires_grad], lr=0.1)
+    x, before = torch.ones(2, 3), copied(torch.ones(2, 3)).detach()
+    copied(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(copied(x), before), "the copy computes with its own weights"
+    assert torch.equal(model(x), before)

@@ -24,12 +24,14 @@ from outsize.capture.costs.fused_attention import KERNEL_FLOPS
 from outsize.capture.fakes.untouched import untouched
 from outsize.capture.graph.build import Captured, build_graph, fingerprint_of, parameters_of
 from outsize.capture.guards.trace import without_writes
+from outsize.capture.recording.call_advice import advice_for_model
 from outsize.capture.recording.fallbacks import LossFn, record
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.python_random import restored_python_generators
-from outsize.errors import NotCapturable
+from outsize.errors import ExampleRejected, NotCapturable, OutsizeError
 from outsize.ir.graph import ModelGraph, Unit, Value
 from outsize.program.replaying.modes import current_modes
+from outsize.program.source_line import raising_line
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves, tensors_in, with_copied_tensors
 from outsize.program.values.wrapper_tensors import stored_bytes
@@ -49,7 +51,8 @@ def capture_model(
 ) -> Captured:
     """Captures a model as a tape, or by its modules where it cannot be taped.
 
-    Raises NotCapturable for a model without submodules, and what else `record` raises.
+    Raises NotCapturable for a model without submodules, ExampleRejected for one that refuses the example, and
+    what else `record` raises.
     """
     try:
         tape = record(model, args, kwargs, loss_fn, target)
@@ -87,12 +90,7 @@ def _by_modules(
     if not any(p.is_meta for p in model.parameters()):
         generators = restored_python_generators(), torch.random.fork_rng(devices=[])
         with generators[0], generators[1], untouched(model, weights=True), without_writes(model.forward):
-            # A forward may write into its inputs; the user's stay as they are.
-            try:
-                outputs = _watch(model, seen, *with_copied_tensors((args, kwargs)))
-            except TypeError:  # torch's counter of FLOPs does not know nested tensors.
-                seen = {name: _ModuleCosts() for name in seen}
-                outputs = _watch(model, seen, *with_copied_tensors((args, kwargs)), counts=False)
+            outputs = _watched(model, seen, args, kwargs)
     note = f"runs by modules, without overlap, and microbatches count by samples: {reason}"
     tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim]
     graph = _graph(model, seen, samples or (tensors[0].shape[0] if tensors else 1), outputs, note)
@@ -135,6 +133,27 @@ class _ModuleCosts:
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
     saved: dict[int, int] = field(default_factory=dict)
+
+
+def _watched(
+    model: nn.Module, seen: dict[str, _ModuleCosts], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    """Returns what `_watch` does; raises ExampleRejected where the model raises."""
+    try:
+        try:
+            # A forward may write into its inputs; the user's stay as they are.
+            return _watch(model, seen, *with_copied_tensors((args, kwargs)))
+        except TypeError:  # torch's counter of FLOPs does not know nested tensors.
+            seen.update({name: _ModuleCosts() for name in seen})
+            return _watch(model, seen, *with_copied_tensors((args, kwargs)), counts=False)
+    except Exception as error:
+        if isinstance(error, OutsizeError):
+            raise
+        raise ExampleRejected(
+            f"the model rejects the example batch: {type(error).__name__}: {error}",
+            numbers=f"at {raising_line(error)}",
+            next_step=advice_for_model(model, args, kwargs, ()),
+        ) from error
 
 
 def _watch(

@@ -18,7 +18,7 @@ from zoo import CASES, case
 import outsize
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.models.losses import objective
-from outsize.errors import BadOption, BoundaryMismatch, NotCapturable, TooManyStages
+from outsize.errors import BadOption, BoundaryMismatch, ExampleRejected, NotCapturable, TooManyStages
 from outsize.ir.findings import CaptureNote
 from outsize.program.tree import leaves
 from outsize.run.stage.rng import seeder
@@ -398,3 +398,29 @@ def test_trials_before_the_first_step_leave_no_trace_in_generators_and_objects()
         losses = [plain(part).square().mean() / 2 for part in x.chunk(2)]
         assert torch.equal(engine.step(x, target=x, update=False).loss, sum(losses).detach())  # type: ignore[union-attr]
     assert (split.memory.calls, split.memory.log) == (6, [1, 2, 3, 4, 5, 6])
+
+
+@final
+class DecidingBeforeNorm(nn.Module):
+    """Its root decides on activations, and then its norm rejects one sample of one value a channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 4), nn.GroupNorm(4, 4), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 8) -> (b, 8)."""
+        y = self.a(x)
+        if y.sum() > 1e9:
+            y = -y
+        return self.b(self.norm(y[:, :, None, None])[:, :, 0, 0])
+
+
+def test_microbatches_that_the_model_rejects_are_not_asked_for() -> None:
+    """As those of torchvision's FCOS, whose last maps have one pixel."""
+    model, x = DecidingBeforeNorm(), torch.randn(4, 8)
+    given: dict[str, Any] = {"target": x, "loss_fn": nn.functional.mse_loss, "cluster": "2xcpu"}
+    verdict = outsize.fit(model, (x,), **given)
+    assert verdict.fits
+    with pytest.raises(ExampleRejected, match="the model rejects the example batch: ValueError"):
+        outsize.plan(model, (x,), microbatches=4, stages=2, **given)
