@@ -315,8 +315,9 @@ def test_fingerprints() -> None:
 def test_a_copy_has_the_weights_of_scripted_modules_as_weights() -> None:
     """TorchScript copies them as values of a graph, which no optimizer takes."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
-    model[1][0].bias.requires_grad_(False)
+    tail: Any = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    tail[0].bias.requires_grad_(False)
+    model = nn.Sequential(nn.Linear(3, 4), tail)
     assert not all(weight.is_leaf for weight in copy.deepcopy(model).parameters()), "torch copies them so"
     copied = model_copy(model)
     assert all(weight.is_leaf for weight in copied.parameters())
