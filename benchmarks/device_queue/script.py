@@ -16,9 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from ranks import HERE, SLOWER, environment, load
+
+ROUNDS: Final = 2
+MOST_S: Final = 285
+"""Of the five minutes that a script may take."""
 
 
 @final
@@ -91,26 +95,41 @@ def in_process(file: str, name: str, way: str, device: str, limit_s: float) -> d
     return found
 
 
-def in_turns(
-    result: Result, name: str, ways: Sequence[str], one: Callable[[str], Any], rounds: int, until_s: float
+def compare_in_turns(
+    result: Result, file: str, names: Sequence[str], ways: Sequence[str], way_s: float
 ) -> None:
-    """Puts what `one(way)` finds of each way, A B C A B C, and says the best seconds and the first losses.
+    """Puts what `file` finds of each name in each way, in turns, and says the best seconds and first losses.
 
-    No round begins after `until_s` of the monotonic clock.
+    Each way has at most `way_s` seconds on a GPU. A round is not begun where it would not end in `MOST_S` if
+    each of its ways took as long as the longest so far.
     """
-    found = list[dict[str, Any]]()
-    for _ in range(rounds):
-        if time.monotonic() < until_s:
-            row = {way: result.attempt(f"{name}, {way}", lambda way=way: one(way)) for way in ways}
-            found.append({way: figures for way, figures in row.items() if figures is not None})
-    if not found:
-        result.look_at(f"{name}: not begun")
-        return
-    result.put(name, found)
-    best_s = {way: min(row[way]["median_s"] for row in found if way in row) for way in found[0]}
-    losses = {way: found[0][way]["loss"] for way in best_s}
-    best_ms = {way: round(seconds * 1e3, 2) for way, seconds in best_s.items()}
-    result.look_at(f"{name}: ms {best_ms}; losses {losses}")
+    device = "cpu" if result.rehearses else "cuda"
+    began_s, longest_s = time.monotonic(), 0.0
+    for name in names:
+        found = list[dict[str, Any]]()
+        for _ in range(ROUNDS):
+            if device == "cuda" and time.monotonic() - began_s + longest_s * len(ways) > MOST_S:
+                break
+            row = dict[str, Any]()
+            for way in ways:
+                way_began_s = time.monotonic()
+                figures = result.attempt(
+                    f"{name}, {way}",
+                    lambda name=name, way=way: in_process(file, name, way, device, way_s),
+                )
+                longest_s = max(longest_s, time.monotonic() - way_began_s)
+                if figures is not None:
+                    row[way] = figures
+            found.append(row)
+        if not found:
+            result.look_at(f"{name}: not begun")
+            continue
+        result.put(name, found)
+        best_ms = {
+            way: round(1e3 * min(r[way]["median_s"] for r in found if way in r), 2) for way in found[0]
+        }
+        losses = {way: found[0][way]["loss"] for way in best_ms}
+        result.look_at(f"{name}: ms {best_ms}; losses {losses}")
 
 
 def run(main: Callable[[Result], None]) -> None:

@@ -6,10 +6,9 @@ and a drift of the clock is in all. Wanted: outsize's best at least as fast as t
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
-from script import Result, in_process, in_turns, run
+from script import Result, compare_in_turns, run
 from side_by_side import WAYS
 
 LIMIT_S: Final = 295
@@ -19,24 +18,15 @@ NAMES: Final = (
     "smollm-0.36B-b8-s512-bf16",
     "vit_l_16-b64-bf16",
 )
-REHEARSED: Final = "mobilenet_v3_large-b128-fp32"
-ROUNDS: Final = 2
+REHEARSED: Final = ("mobilenet_v3_large-b128-fp32",)
 _WAY_S: Final = 60
 
 
 def main(result: Result) -> None:
-    device = "cpu" if result.rehearses else "cuda"
-    ways = list(WAYS) if device == "cuda" else ["plain", "outsize"]  # compilers take minutes on a CPU
-    until_s = float("inf") if result.rehearses else time.monotonic() + LIMIT_S - len(ways) * 15
-    for name in (REHEARSED,) if result.rehearses else NAMES:
-        in_turns(
-            result,
-            name,
-            ways,
-            lambda way, name=name: in_process("side_by_side.py", name, way, device, _WAY_S),
-            ROUNDS,
-            until_s,
-        )
+    names, ways = NAMES, list(WAYS)
+    if result.rehearses:
+        names, ways = REHEARSED, ["plain", "outsize"]  # compilers take minutes on a CPU
+    compare_in_turns(result, "side_by_side.py", names, ways, _WAY_S)
 
 
 if __name__ == "__main__":

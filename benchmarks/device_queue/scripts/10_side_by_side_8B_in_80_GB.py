@@ -7,31 +7,18 @@ RoundPipe needs the wheels roundpipe, beartype and py-cpuinfo of `wheels.json`.
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 from beyond_memory import CASES, WAYS
-from script import Result, in_process, in_turns, run
+from script import Result, compare_in_turns, run
 
 LIMIT_S: Final = 295
-NAMES: Final = tuple(CASES)[:1]
-ROUNDS: Final = 2
 _WAY_S: Final = 75
 
 
 def main(result: Result) -> None:
-    device = "cpu" if result.rehearses else "cuda"
-    ways = WAYS if device == "cuda" else WAYS[:2]  # RoundPipe asks GPUs for their memory
-    until_s = float("inf") if result.rehearses else time.monotonic() + LIMIT_S - _WAY_S
-    for name in NAMES:
-        in_turns(
-            result,
-            name,
-            ways,
-            lambda way, name=name: in_process("beyond_memory.py", name, way, device, _WAY_S),
-            ROUNDS,
-            until_s,
-        )
+    ways = WAYS[:2] if result.rehearses else WAYS  # RoundPipe asks GPUs for their memory
+    compare_in_turns(result, "beyond_memory.py", tuple(CASES)[:1], ways, _WAY_S)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,13 @@ from outsize.capture.costs.fused_attention import KERNEL_FLOPS
 from outsize.capture.fakes.untouched import untouched
 from outsize.capture.graph.build import Captured, build_graph, fingerprint_of, parameters_of
 from outsize.capture.guards.trace import without_writes
-from outsize.capture.recording.call_advice import advice_for_model
+from outsize.capture.recording.call_advice import rejected_by_model
 from outsize.capture.recording.fallbacks import LossFn, record
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.python_random import restored_python_generators
-from outsize.errors import ExampleRejected, NotCapturable, OutsizeError
+from outsize.errors import NotCapturable, OutsizeError
 from outsize.ir.graph import ModelGraph, Unit, Value
 from outsize.program.replaying.modes import current_modes
-from outsize.program.source_line import raising_line
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves, tensors_in, with_copied_tensors
 from outsize.program.values.wrapper_tensors import stored_bytes
@@ -146,14 +145,10 @@ def _watched(
         except TypeError:  # torch's counter of FLOPs does not know nested tensors.
             seen.update({name: _ModuleCosts() for name in seen})
             return _watch(model, seen, *with_copied_tensors((args, kwargs)), counts=False)
+    except OutsizeError:
+        raise
     except Exception as error:
-        if isinstance(error, OutsizeError):
-            raise
-        raise ExampleRejected(
-            f"the model rejects the example batch: {type(error).__name__}: {error}",
-            numbers=f"at {raising_line(error)}",
-            next_step=advice_for_model(model, args, kwargs, ()),
-        ) from error
+        raise rejected_by_model(error, model, args, kwargs) from error
 
 
 def _watch(

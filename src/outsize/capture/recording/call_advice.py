@@ -17,10 +17,34 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from outsize.errors import ExampleRejected
 from outsize.errors.words import spoken
+from outsize.program.source_line import raising_line
 
 _SHAPES: Final = "check the shapes and dtypes of the example, or --input and --batch"
 _TARGET: Final = "target"
+
+
+def call_text(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Returns a call with the shapes of its tensors: `Net((4, 3) torch.float32, mask=(4,) torch.bool)`."""
+    shown = [*map(shape_text, args), *(f"{name}={shape_text(value)}" for name, value in kwargs.items())]
+    return f"{type(model).__name__}({', '.join(shown)})"
+
+
+def shape_text(value: Any) -> str:
+    """Returns the shape and dtype of a tensor, and the type of anything else."""
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def rejected_by_model(
+    error: Exception, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = ()
+) -> ExampleRejected:
+    """Returns the error that says that a model has raised `error` on a batch."""
+    return ExampleRejected(
+        f"the model rejects the example batch: {type(error).__name__}: {error}",
+        numbers=f"call {call_text(model, args, kwargs)}, at {raising_line(error)}",
+        next_step=advice_for_model(model, args, kwargs, target),
+    )
 
 
 def advice_for_loss(target: Sequence[Any]) -> str:

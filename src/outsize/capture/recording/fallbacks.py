@@ -32,7 +32,7 @@ from outsize.capture.guards.consumed import Consumed, is_random_generator, stood
 from outsize.capture.guards.notes import Notes, roots_of
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.capture.guards.trace import is_traced, without_writes
-from outsize.capture.recording.call_advice import advice_for_loss, advice_for_model
+from outsize.capture.recording.call_advice import advice_for_loss, call_text, rejected_by_model, shape_text
 from outsize.capture.recording.intercept import watching
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_state import (
@@ -103,8 +103,7 @@ class _RecordedCall:
         return tensors_in((self.args, self.kwargs, self.target))
 
     def __str__(self) -> str:
-        shown = [_shape(a) for a in self.args] + [f"{k}={_shape(v)}" for k, v in self.kwargs.items()]
-        return f"{type(self.model).__name__}({', '.join(shown)})"
+        return call_text(self.model, self.args, self.kwargs)
 
 
 def record(
@@ -537,19 +536,15 @@ def _rejection(call: _RecordedCall) -> ExampleRejected | None:
 
 
 def _rejected(call: _RecordedCall, error: Exception, at_fault: str) -> ExampleRejected:
-    target = f", target ({', '.join(_shape(t) for t in call.target)})" if at_fault != "model" else ""
+    if at_fault == "model":
+        return rejected_by_model(error, call.model, call.args, call.kwargs, call.target)
+    target = ", ".join(map(shape_text, call.target))
     return ExampleRejected(
         f"the {at_fault} rejects the example batch: {type(error).__name__}: {error}",
-        numbers=f"call {call}{target}, at {raising_line(error)}",
-        next_step=advice_for_model(call.model, call.args, call.kwargs, call.target)
-        if at_fault == "model"
-        else advice_for_loss(call.target),
+        numbers=f"call {call}, target ({target}), at {raising_line(error)}",
+        next_step=advice_for_loss(call.target),
     )
 
 
 def _on_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
-
-
-def _shape(value: Any) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
