@@ -27,22 +27,24 @@ CODE = re.compile(r"^```.*?^```|^(?:    [^\n]*\n)+", re.M | re.S)
 def site_pages() -> dict[str, str]:
     """Path in the repository -> address on the site, of the pages that are not in docs/."""
     pages = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-    for readme in sorted(ROOT.glob("benchmarks/*/README.md")):
-        pages[readme.relative_to(ROOT).as_posix()] = f"benchmarks/{readme.parent.name}.md"
-    return pages
+    for readme in sorted((ROOT / "benchmarks").glob("**/README.md")):
+        name = "-".join(readme.parent.relative_to(ROOT / "benchmarks").parts)
+        pages[readme.relative_to(ROOT).as_posix()] = f"benchmarks/{name}.md"
+    return {**pages, "tests/simdev/README.md": "rooms/simulated-device.md"}
 
 
 def entries(folder: str) -> list[str]:
-    """Entries of the navigation for a folder of pages, in the order of their names."""
-    if folder == "decisions":
-        return [f"decisions/{path.name}" for path in sorted((ROOT / "docs/decisions").glob("*.md"))]
-    return [address for address in site_pages().values() if address.startswith(f"{folder}/")]
+    """Entries of the navigation for a folder of pages, its README first, then in the order of their names."""
+    own = [f"{folder}/{path.name}" for path in (ROOT / "docs" / folder).glob("*.md")]
+    outside = [address for address in site_pages().values() if address.startswith(f"{folder}/")]
+    return sorted([*own, *outside], key=lambda address: (not address.endswith("README.md"), address))
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds the decisions and the benchmarks to the navigation: nobody has to list them by hand."""
+    """Adds rooms, benchmarks and decisions to the navigation: nobody has to list them by hand."""
     navigation: list[Any] = config.nav or []
-    config.nav = [*navigation, {"Benchmarks": entries("benchmarks")}, {"Decisions": entries("decisions")}]
+    folders = ("rooms", "benchmarks", "decisions")
+    config.nav = [*navigation, *({folder.capitalize(): entries(folder)} for folder in folders)]
     return config
 
 
@@ -112,7 +114,8 @@ def site_path(path: str) -> str:
     """`README.md` -> `index.md`, `docs/tour.md` -> `tour.md`, a folder -> its first page."""
     pages = site_pages()
     folders = {
-        "docs/decisions": "decisions/0001-the-house.md",
+        "docs/decisions": "decisions/README.md",
+        "docs/rooms": "rooms/README.md",
         "docs": "index.md",
     }
     if f"{path}/README.md" in pages:
