@@ -1,7 +1,7 @@
 """The scripts of examples/scripts: on one device, split in one process and over two, and gone on elsewhere.
 
 Each plain script computes what its split form computes, line by line and bit by bit; the split form begins
-over two processes and goes on in one. docs/examples.md shows the difference of the two and what they print
+over two processes and goes on in one. docs/examples*.md show the difference of the two and what they print
 (`--update-golden` writes it). The ranks are forks, which have the packages already.
 """
 
@@ -23,7 +23,7 @@ from patience import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "scripts"
-PAGE = ROOT / "docs" / "examples.md"
+PAGES = sorted((ROOT / "docs").glob("examples*.md"))
 NAMES = ("nanogpt", "classification", "segmentation", "timm_vit", "diffusion", "lora")
 sys.path.append(str(ROOT / "tests" / "unit"))
 
@@ -90,13 +90,14 @@ def difference(name: str) -> str:
 
 
 def in_page(name: str, printed: str, *, update: bool) -> None:
-    """Insists that the page shows the difference and what is printed."""
-    page = PAGE.read_text(encoding="utf-8")
+    """Insists that a page shows the difference and what is printed."""
+    path = next(path for path in PAGES if f"<!-- {name} -->" in path.read_text(encoding="utf-8"))
+    page = path.read_text(encoding="utf-8")
     shown = re.compile(rf"<!-- {name} -->\n(?:.*?\n)??<!-- end -->", re.S)
     block = f"<!-- {name} -->\n```diff\n{difference(name)}\n```\n```text\n{printed}```\n<!-- end -->"
     found = shown.search(page)
     assert found is not None
     if update:
-        PAGE.write_text(page.replace(found[0], block), encoding="utf-8")
+        path.write_text(page.replace(found[0], block), encoding="utf-8")
     else:
         assert are_alike(found[0], block)

@@ -52,8 +52,8 @@ def codes_of(name: str) -> list[str]:
 
 
 def shown(script: str) -> str:
-    """The block of docs/examples.md with what a script prints."""
-    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    """The block of docs/examples*.md with what a script prints."""
+    page = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("examples*.md")))
     found = re.search(rf"<!-- {script} -->\n.*?```text\n(.*?)```\n<!-- end -->", page, re.S)
     assert found is not None
     return found[1]
