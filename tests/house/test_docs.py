@@ -23,6 +23,8 @@ PAGES = [
 REFERENCE = re.compile(r"`((?:src|tests|docs|benchmarks|examples)/[\w./-]+?)(?:::?(\w+))?`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 DECISIONS = ROOT / "docs" / "decisions"
+NUMBERS = ROOT / "docs" / "rooms" / "numbers.md"
+LAW = re.compile(r"\b[Ll]aw (\d+)\b")
 MOST_LINES = {"README.md": 120, "CHANGELOG.md": 120, "AGENTS.md": 40}
 PAGE_LINES, DECISION_LINES = 250, 60
 # These are written by `make parity` and by benchmarks/ecosystem/tried.py.
@@ -111,6 +113,30 @@ def test_the_index_has_a_status_for_each_decision() -> None:
         re.M,
     )
     assert sorted(rows) == sorted(page.name for page in DECISIONS.glob("*.md") if page.name != "README.md")
+
+
+def test_a_room_has_its_laws_and_a_picture() -> None:
+    rooms = sorted((ROOT / "docs" / "rooms").glob("*.md"))
+    assert rooms
+    assert [page.name for page in rooms if lacking(page.read_text(encoding="utf-8"))] == []
+
+
+def lacking(page: str) -> list[str]:
+    """What a newcomer would miss on the page of a room."""
+    wanted = {"laws": r"^## Laws$", "a picture": r"^```text$", "decisions": r"\]\(\.\./decisions/\d{4}"}
+    return [what for what, pattern in wanted.items() if not re.search(pattern, page, re.M)]
+
+
+def test_a_room_without_a_picture_is_seen() -> None:
+    assert lacking("## Laws\n\n1. One ([1](../decisions/0001-x.md)).\n") == ["a picture"]
+
+
+def test_laws_that_are_cited_are_written_down() -> None:
+    laws = set(re.findall(r"^(\d+)\. \*\*", NUMBERS.read_text(encoding="utf-8"), re.M))
+    files = [path for room in ("src", "tests") for path in (ROOT / room).rglob("*.py")]
+    cited = {number for path in files for number in LAW.findall(path.read_text(encoding="utf-8"))}
+    assert cited
+    assert cited <= laws
 
 
 def test_a_dangling_reference_is_seen(tmp_path: Path) -> None:

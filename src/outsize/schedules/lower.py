@@ -11,7 +11,7 @@ are on their way and its buffers are known. Two stages, gpipe, two microbatches:
 
 Skip edges are like any other. Gradients do not simply run back along the forward edges: the partial
 sum of a value's gradient is handed from its last consumer to the one before and at last to the
-producer, because that is the order in which one process adds them up (DESIGN: exactness, law 2).
+producer, because that is the order in which one process adds them up (docs/rooms/numbers.md, law 2).
 A value of stage 0 that stages 1 and 2 use, one microbatch, forward edges (0,1) (0,2) and backward
 edges (2,1) (1,0); stage 2 takes stage 1's output too, edge (1,2):
 
