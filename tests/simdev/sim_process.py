@@ -164,6 +164,7 @@ def _server() -> _Server:
 
 
 def _serve(answers: IO[str]) -> None:
+    import unpickled
     from forked_python import forked_interpreters, preload
 
     from outsize.capture.models.imports import import_transformers
@@ -172,6 +173,7 @@ def _serve(answers: IO[str]) -> None:
     import_transformers()
     for name in _PRELOADED:
         import_module(name)
+    unpickled.guard()  # once for all children
     with forked_interpreters():
         for line in sys.stdin:
             done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 import re
 from pathlib import Path
@@ -44,13 +45,21 @@ def test_pickles_of_outsize_fail_a_test_and_those_of_tests_do_not(tmp_path: Path
             as_outsize("train/crew/crew.py", "gather_spans", what, *arguments)
 
 
-def test_a_name_taken_before_the_guard_is_found_by_the_audit_event() -> None:
+def test_names_taken_before_the_guard_are_watched() -> None:
     import _pickle
+    from multiprocessing.reduction import ForkingPickler
+
+    from torch.distributed import distributed_c10d
 
     data = pickle.dumps(Path("a"))
-    assert _pickle.loads(data) == Path("a")
-    with pytest.raises(unpickled.Pickled, match=r"pickle.find_class is used by run/stage/rng.py:states"):
-        as_outsize("run/stage/rng.py", "states", _pickle.loads, data)
+    readers: list[Any] = [_pickle.loads, getattr(ForkingPickler, "loads"), getattr(pickle, "_loads")]  # noqa: B009
+    for loads in readers:
+        assert loads(data) == Path("a")
+        with pytest.raises(unpickled.Pickled, match=r"is used by run/stage/rng.py:states"):
+            as_outsize("run/stage/rng.py", "states", loads, data)
+    unpickler: Any = getattr(distributed_c10d, "_unpickler")  # noqa: B009
+    with pytest.raises(unpickled.Pickled, match=r"pickle.Unpickler is used by run/stage/rng.py:states"):
+        as_outsize("run/stage/rng.py", "states", unpickler, io.BytesIO(data))
 
 
 def _gathers_objects(group: dist.ProcessGroup) -> str:
