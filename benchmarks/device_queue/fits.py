@@ -1,15 +1,17 @@
 """What `outsize.largest_batch` promises of the models of script 07, written down before a GPU is asked.
 
     PYTHONPATH=benchmarks/one-gpu python benchmarks/device_queue/fits.py     # writes predicted/fits.json
+    PYTHONPATH=benchmarks/one-gpu python benchmarks/device_queue/fits.py NAME ...  # of these models only
 
 Each device kind is planned with 24 GB of its memory, which the script holds its process to: batches are small
-then, and twelve models fit into five minutes. `largest` is the largest batch that is promised (P95 within the
-24 GB); `refused` is the first batch whose P95 is at least 8 % above that.
+then, and thirteen models fit into five minutes. `largest` is the largest batch that is promised (P95 within
+the 24 GB); `refused` is the first batch whose P95 is at least 8 % above that.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cases import Case, image_loss
+from quantized import QUANTIZED, REHEARSED
 from sets import SETS
 
 HERE: Final = Path(__file__).resolve().parent
@@ -29,9 +32,10 @@ NAMES: Final = (
     "gpt2-355M-b8-s1024-amp", "llama-0.7B-b8-s1024-bf16", "qwen3-0.6B-b4-s1024-bf16",
     "bert-340M-b16-s512-amp", "t5-220M-b16-s512-bf16", "qwen2-1.5B-lora-b4-s1024-bf16", "resnet50-b128-amp",
     "efficientnet_b0-b128-fp32", "convnext_base-b32-bf16", "vit_b_16-b64-fp32",
-    "swin_t-b128-fp32", "unet-b8-s512-amp",
+    "swin_t-b128-fp32", "unet-b8-s512-amp", "llama-1.1B-nf4-lora-b4-s1024-bf16",
 )  # fmt: skip
-KNOWN: Final = {name: case for cases in SETS.values() for name, case in cases.items()}
+REHEARSED_NAMES: Final = ("resnet50-b128-amp", *REHEARSED)
+KNOWN: Final = {n: case for cases in (*SETS.values(), QUANTIZED, REHEARSED) for n, case in cases.items()}
 
 
 def sized(name: str, batch: int) -> Case:
@@ -48,7 +52,7 @@ def predicted(name: str, kind: str) -> dict[str, int]:
     from outsize.capture.models.on_meta import built_on_meta
 
     case = sized(name, 2)
-    model = built_on_meta(case.build)
+    model = case.build() if case.is_quantized else built_on_meta(case.build)
     model = (model.bfloat16() if case.precision == "bf16" else model).train()
     cluster = cluster_of(f"1x{kind}")
     share = ROOM_BYTES / cluster.devices[0].memory_bytes
@@ -78,9 +82,9 @@ def predicted(name: str, kind: str) -> dict[str, int]:
 
 
 def main() -> None:
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    found: dict[str, dict[str, dict[str, int]]] = json.loads(FILE.read_text()) if sys.argv[1:] else {}
     for kind in KINDS.values():
-        for name in NAMES:
+        for name in sys.argv[1:] or NAMES:
             found.setdefault(kind, {})[name] = predicted(name, kind)
             print(kind, name, found[kind][name], flush=True)
             FILE.parent.mkdir(exist_ok=True)

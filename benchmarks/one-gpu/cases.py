@@ -22,11 +22,15 @@ Batch = dict[str, Tensor]
 @final
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Builds a model and its batch; `bf16` has weights of bfloat16, `bf16-mixed` is autocast."""
+    """Builds a model and its batch; `bf16` has weights of bfloat16, `bf16-mixed` is autocast.
+
+    Quantized weights are made from real ones, so such a model is not built on meta.
+    """
 
     build: Callable[[], nn.Module]
     make_batch: partial[Batch]
     precision: Precision
+    is_quantized: bool = False
 
     def batch(self) -> Batch:
         """Returns the batch on the host, in the precision of the weights."""
