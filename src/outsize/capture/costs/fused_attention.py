@@ -4,7 +4,7 @@ A CPU has no fused kernel with dropout, so that a recording sees two products, a
 the probabilities [batch, heads, queries, keys] that autograd saves. Accelerators run one kernel, with dropout
 and masks as well. Costs of both are noted, and the planner takes those of the devices that it plans for.
 
-    forward    2 products of queries x keys x width; reads q, k, v and writes the result. Blocks of BLOCK
+    forward    2 products of queries x keys x width; reads q, k, v and writes the result. Blocks of 128
                keys that a causal mask hides from a block of queries are skipped, so of n x n blocks those
                on and below the diagonal are computed: (n + 1) / (2 n) of the products
     backward   5 such products; reads q, k, v, result and gradient, and writes three gradients
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outsize.capture.costs.thread_instructions import BLOCK, attention_instructions
+from outsize.capture.costs.thread_instructions import COUNTS, attention_instructions
 from outsize.ir.graph import OpFamily, Work
 from outsize.program.tape import Cost
 
@@ -80,7 +80,7 @@ def is_causal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def causal_flops(flops: int, queries: int, keys: int) -> int:
     """Returns the FLOPs of the blocks that a causal mask does not hide wholly."""
-    blocks = -(-keys // BLOCK)
+    blocks = -(-keys // COUNTS.block)
     return flops * (blocks + 1) // (2 * blocks) if queries == keys and keys else flops
 
 

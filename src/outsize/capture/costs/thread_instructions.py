@@ -23,8 +23,8 @@ and spend most instructions on indices. They take as long in float32 as in bfloa
     attention               whole blocks of queries and keys, also where they do not fill the last one
 
 Source: the kernels are torch 2.11's (ATen/native/cuda) and cuDNN 9.19's; how many instructions an element
-takes is measured, `benchmarks/one-gpu/results/2026-11-27_h200_ops.json`, and rounded. Deviations: a count
-stands for all that such a kernel waits for. Other ops, and CPUs, have none. Complexity: O(1) for an op.
+takes is measured (`COUNTS`). Deviations: a count stands for all that such a kernel waits for. Other ops, and
+CPUs, have none. Complexity: O(1) for an op.
 Oracle: tests/unit/capture/costs/test_thread_instructions.py counts threads, taps and blocks by hand.
 """
 
@@ -32,63 +32,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 from torch import Tensor
 
-# Of depthwise convolutions: for each thread as many as for so many taps, for each tap, for each block.
-THREAD_TAPS: Final = 16
-FORWARD_TAP: Final = 14
-INPUT_TAP: Final = 20
-WEIGHT_TAP: Final = 47
-WEIGHT_BLOCK: Final = 270_000
-# With channels last: for each tap; of a weight's gradient in float32 for windows above 3 x 3.
-LAST_TAP: Final = 12
-LAST_TAP_OF_TWO_BYTES: Final = 8
-LAST_WEIGHT_TAP: Final = 5
-LAST_LARGE_WEIGHT_TAP: Final = 160
-SMALL_WINDOW: Final = 9
-# Of grouped convolutions, for each FLOP.
-TILE: Final = 64
-GROUPED_FLOP: Final = 1 / 6
-GROUPED_WEIGHT_FLOP: Final = 1 / 3
-FEW_GROUPS: Final = 8
-ORDINARY_FLOP: Final = 6.3
-# Of the gradient of other convolutions' weights in TF32, for each FLOP.
-WIDE_WEIGHT_FLOP: Final = 0.22
-# Of convolutions whose channels no kernel for tensor cores can load.
-UNALIGNED_FLOP: Final = 1.35
-ROW_BYTES: Final = 16
-# Of pooling, for each result and tap, and for each element of the image and each window that it is in.
-POOL_THREAD: Final = 400
-POOL_TAP: Final = 14
-POOL_INPUT_THREAD: Final = 300
-POOL_INPUT_WINDOW: Final = 35
-MEAN_POOL_INPUT: Final = 1.6
-# Of bilinear upsampling, for each addition, and for each addition to the same element.
-ADDITIONS: Final = 4
-ADDITION: Final = 100
-SAME_ADDITION: Final = 5.7
-ADDITION_OF_TWO_BYTES: Final = 4.3
-# Of batch normalisation, for each element of float32 and of two bytes; of layer normalisation for each row.
-CHANNEL_ELEMENT: Final = (134, 184)
-CHANNEL_ELEMENT_BACKWARD: Final = (207, 245)
-INPUT_SHARE: Final = 0.6
-STATISTICS_AGAIN: Final = 1.4
-ROW: Final = 40_000
-ROW_BACKWARD: Final = 20_000
-ROW_OF_WEIGHTS: Final = 130_000
-MOST_ROWS: Final = 32_768
-# Of products of float32, which tensor cores do not compute unless they are asked to, for each FLOP.
-ORDINARY_PRODUCT_FLOP: Final = 0.72
-# For each element that has an index of its own, is moved around, or is added up over rows.
-INDEXED_ELEMENT: Final = 90
-ROLLED_ELEMENT: Final = 300
-JOINED_ELEMENT: Final = 120
-ADDED_ELEMENT: Final = 70
-# Of fused attention, queries and keys of a block, and for each FLOP of whole blocks, forward and backward.
-BLOCK: Final = 128
-ATTENTION_FLOP: Final = (0.097, 0.128)
+from outsize.ir.base import Record
+from outsize.ir.hardware.constants import DataFile
+
+
+@final
+class InstructionCounts(Record):
+    """Holds how many instructions kernels issue; thread_instructions.json has the numbers with their origin.
+
+    Depthwise convolutions have as many for each thread as for `thread_taps` more taps, some for each tap in
+    the forward and in the gradients of image and weight, and some for each block of a weight's gradient.
+    With channels last there are some for each tap, and more of a weight's gradient in float32 for windows
+    of more than `small_window` elements.
+
+    Grouped convolutions issue one for so many FLOPs (`grouped_flops`), of groups that are padded to a
+    `tile` of channels; with fewer than `few_groups` in float32 the input's gradient has no tensor cores
+    (`ordinary_flop` for each FLOP). `wide_weight_flop` is of the gradient of other convolutions' weights in
+    TF32, and `unaligned_flop` of convolutions whose rows are no multiple of `row_bytes`.
+
+    Pooling has some for each result and tap, and for each element of the image and each window that it is
+    in. Bilinear upsampling makes `additions` for each result, and those to the same element wait for each
+    other. Pairs are for float32 and two bytes (batch normalisation), or for forward and backward
+    (attention, for each FLOP of whole blocks). Layer normalisation has some for each row.
+    `ordinary_product_flop` is of products of float32, which tensor cores do not compute unless they are
+    asked to. Elements are those that have an index of their own, are moved around, or are added up over
+    rows.
+    """
+
+    thread_taps: int
+    forward_tap: int
+    input_tap: int
+    weight_tap: int
+    weight_block: int
+    last_tap: int
+    last_tap_of_two_bytes: int
+    last_weight_tap: int
+    last_large_weight_tap: int
+    small_window: int
+    tile: int
+    grouped_flops: int
+    grouped_weight_flops: int
+    few_groups: int
+    ordinary_flop: float
+    wide_weight_flop: float
+    unaligned_flop: float
+    row_bytes: int
+    pool_thread: int
+    pool_tap: int
+    pool_input_thread: int
+    pool_input_window: int
+    mean_pool_input: float
+    additions: int
+    addition: int
+    same_addition: float
+    addition_of_two_bytes: float
+    channel_element: tuple[int, int]
+    channel_element_backward: tuple[int, int]
+    input_share: float
+    statistics_again: float
+    row: int
+    row_backward: int
+    row_of_weights: int
+    most_rows: int
+    ordinary_product_flop: float
+    indexed_element: int
+    rolled_element: int
+    joined_element: int
+    added_element: int
+    block: int
+    attention_flop: tuple[float, float]
+
+
+COUNTS: Final = InstructionCounts.model_validate(DataFile.beside(__file__).constants())
 
 Count = Callable[[Sequence[Any], Sequence[Tensor], Tensor, int], float]
 """Counts for (arguments of the op, its tensors, its first result, the argument whose gradient is computed, or
@@ -114,19 +133,19 @@ def indexed_elements(tensors: Sequence[Tensor], out: Tensor, argument: int = FOR
     if all(_is_like(tensor, out) for tensor in tensors if tensor.numel() > 1):
         return 0
     summed = argument != FORWARD and tensors[argument].numel() < out.numel()
-    return (INDEXED_ELEMENT + ADDED_ELEMENT * summed) * out.numel()
+    return (COUNTS.indexed_element + COUNTS.added_element * summed) * out.numel()
 
 
 def attention_instructions(flops: int, query: Tensor, key: Tensor, *, backward: bool) -> int:
     """Returns the instructions of fused attention of so many FLOPs, whose blocks are whole."""
     queries, keys = query.shape[-2], key.shape[-2]
-    rows, columns = (-(-count // BLOCK) * BLOCK for count in (queries, keys))
-    return round(ATTENTION_FLOP[backward] * flops * rows * columns / max(1, queries * keys))
+    rows, columns = (-(-count // COUNTS.block) * COUNTS.block for count in (queries, keys))
+    return round(COUNTS.attention_flop[backward] * flops * rows * columns / max(1, queries * keys))
 
 
 def bias_instructions(out: Tensor) -> int:
     """Returns the instructions of the kernel that adds a convolution's bias to its result."""
-    return INDEXED_ELEMENT * out.numel()
+    return COUNTS.indexed_element * out.numel()
 
 
 def is_depthwise(image: Tensor, weight: Tensor) -> bool:
@@ -147,7 +166,7 @@ def _has_two_bytes(tensor: Tensor) -> bool:
 def _convolution(_args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor, argument: int) -> float:
     image, weight = tensors[:2]
     if argument > WEIGHT:
-        return ADDED_ELEMENT * out.numel()
+        return COUNTS.added_element * out.numel()
     if not image.ndim == weight.ndim == out.ndim > 2:
         return 0
     if is_depthwise(image, weight):
@@ -156,49 +175,57 @@ def _convolution(_args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor, a
     taps = weight.shape[2:].numel()
     flops = 2 * out.numel() * width * taps
     if groups > 1 and weight.shape[0] == out.shape[1]:
-        if argument == 0 and groups < FEW_GROUPS and not _has_two_bytes(image):
-            return ORDINARY_FLOP * flops if image.shape[2:] == out.shape[2:] else GROUPED_FLOP * flops
-        padded = flops * max(1.0, TILE / width)
-        return padded * (GROUPED_WEIGHT_FLOP if argument == WEIGHT else GROUPED_FLOP)
-    if taps > 1 and image.shape[1] * image.dtype.itemsize % ROW_BYTES:
-        return UNALIGNED_FLOP * flops
+        if argument == 0 and groups < COUNTS.few_groups and not _has_two_bytes(image):
+            return (
+                COUNTS.ordinary_flop * flops
+                if image.shape[2:] == out.shape[2:]
+                else (1 / COUNTS.grouped_flops) * flops
+            )
+        padded = flops * max(1.0, COUNTS.tile / width)
+        return padded * (
+            (1 / COUNTS.grouped_weight_flops) if argument == WEIGHT else (1 / COUNTS.grouped_flops)
+        )
+    if taps > 1 and image.shape[1] * image.dtype.itemsize % COUNTS.row_bytes:
+        return COUNTS.unaligned_flop * flops
     wide = argument == WEIGHT and taps > 1 and not _has_two_bytes(image)
-    return WIDE_WEIGHT_FLOP * flops if wide else 0
+    return COUNTS.wide_weight_flop * flops if wide else 0
 
 
 def _depthwise(image: Tensor, weight: Tensor, out: Tensor, argument: int) -> float:
     taps, results = weight.shape[2:].numel(), out.numel()
     if image.stride(1) == 1 < image.shape[1]:
         if argument == WEIGHT:
-            large = taps > SMALL_WINDOW and not _has_two_bytes(image)
-            return results * taps * (LAST_LARGE_WEIGHT_TAP if large else LAST_WEIGHT_TAP)
-        return results * taps * (LAST_TAP_OF_TWO_BYTES if _has_two_bytes(image) else LAST_TAP)
+            large = taps > COUNTS.small_window and not _has_two_bytes(image)
+            return results * taps * (COUNTS.last_large_weight_tap if large else COUNTS.last_weight_tap)
+        return results * taps * (COUNTS.last_tap_of_two_bytes if _has_two_bytes(image) else COUNTS.last_tap)
     if argument == WEIGHT:
-        return results * taps * WEIGHT_TAP + weight.numel() * WEIGHT_BLOCK
+        return results * taps * COUNTS.weight_tap + weight.numel() * COUNTS.weight_block
     if argument == 0:
-        return image.numel() * (taps + THREAD_TAPS) * INPUT_TAP
-    return results * (taps + THREAD_TAPS) * FORWARD_TAP
+        return image.numel() * (taps + COUNTS.thread_taps) * COUNTS.input_tap
+    return results * (taps + COUNTS.thread_taps) * COUNTS.forward_tap
 
 
 def _pooling(args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor, argument: int) -> float:
     image, window = tensors[0], args[1]
     taps = math.prod(window) if len(window) > 1 else window[0] ** (out.ndim - 2)
     if argument == FORWARD:
-        return out.numel() * (POOL_THREAD + POOL_TAP * taps)
+        return out.numel() * (COUNTS.pool_thread + COUNTS.pool_tap * taps)
     windows = out.numel() * taps / image.numel()
-    return image.numel() * (POOL_INPUT_THREAD + POOL_INPUT_WINDOW * windows)
+    return image.numel() * (COUNTS.pool_input_thread + COUNTS.pool_input_window * windows)
 
 
 def _mean_pooling(args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor, argument: int) -> float:
-    return _pooling(args, tensors, out, argument) * (1 if argument == FORWARD else MEAN_POOL_INPUT)
+    return _pooling(args, tensors, out, argument) * (1 if argument == FORWARD else COUNTS.mean_pool_input)
 
 
 def _upsampling(_args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor, argument: int) -> float:
     if argument == FORWARD:
-        return INDEXED_ELEMENT * out.numel()
+        return COUNTS.indexed_element * out.numel()
     same = out.numel() / max(1, tensors[0].numel())
-    each = max(ADDITION, SAME_ADDITION * same) * (ADDITION_OF_TWO_BYTES if _has_two_bytes(out) else 1)
-    return ADDITIONS * out.numel() * each
+    each = max(COUNTS.addition, COUNTS.same_addition * same) * (
+        COUNTS.addition_of_two_bytes if _has_two_bytes(out) else 1
+    )
+    return COUNTS.additions * out.numel() * each
 
 
 def _channel_norm(_args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor, argument: int) -> float:
@@ -206,16 +233,16 @@ def _channel_norm(_args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor, 
     images = tensors[0]
     narrow = _has_two_bytes(images)
     if argument == FORWARD:
-        return CHANNEL_ELEMENT[narrow] * images.numel()
-    share = {0: INPUT_SHARE, WEIGHT: 1 - INPUT_SHARE}.get(argument, 0)
-    return CHANNEL_ELEMENT_BACKWARD[narrow] * images.numel() * share
+        return COUNTS.channel_element[narrow] * images.numel()
+    share = {0: COUNTS.input_share, WEIGHT: 1 - COUNTS.input_share}.get(argument, 0)
+    return COUNTS.channel_element_backward[narrow] * images.numel() * share
 
 
 def statistics_again(tensors: Sequence[Tensor], argument: int) -> float:
     """Returns how many times as long as its elements a block of a batch normalisation takes: torch's own, for
     dtypes of two bytes, reads the image once for its statistics and once more for the result.
     """
-    return STATISTICS_AGAIN if argument == FORWARD and _has_two_bytes(tensors[0]) else 1
+    return COUNTS.statistics_again if argument == FORWARD and _has_two_bytes(tensors[0]) else 1
 
 
 def _row_norm(args: Sequence[Any], tensors: Sequence[Tensor], _out: Tensor, argument: int) -> float:
@@ -223,24 +250,24 @@ def _row_norm(args: Sequence[Any], tensors: Sequence[Tensor], _out: Tensor, argu
         return 0
     rows = tensors[0].numel() // max(1, math.prod(args[1]))
     if argument == WEIGHT:
-        return min(rows, MOST_ROWS) * ROW_OF_WEIGHTS
-    return rows * (ROW if argument == FORWARD else ROW_BACKWARD)
+        return min(rows, COUNTS.most_rows) * COUNTS.row_of_weights
+    return rows * (COUNTS.row if argument == FORWARD else COUNTS.row_backward)
 
 
 def _joining(_args: Sequence[Any], tensors: Sequence[Tensor], _out: Tensor, argument: int) -> float:
-    return 0 if argument == FORWARD else JOINED_ELEMENT * tensors[0].numel()
+    return 0 if argument == FORWARD else COUNTS.joined_element * tensors[0].numel()
 
 
 def _product(_args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor, _argument: int) -> float:
-    return 0 if _has_two_bytes(out) else ORDINARY_PRODUCT_FLOP * 2 * out.numel() * tensors[0].shape[-1]
+    return 0 if _has_two_bytes(out) else COUNTS.ordinary_product_flop * 2 * out.numel() * tensors[0].shape[-1]
 
 
 def _biased_product(args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor, argument: int) -> float:
-    return ADDED_ELEMENT * out.numel() if argument == 0 else _product(args, tensors[1:], out, argument)
+    return COUNTS.added_element * out.numel() if argument == 0 else _product(args, tensors[1:], out, argument)
 
 
 def _rolling(_args: Sequence[Any], _tensors: Sequence[Tensor], out: Tensor, _argument: int) -> float:
-    return ROLLED_ELEMENT * out.numel()
+    return COUNTS.rolled_element * out.numel()
 
 
 _NAMES: Final[dict[Count, str]] = {

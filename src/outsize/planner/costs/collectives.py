@@ -34,10 +34,8 @@ from typing import Final, Literal, final
 
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
-from outsize.ir.hardware.links import Link, Protocol
+from outsize.ir.hardware.links import SWITCH_S, Link, Protocol
 
-# The latency of an all_reduce in switches.
-SWITCH_S = 25e-6
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 BY_LEVELS: Final[frozenset[Collective]] = frozenset({"all_reduce", "broadcast"})
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +32,13 @@ from outsize.ir.graph import CONVOLUTIONS, MATMULS, ModelGraph, Unit, Work
 from outsize.ir.hardware.devices import Device
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.units.recompute_segments import numbered
-from outsize.planner.costs.efficiency import Efficiency, default_of
+from outsize.planner.costs.efficiency import Efficiency, constants_of, default_of
 from outsize.planner.costs.unit_times import UnitSeconds
 
-COMPUTE_EFFICIENCY = 0.5
-MEMORY_EFFICIENCY = 0.7
-LAUNCH_S = 8e-6
+_WITHOUT_OPS: Final = constants_of("any")
+COMPUTE_EFFICIENCY: Final = _WITHOUT_OPS["compute"]
+MEMORY_EFFICIENCY: Final = _WITHOUT_OPS["memory"]
+LAUNCH_S: Final = _WITHOUT_OPS["launch_us"] / 1e6
 NARROW = ("bfloat16", "float16")
 TENSOR_FAMILIES = (*MATMULS, *CONVOLUTIONS, "attention")
 Passes = tuple[float, float, float]

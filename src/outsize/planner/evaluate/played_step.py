@@ -44,7 +44,7 @@ import numpy as np
 from outsize.ir.hardware.devices import Device, host_link
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Span, Timeline
-from outsize.planner.costs.efficiency import default_of
+from outsize.planner.costs.efficiency import CPU, default_of
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Edge, Edges, Flow, edges_of
 from outsize.planner.layout.layout import Layout, ScheduleKey
@@ -61,9 +61,6 @@ PLAYED: Final = 4096
 BLOCKS_PLAYED: Final = 1024
 # After this many rounds of p microbatches a pipeline repeats itself.
 FILLED: Final = 3
-# A backward in two halves costs a CPU this much for each unit whose weights wait: 80 to 200 us for ResNet-50,
-# MLPs and a transformer (docs/decisions/0028-stages-form-a-dag.md).
-SPLIT_S: Final = 1e-4
 _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
 Run = tuple[int, int]
 Along = frozenset[Edge]
@@ -319,7 +316,7 @@ def stage_cost(case: PricedModel, first: int, end: int) -> StageCost:
     seconds = case.seconds
     passes = seconds.forward, seconds.backward, seconds.backward_weight
     split_units = seconds.backward_weight > 0 if case.split_units is None else case.split_units
-    split_s = SPLIT_S * int(np.sum(split_units[first:end])) if case.base.device == "cpu" else 0.0
+    split_s = CPU.split_s * int(np.sum(split_units[first:end])) if case.base.device == "cpu" else 0.0
     forward_s, backward_s, weight_s = (sum(times[first:end].tolist()) for times in passes)
     sent_s = sum(seconds.backward_weight[unit] for unit in _sent_gradients(case.flows, first, end))
     return StageCost(forward_s, backward_s, max(0.0, weight_s - float(sent_s)), split_s)

@@ -10,15 +10,15 @@ fails and cuDNN takes another algorithm: P50 and P95 end at its memory. So P95 f
 
     context    of the driver, by kind of device; a workspace of cuBLAS for the thread of the forward and one
                for autograd's (torch's CublasHandlePool.cpp)
-    kept       free segments, at P50 and at P95. With convolutions KEPT_TENSORS times the largest tensor,
+    kept       free segments, at P50 and at P95. With convolutions `kept_tensors` times the largest tensor,
                since many tensors are nearly as large and cuDNN's workspaces are up to 2.25 times as large as
-               those of an op; and cuDNN's code, where the context is without it. Without, KEPT_SHARES of the
-               peak
+               those of an op; and cuDNN's code, where the context is without it. Without, `kept_shares` of
+               the peak
 
 Error model: 168 stages of benchmarks/memory (28 models x 3 plans, real steps; half of the models were held
-out) were measured, and 95 % of them hold at most UNSEEN more than predicted. Replays of the same steps by
-benchmarks/memory/caching_allocator.py give FRAGMENTED, and replays of image models of the usual size
-(benchmarks/memory/reserved.py, half 0) what is kept. cuDNN's code is in ir/hardware/devices.py.
+out) were measured, and 95 % of them hold at most `unseen` more than predicted. Replays of the same steps by
+benchmarks/memory/caching_allocator.py give `fragmented`, and replays of image models of the usual size
+(benchmarks/memory/reserved.py, half 0) what is kept. cuDNN's code is in ir/hardware/devices.json.
 Deviations: memory of NCCL is not counted; every CUDA device is taken to load the same libraries.
 Complexity: O(values) for the largest tensor. Oracle: tests/parity/test_memory_real.py, real steps;
 tests/unit/planner/memory/test_headroom.py replays the allocator.
@@ -29,25 +29,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Self, final
 
+from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
 from outsize.ir.findings import PeakMargin
 from outsize.ir.graph import ModelGraph
+from outsize.ir.hardware.constants import DataFile
 from outsize.ir.hardware.devices import Device
 
 # CUDA's caching allocator takes memory from the driver in segments: one size for blocks of at most 1 MiB, one
 # for blocks below 10 MiB (c10/cuda/CUDACachingAllocator.cpp).
 SMALL_SEGMENT: Final = 2 * 1024**2
 LARGE_SEGMENT: Final = 20 * 1024**2
-# Upper end of (real - predicted) / predicted, 95 % of the stages of benchmarks/memory: 1.0 % (2026-11).
-UNSEEN: Final = 0.01
-# The allocator reserves this share beyond the allocated bytes and one segment of each pool: 95 % of the
-# stages of 100 MB or more (23 of 84). At real sizes, 95 % of the steps without trials of cuDNN run in less.
-FRAGMENTED: Final = 0.105
-# Free segments at P50 and at P95 on a device with room, in steps of an H200 (benchmarks/one-gpu): by the
-# largest tensor where cuDNN tries algorithms (41 steps: the median is 5.0, 95 % are below 8.8; the median of
-# benchmarks/memory/reserved.py is 3), and by the peak elsewhere (35 steps: 8.1 and 17.2 %).
-KEPT_TENSORS: Final = (4.0, 9.0)
-KEPT_SHARES: Final = (0.08, 0.17)
+
+
+@final
+class Margins(Record):
+    """Holds what a prediction leaves out; headroom.json has the numbers with their origin.
+
+    `unseen` is by how much real stages are above what is predicted (95 % of them), `fragmented` the share
+    that the allocator reserves beyond the allocated bytes and one segment of each pool. Free segments on a
+    device with room are `kept_tensors` times the largest tensor where cuDNN tries algorithms, and
+    `kept_shares` of the peak elsewhere, at P50 and at P95.
+    """
+
+    unseen: float
+    fragmented: float
+    kept_tensors: tuple[float, float]
+    kept_shares: tuple[float, float]
+
+
+MARGINS: Final = Margins.model_validate(DataFile.beside(__file__).constants())
+
 # Direct convolutions have no workspace: on an H100 Swin, ConvNeXt, ViT and MobileNet hold 0.2 to 0.6 GiB
 # beside their peak and context, ResNets 1.0 to 1.7 GiB (benchmarks/one-gpu).
 
@@ -95,13 +107,13 @@ def in_use(peak_bytes: int, device: Device, load: Load) -> InUse:
     context_bytes, least_bytes = device.fixed_bytes, least(peak_bytes, device)
     wanted_bytes = most_bytes = 0
     if device.is_accelerator:
-        likely_bytes, rare_bytes = (kept * load.largest_bytes for kept in KEPT_TENSORS)
+        likely_bytes, rare_bytes = (kept * load.largest_bytes for kept in MARGINS.kept_tensors)
         libraries_bytes = device.library_bytes
         if not load.convolves:
-            likely_bytes, rare_bytes = (share * peak_bytes for share in KEPT_SHARES)
+            likely_bytes, rare_bytes = (share * peak_bytes for share in MARGINS.kept_shares)
             libraries_bytes = 0
         wanted_bytes = round(likely_bytes) + libraries_bytes
-        most_bytes = round(peak_bytes * (1 + UNSEEN) + rare_bytes) + libraries_bytes
+        most_bytes = round(peak_bytes * (1 + MARGINS.unseen) + rare_bytes) + libraries_bytes
         most_bytes += LARGE_SEGMENT + SMALL_SEGMENT + context_bytes
     kept_bytes = max(0, min(wanted_bytes, device.memory_bytes - peak_bytes - context_bytes))
     return InUse(
@@ -114,23 +126,23 @@ def in_use(peak_bytes: int, device: Device, load: Load) -> InUse:
 
 def least(peak_bytes: int, device: Device) -> int:
     """Returns the memory with which 19 of 20 real stages run; it is compared with the device's memory."""
-    needed_bytes = peak_bytes * (1 + UNSEEN)
+    needed_bytes = peak_bytes * (1 + MARGINS.unseen)
     if device.is_accelerator:
-        needed_bytes += peak_bytes * FRAGMENTED + LARGE_SEGMENT + SMALL_SEGMENT
+        needed_bytes += peak_bytes * MARGINS.fragmented + LARGE_SEGMENT + SMALL_SEGMENT
     return round(needed_bytes) + device.fixed_bytes
 
 
 def peak_margin(device: Device) -> PeakMargin:
     """Returns the parts that P95 adds to a predicted peak."""
     if not device.is_accelerator:
-        return PeakMargin(unseen_share=UNSEEN)
+        return PeakMargin(unseen_share=MARGINS.unseen)
     return PeakMargin(
-        unseen_share=UNSEEN,
-        fragmented_share=FRAGMENTED,
+        unseen_share=MARGINS.unseen,
+        fragmented_share=MARGINS.fragmented,
         segments_bytes=LARGE_SEGMENT + SMALL_SEGMENT,
         context_bytes=device.fixed_bytes,
-        kept_tensors=KEPT_TENSORS[1],
-        kept_share=KEPT_SHARES[1],
+        kept_tensors=MARGINS.kept_tensors[1],
+        kept_share=MARGINS.kept_shares[1],
         cudnn_bytes=device.library_bytes,
     )
 
@@ -139,8 +151,8 @@ def room_bytes(device: Device) -> int:
     """Returns the largest peak whose P95 fits the device; the inverse of `least`."""
     available_bytes = device.memory_bytes - device.fixed_bytes
     if not device.is_accelerator:
-        return int(available_bytes / (1 + UNSEEN))
-    return int((available_bytes - LARGE_SEGMENT - SMALL_SEGMENT) / (1 + UNSEEN + FRAGMENTED))
+        return int(available_bytes / (1 + MARGINS.unseen))
+    return int((available_bytes - LARGE_SEGMENT - SMALL_SEGMENT) / (1 + MARGINS.unseen + MARGINS.fragmented))
 
 
 def with_usable_memory(cluster: Cluster) -> Cluster:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outsize.capture.costs import thread_instructions as counts
+from outsize.capture.costs.thread_instructions import COUNTS
 from outsize.capture.graph.build import build_graph, on_accelerators
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.graph import Unit
@@ -41,11 +42,11 @@ def test_a_depthwise_convolution_has_a_thread_for_each_element(stride: int, dtyp
     layer = nn.Conv2d(16, 16, 3, stride, padding=1, groups=16, bias=False)
     image = torch.Size(IMAGES).numel()
     results = image // stride**2
-    threads = 9 + counts.THREAD_TAPS
+    threads = 9 + COUNTS.thread_taps
     assert of_passes(last_unit(layer, dtype)) == (
-        results * threads * counts.FORWARD_TAP,
-        image * threads * counts.INPUT_TAP,
-        results * 9 * counts.WEIGHT_TAP + 16 * 9 * counts.WEIGHT_BLOCK,
+        results * threads * COUNTS.forward_tap,
+        image * threads * COUNTS.input_tap,
+        results * 9 * COUNTS.weight_tap + 16 * 9 * COUNTS.weight_block,
     )
 
 
@@ -55,8 +56,8 @@ def test_with_channels_last_a_weight_of_large_windows_is_slow_in_float32_alone()
         unit = last_unit(layer, dtype, torch.channels_last)
         return of_passes(unit)[2] / (torch.Size(IMAGES).numel() * kernel**2)
 
-    assert weight_of(7, torch.float32) == counts.LAST_LARGE_WEIGHT_TAP
-    assert weight_of(3, torch.float32) == weight_of(7, torch.bfloat16) == counts.LAST_WEIGHT_TAP
+    assert weight_of(7, torch.float32) == COUNTS.last_large_weight_tap
+    assert weight_of(3, torch.float32) == weight_of(7, torch.bfloat16) == COUNTS.last_weight_tap
 
 
 @pytest.mark.parametrize("groups", [2, 8])
@@ -69,10 +70,10 @@ def test_groups_are_padded_to_a_tile(groups: int) -> None:
     flops = 2 * torch.Size(IMAGES).numel() * width * 9
     padded = flops * 64 / width
     forward, image, weight = of_passes(last_unit(layer))
-    assert forward == pytest.approx(padded * counts.GROUPED_FLOP, abs=1)
-    assert weight == pytest.approx(padded * counts.GROUPED_WEIGHT_FLOP, abs=1)
-    few = groups < counts.FEW_GROUPS
-    assert image == pytest.approx(flops * counts.ORDINARY_FLOP if few else forward, abs=1)
+    assert forward == pytest.approx(padded * (1 / COUNTS.grouped_flops), abs=1)
+    assert weight == pytest.approx(padded * (1 / COUNTS.grouped_weight_flops), abs=1)
+    few = groups < COUNTS.few_groups
+    assert image == pytest.approx(flops * COUNTS.ordinary_flop if few else forward, abs=1)
 
 
 def test_dense_convolutions_are_bound_by_tensor_cores() -> None:
@@ -85,7 +86,7 @@ def test_dense_convolutions_are_bound_by_tensor_cores() -> None:
     [
         (nn.MaxPool2d(2), 16, 1, 1.0),
         (nn.MaxPool2d(3, 1, padding=1), 64, 9, 1.0),
-        (nn.AvgPool2d(2), 16, 1, counts.MEAN_POOL_INPUT),
+        (nn.AvgPool2d(2), 16, 1, COUNTS.mean_pool_input),
     ],
     ids=["apart", "overlapping", "mean"],
 )
@@ -94,8 +95,8 @@ def test_pooling_has_a_thread_for_each_result_and_each_element(
 ) -> None:
     taps = {16: 4, 64: 9}[results]
     forward, image, weight = of_passes(last_unit(layer))
-    assert forward == 32 * results * (counts.POOL_THREAD + counts.POOL_TAP * taps)
-    threads = counts.POOL_INPUT_THREAD + counts.POOL_INPUT_WINDOW * windows
+    assert forward == 32 * results * (COUNTS.pool_thread + COUNTS.pool_tap * taps)
+    threads = COUNTS.pool_input_thread + COUNTS.pool_input_window * windows
     assert image == pytest.approx(32 * SIDE**2 * threads * factor, rel=1e-6)
     assert weight == 0
 
@@ -114,16 +115,16 @@ def test_additions_to_one_element_wait_for_each_other() -> None:
 
     one, sixteen = (of_passes(last_unit(Upsampled(side)))[1] for side in (1, 4))
     results = 2 * 16 * 64 * 64
-    assert one == pytest.approx(4 * results * counts.SAME_ADDITION * 64**2, rel=0.01)
-    assert sixteen == pytest.approx(4 * results * counts.SAME_ADDITION * 16**2, rel=0.01)
+    assert one == pytest.approx(4 * results * COUNTS.same_addition * 64**2, rel=0.01)
+    assert sixteen == pytest.approx(4 * results * COUNTS.same_addition * 16**2, rel=0.01)
 
 
 @pytest.mark.parametrize(("dtype", "narrow"), [(torch.float32, 0), (torch.bfloat16, 1)])
 def test_batch_normalisation_takes_each_element_by_itself(dtype: torch.dtype, narrow: int) -> None:
     forward, image, weight = of_passes(last_unit(nn.BatchNorm2d(16), dtype))
     elements = torch.Size(IMAGES).numel()
-    assert forward == elements * counts.CHANNEL_ELEMENT[narrow]
-    assert image + weight == pytest.approx(elements * counts.CHANNEL_ELEMENT_BACKWARD[narrow], abs=2)
+    assert forward == elements * COUNTS.channel_element[narrow]
+    assert image + weight == pytest.approx(elements * COUNTS.channel_element_backward[narrow], abs=2)
     assert of_passes(last_unit(nn.BatchNorm2d(16).eval(), dtype)) == (0, 0, 0)
 
 
@@ -131,11 +132,11 @@ def test_operands_of_unlike_shapes_have_an_index_for_each_element() -> None:
     x, row, transposed = torch.zeros(8, 8), torch.zeros(8), torch.zeros(8, 8).t()
     assert counts.indexed_elements([x, x], x) == 0
     assert counts.indexed_elements([x, torch.zeros(())], x) == 0
-    assert counts.indexed_elements([x, row], x) == 64 * counts.INDEXED_ELEMENT
-    assert counts.indexed_elements([transposed], x) == 64 * counts.INDEXED_ELEMENT
-    assert counts.indexed_elements([x.bfloat16()], x) == 64 * counts.INDEXED_ELEMENT
+    assert counts.indexed_elements([x, row], x) == 64 * COUNTS.indexed_element
+    assert counts.indexed_elements([transposed], x) == 64 * COUNTS.indexed_element
+    assert counts.indexed_elements([x.bfloat16()], x) == 64 * COUNTS.indexed_element
     assert counts.indexed_elements([x], x.bfloat16()) == 0
-    summed = counts.INDEXED_ELEMENT + counts.ADDED_ELEMENT
+    summed = COUNTS.indexed_element + COUNTS.added_element
     assert counts.indexed_elements([x, row], x, 1) == 64 * summed
 
 
@@ -143,7 +144,7 @@ def test_attention_computes_whole_blocks() -> None:
     filled, more = torch.zeros(1, 1, 256, 64), torch.zeros(1, 1, 257, 64)
     flops = 10**9
     whole = counts.attention_instructions(flops, filled, filled, backward=False)
-    assert whole == round(flops * counts.ATTENTION_FLOP[0])
+    assert whole == round(flops * COUNTS.attention_flop[0])
     padded = counts.attention_instructions(flops, more, more, backward=False)
     assert padded == pytest.approx(whole * (384 / 257) ** 2, rel=1e-6)
 
