@@ -15,7 +15,7 @@ from accelerators import WHILE_IT_WORKS, everywhere, width_on
 from torch import nn
 
 import outsize
-from outsize.ir.plan import Recompute
+from outsize.policies.activations import Recompute
 from outsize.train.engine.engine import Engine
 
 LAYERS, SAMPLES, MICROBATCHES = 12, 8192, 8

@@ -18,8 +18,8 @@ from torch import nn
 
 import outsize
 from outsize.ir.hardware.devices import LARGE_WORKSPACE
-from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Plan
+from outsize.policies.weights import HOSTED, Weights
 
 LAYERS, SAMPLES = 24, 64
 

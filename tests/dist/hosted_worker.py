@@ -20,9 +20,9 @@ from features_worker import Pair, outcome
 from parity_runs import Combination, interleaved
 
 from outsize.errors import UnsupportedPlan, WorldMismatch
-from outsize.ir.offload import OF_SEVERAL, Weights
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.schedule import Kind
+from outsize.policies.weights import OF_SEVERAL, Weights
 from outsize.run.host.residency import Residency
 from outsize.run.moves.host import HostMoves
 from outsize.train.engine.factory import make_engine

@@ -20,13 +20,14 @@ from recorded_once import recorded_once
 from zoo import case
 
 from outsize.ir.cluster import parse_cluster
-from outsize.ir.plan import Axes, Plan, Weights
+from outsize.ir.plan import Axes, Plan
 from outsize.ir.timeline import Lane, Timeline
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut
 from outsize.planner.evaluate.played_step import PlayedStep
 from outsize.planner.layout.layout import Layout
+from outsize.policies.weights import Weights
 from outsize.schedules.refine import by_blocks
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions

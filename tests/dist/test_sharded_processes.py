@@ -23,7 +23,8 @@ from tensor_worker import all_in
 from zoo import case
 
 from outsize.capture.recording.fallbacks import record
-from outsize.ir.plan import Axes, Plan, Weights
+from outsize.ir.plan import Axes, Plan
+from outsize.policies.weights import Weights
 from outsize.run.stage.rng import seeder
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.schedules.refine import by_blocks

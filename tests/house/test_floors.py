@@ -31,6 +31,7 @@ PACKAGES = (
         "schedules",
         "ir",
         "files",
+        "policies",
     ),
 )
 CONTRACTS: list[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[

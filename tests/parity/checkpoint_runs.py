@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from outsize.capture.graph.build import Captured, build_graph
 from outsize.capture.recording.fallbacks import record
-from outsize.ir.offload import Weights
-from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName, stages_from_bounds
+from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
+from outsize.policies.activations import Recompute
+from outsize.policies.weights import Weights
 from outsize.train.batch.batch import Batch
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine

@@ -11,9 +11,9 @@ from test_offload_parity import residency_of
 import outsize
 from outsize.capture.models.imports import import_transformers
 from outsize.ir.findings import HostStates
-from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Plan
 from outsize.planner.offload.host_traffic import host_bytes
+from outsize.policies.weights import HOSTED, Weights
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 

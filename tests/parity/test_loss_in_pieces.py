@@ -17,8 +17,8 @@ import outsize
 from outsize.capture.models.imports import import_transformers
 from outsize.errors import BadOption
 from outsize.ir.findings import PiecesOfLoss
-from outsize.ir.offload import HOSTED
 from outsize.ir.plan import Plan
+from outsize.policies.weights import HOSTED
 
 transformers = import_transformers()
 

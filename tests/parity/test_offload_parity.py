@@ -19,8 +19,9 @@ from zoo import case
 
 import outsize
 from outsize.errors import BadOption
-from outsize.ir.offload import HOSTED, Weights
-from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName, stages_from_bounds
+from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
+from outsize.policies.activations import Recompute
+from outsize.policies.weights import HOSTED, Weights
 from outsize.run.host.copy_lane import CopyLane
 from outsize.run.host.residency import Residency
 from outsize.run.moves.host import HostMoves

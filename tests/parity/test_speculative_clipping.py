@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from turns import in_pairs
 
 from outsize.errors import BadOption
-from outsize.ir.offload import HOSTED, Weights
 from outsize.planner.advice.utilisation import utilisation
+from outsize.policies.weights import HOSTED, Weights
 from outsize.run.stage.stage import StageExecutor
 from outsize.train.batch.batch import Batch
 from outsize.train.engine.engine import Engine

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.ir.graph import SMALL_BYTES
-from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
+from outsize.policies.weights import Weights
 from outsize.run.host.copy_lane import CopyLane
 from outsize.run.moves.host import HostMoves
 from outsize.run.stage import stage

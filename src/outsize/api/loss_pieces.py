@@ -16,7 +16,6 @@ from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.findings import PiecesOfLoss
-from outsize.ir.offload import HOSTED
 from outsize.ir.plan import Plan
 from outsize.planner.evaluate.ranking import BITS
 from outsize.program.loss_in_pieces.rewrite import LossBytes, loss_bytes
@@ -105,8 +104,8 @@ def _told(plan: Plan, sizes: LossBytes | None) -> Plan:
 
 def _lacks_memory(plan: Plan) -> bool:
     """Returns whether a plan does something for want of memory that pieces may save; tp divides logits."""
-    recomputes = any(plan.recompute_of(stage) != "none" for stage in range(len(plan.stages)))
-    return plan.form == "tape" and plan.axes.tp == 1 and (recomputes or plan.weights in HOSTED)
+    lacks = not plan.keeps_activations or plan.weight_policy.on_host
+    return plan.form == "tape" and plan.axes.tp == 1 and lacks
 
 
 def _sizes(case: TrainingCase, request: PlanRequest, cluster: Cluster, plan: Plan | None) -> LossBytes | None:

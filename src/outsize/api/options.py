@@ -21,6 +21,7 @@ from outsize.errors.words import nearest, spoken, value_here
 from outsize.ir.answers.request import LayoutOptions, PlanRequest, RequestOptions
 from outsize.ir.base import first_problem
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
+from outsize.policies.activations import KEEP, Recompute
 from outsize.run.watchdog.options import OnHang
 from outsize.schedules.families import FORWARD
 from outsize.schedules.planned import read, written
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from outsize.capture.recording.fallbacks import LossFn
     from outsize.ir.answers.tuned import Trial
     from outsize.ir.cluster import Cluster
-    from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
+    from outsize.ir.plan import BatchNormMode, Plan, ScheduleName
     from outsize.ir.profile import ProfileSet
     from outsize.train.batch.batch import Batch
     from outsize.train.batch.batch_dims import Asked
@@ -196,7 +197,7 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
     if isinstance(schedule := fields.get("schedule"), Schedule):
         fields |= _own_schedule(schedule, fields)
     if fields.get("inference"):
-        fields.setdefault("recompute", "none")
+        fields.setdefault("recompute", KEEP.name)
     elif fields.get("schedule") == FORWARD.name:
         raise BadOption(
             f"schedule={FORWARD.name!r} has no backwards, and a training step wants them",

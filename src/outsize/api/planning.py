@@ -251,10 +251,11 @@ def asked_alone(case: TrainingCase, request: PlanRequest, cluster: Cluster, *, s
     named = fitting.is_named_pipeline(request)
     judged = _judged(case, request, cluster, fitting.without_changes) if named else None
     # On one device the quick account knows the only cut.
-    single = len(cluster.devices) == 1 and request.recompute != "full"
+    recomputes_all = request.activation_policy.recomputes_all
+    single = len(cluster.devices) == 1 and not recomputes_all
     if judged is not None and (judged.fits or single or not searched):
         return judged
-    told = judged is None or request.recompute == "full"
+    told = judged is None or recomputes_all
     asked = request.without_axis_search if named else request
     try:
         _, plan = plan_case(case, asked, cluster, CostSource(), explains=told)

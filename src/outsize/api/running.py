@@ -45,6 +45,7 @@ from outsize.planner.advice.device_graphs import graph_use_of
 from outsize.planner.advice.utilisation import utilisation
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
+from outsize.policies.activations import KEEP
 from outsize.program.objects import model_copy
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.stage.batchnorm import use_local_statistics
@@ -532,7 +533,7 @@ def _request_to_check(options: CheckOptions, batch_size: int) -> PlanRequest:
         "stages": options.get("stages") or STAGES,
         "microbatches": options.get("microbatches") or (1 if sync else MICROBATCHES),
         "schedule": options.get("schedule") or DEFAULT.name,
-        "recompute": options.get("recompute") or "none",
+        "recompute": options.get("recompute") or KEEP.name,
         "bn": options.get("bn"),
     }
     return request_of(asked, batch_size)

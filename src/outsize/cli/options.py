@@ -11,12 +11,12 @@ import typer
 from outsize.errors import BadOption
 from outsize.errors.words import value_here
 from outsize.files.strict_json import BadJson, read_text
-from outsize.ir import offload
 from outsize.ir import plan as plans
 from outsize.ir.answers.request import AxisSearch, LayoutOptions, Objective
 from outsize.ir.formatting import whole_number
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.schedule import Schedule
+from outsize.policies import activations, weights
 from outsize.schedules.families import DEFAULT, offered
 
 # The number of samples of a batch when neither --batch nor a plan says it.
@@ -109,7 +109,7 @@ ScheduleOrFile = Annotated[
     ),
 ]
 Recompute = Annotated[
-    plans.Recompute | None,
+    activations.Recompute | None,
     typer.Option(
         "--recompute",
         help="What happens to activations until the backward. none: they stay on the device; full: all are "
@@ -187,7 +187,7 @@ ModulePieces = Annotated[
     ),
 ]
 WeightPlace = Annotated[
-    offload.Weights | None,
+    weights.Weights | None,
     typer.Option(
         "--weights",
         help="Where weights are stored. With --dp-shard: sharded, gathered block by block (default), or "

@@ -15,7 +15,8 @@ from typing import Annotated, Final, Literal, final
 from pydantic import ConfigDict, Field
 
 from outsize.ir.base import Record
-from outsize.ir.offload import Bound, Weights
+from outsize.ir.offload import Bound
+from outsize.policies.weights import Weights
 
 
 class Finding(Record, ABC):

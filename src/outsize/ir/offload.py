@@ -1,9 +1,6 @@
-"""Defines degrees of offload: what is in host memory, and what bounds the time of a step.
+"""Defines what a degree of offload costs: what bounds the time of a step, and the bytes of the device.
 
-    resident           nothing
-    host-optimizer     states and the weights that are updated; gradients go there, weights come once a step
-    host               weights and gradients as well: they come stage by stage
-    host-activations   and values that stages send each other; each stage recomputes the rest
+The degrees are the policies of weights with something on the host (policies/weights.py).
 
 The roofline of a degree is max(compute, copies to the device, copies to the host, the host's optimizer): the
 four may all run at the same time, so no step is shorter than the longest.
@@ -11,27 +8,10 @@ four may all run at the same time, so no step is shorter than the longest.
 
 from __future__ import annotations
 
-from typing import Final, Literal, final
+from typing import final
 
 from outsize.ir.base import Record
-
-Weights = Literal["resident", "sharded", "host-optimizer", "host", "host-activations"]
-# In these degrees something is on the host; the least comes first.
-HOSTED: Final[tuple[Weights, ...]] = ("host-optimizer", "host", "host-activations")
-# A pipeline of several devices can use these.
-OF_SEVERAL: Final[tuple[Weights, ...]] = ("host-optimizer", "host")
-_TEXTS: Final[dict[Weights, str]] = {
-    "resident": "",
-    "sharded": "weights sharded",
-    "host-optimizer": "optimizer on the host",
-    "host": "weights on the host",
-    "host-activations": "weights and activations on the host",
-}
-
-
-def weights_text(weights: Weights) -> str:
-    """Returns in words where weights are; empty where a stage's devices hold them and all their states."""
-    return _TEXTS[weights]
+from outsize.policies.weights import Weights
 
 
 @final

@@ -21,10 +21,12 @@ from outsize.files.strict_json import BadJson
 from outsize.ir.base import Bytes, Count, DeviceName, Finite, Rate, Record, Seconds, Whole, Word
 from outsize.ir.findings import REJECTIONS, Bottleneck, PeakMargin, Reason
 from outsize.ir.graph import Form, ModelGraph
-from outsize.ir.offload import HOSTED, Degree, Weights, weights_text
+from outsize.ir.offload import Degree
 from outsize.ir.schedule import SCHEDULES, parse_row, placed
 from outsize.ir.stage_graph import check_quotient, in_stages
 from outsize.ir.units.names import compress_units, expand, prefixes, unroll
+from outsize.policies.activations import KEEP, ActivationPolicy, Recompute, activation_policy
+from outsize.policies.weights import RESIDENT, WeightPolicy, Weights, weight_policy
 
 
 def _known_schedule(name: str) -> str:
@@ -38,7 +40,6 @@ def _known_schedule(name: str) -> str:
 
 ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 """A schedule is stored by its name; schedules/families.py has its record."""
-Recompute = Literal["none", "selective", "full", "offload"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 # This version of outsize runs these axes.
@@ -89,23 +90,21 @@ class Axes(Record):
         return ", ".join(f"{name} {size}" for name, size in self.used.items() if name not in names)
 
 
-def weight_shards(axes: Axes, weights: Weights) -> int:
-    """Returns over how many devices the optimizer's states of a stage are sharded, with "sharded" its weights
-    and gradients too; 1 where each device has all of them.
-
-    Ranks that share sequences (cp) hold the same weights, so they take part as replicas do.
+def state_shards(axes: Axes, weights: Weights) -> int:
+    """Returns over how many devices the optimizer's states of a stage are divided; 1 where each device has
+    all of them.
     """
-    shared = weights not in HOSTED and (axes.dp_shard > 1 or weights == "sharded")
-    return axes.dp_shard * axes.cp if shared else 1
+    return weight_policy(weights).state_shards(axes.dp_shard, axes.cp)
 
 
 def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
-    return weight_shards(axes, weights) > 1 and form == "tape"
+    return state_shards(axes, weights) > 1 and form == "tape"
 
 
 def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
-    devices = axes.world_size if weights == "host-activations" else axes.group_size
-    return weights in HOSTED and devices == 1 and form == "tape"
+    policy = weight_policy(weights)
+    devices = axes.group_size if policy.in_pipeline else axes.world_size
+    return policy.on_host and devices == 1 and form == "tape"
 
 
 def unsupported(axes: Axes, weights: Weights, form: Form = "tape") -> str:
@@ -113,7 +112,7 @@ def unsupported(axes: Axes, weights: Weights, form: Form = "tape") -> str:
     shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
     run = RUN | {"dp_shard"} if shards else RUN
     run = run if form == "tape" else run - {"cp", "ep"}
-    where = "" if streams or shards else weights_text(weights)
+    where = "" if streams or shards else weight_policy(weights).text
     return ", ".join(filter(None, (axes.used_besides(run), where)))
 
 
@@ -198,9 +197,9 @@ class Alternative(Record):
     microbatches: Count
     axes: Axes
     chunks: Count = 1
-    weights: Weights = "resident"
+    weights: Weights = RESIDENT.name
     sequence_parallel: bool = False
-    recompute: Recompute = "none"
+    recompute: Recompute = KEEP.name
     step_s: Seconds
     samples_per_s: Rate
     peak_bytes: Bytes
@@ -248,11 +247,11 @@ class Plan(Record):
     stages: tuple[Stage, ...]
     optimizer: Word = "adamw"
     precision: Precision = "fp32"
-    weights: Weights = "resident"
+    weights: Weights = RESIDENT.name
     sequence_parallel: bool = False
     loss_pieces: Count = 1
     module_pieces: Count = 1
-    recompute: Recompute = "none"
+    recompute: Recompute = KEEP.name
     bn: BatchNormMode = "micro"
     expected: Expected | None = None
     alternatives: tuple[Alternative, ...] = ()
@@ -316,14 +315,33 @@ class Plan(Record):
         return placed(self.schedule, len(self.stages), self.axes.pp, self.actions)
 
     def recompute_of(self, stage: int) -> Recompute:
-        """Returns the recompute policy of a stage: its own, or else the plan's."""
+        """Returns the name of a stage's policy of activations: its own, or else the plan's."""
         return self.stages[stage].recompute or self.recompute
+
+    def activation_policy(self, stage: int) -> ActivationPolicy:
+        """Returns what a stage does with its activations."""
+        return activation_policy(self.recompute_of(stage))
+
+    @property
+    def activation_policies(self) -> tuple[ActivationPolicy, ...]:
+        """Returns the same of all stages."""
+        return tuple(self.activation_policy(stage) for stage in range(len(self.stages)))
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Returns whether all stages keep their activations on the device until the backward."""
+        return all(policy.keeps_all for policy in self.activation_policies)
+
+    @property
+    def weight_policy(self) -> WeightPolicy:
+        """Returns where the weights, gradients and states are."""
+        return weight_policy(self.weights)
 
     def recomputed(self, stage: int, names: Sequence[str]) -> frozenset[int]:
         """Returns the indices of those units, given by name, that the stage recomputes."""
-        how, patterns = self.recompute_of(stage), self.stages[stage].recomputed
-        if how != "selective":
-            return frozenset(range(len(names)) if how == "full" else ())
+        policy, patterns = self.activation_policy(stage), self.stages[stage].recomputed
+        if not policy.lists_units:
+            return frozenset(range(len(names)) if policy.recomputes_all else ())
         wanted = {name for pattern in patterns for name in unroll(pattern, len(names))}
         return frozenset(u for u, name in enumerate(names) if wanted.intersection(prefixes(name)))
 
@@ -454,7 +472,7 @@ class Plan(Record):
         by name.
         """
         patterns, how = self.stages[number].recomputed, self.recompute_of(number)
-        if bool(patterns) != (how == "selective"):
+        if bool(patterns) != self.activation_policy(number).lists_units:
             raise BadPlan(
                 f"stage {number} says recompute {how!r} and {'names' if patterns else 'names no'} units",
                 numbers=f'{len(patterns)} patterns in `recomputed`, where "selective" alone has some',

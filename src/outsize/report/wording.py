@@ -100,7 +100,7 @@ from outsize.ir.formatting import (
     seconds_text,
     stages_text,
 )
-from outsize.ir.offload import Weights, weights_text
+from outsize.policies.weights import Weights, weight_policy
 
 UNITS_NAMED: Final = 3
 HINTS_SHOWN: Final = 2
@@ -367,9 +367,10 @@ def _weights_on_host(f: WeightsOnHost) -> str:
     room = "" if f.host_memory_known else ", and the cluster does not say whether it has as much"
     moved = f"{bytes_text(f.moved_bytes)} of weights"
     moves = f"{moved} come for the forwards and again for the backwards"
-    if f.weights == "host-optimizer":
+    policy = weight_policy(f.weights)
+    if policy.stays_loaded:
         moves = f"{moved} come once a step and stay on the device"
-    if f.weights == "host-activations":
+    if policy.values_on_host:
         moves += ", and values between stages come and go with each microbatch"
     return (
         f"weights, gradients and states live on the host: {bytes_text(f.host_bytes)} at most{room}. {moves}, "
@@ -460,7 +461,7 @@ def _tuning_end(f: TuningEnd) -> str:
 @sentence.register
 def _not_chosen(f: NotChosen) -> str:
     where = f" on {axes_text(f.axes)}" if "axes" in f.differs else ""
-    where += f", {weights_text(f.weights) or 'weights resident'}" if "weights" in f.differs else ""
+    where += f", {weight_policy(f.weights).text or 'weights resident'}" if "weights" in f.differs else ""
     if "sequence_parallel" in f.differs:
         where += ", sequence parallel" if f.sequence_parallel else ", not sequence parallel"
     name = _schedule_text((f.schedule,), f.stages_per_device, f.microbatches) + where
@@ -494,7 +495,8 @@ def _schedule_text(schedules: Iterable[str], stages_per_device: int, microbatche
 
 
 def _weights_named(weights: Weights) -> str:
-    return f", {weights_text(weights)}" if weights != "resident" else ""
+    text = weight_policy(weights).text
+    return f", {text}" if text else ""
 
 
 @sentence.register
@@ -840,7 +842,7 @@ def _batch_reduced(f: BatchReduced) -> str:
 def _plan_searched(f: PlanSearched) -> str:
     step = f"{seconds_text(f.step_s)} a step predicted"
     if f.fits_by == "offload":
-        return f"nothing else fits; {axes_text(f.axes)}, {weights_text(f.weights)}: {step}"
+        return f"nothing else fits; {axes_text(f.axes)}, {weight_policy(f.weights).text}: {step}"
     if f.fits_by == "mesh":
         return f"no pipeline fits as asked; {axes_text(f.axes)}, results equal within rounding: {step}"
     return f"activations that memory has no room for are recomputed in the backward: {step}"

@@ -26,6 +26,7 @@ from outsize.ir.plan import Plan, Stage
 from outsize.ir.schedule import CUSTOM_NAME, Action, Kind, Schedule
 from outsize.ir.units.names import compress_units
 from outsize.ir.units.recompute_segments import blocks
+from outsize.policies.activations import KEEP
 from outsize.schedules.planned import planned, written
 
 
@@ -80,14 +81,13 @@ def _spelled(row: Iterable[Action], parts: Sequence[Sequence[int]]) -> Iterator[
 
 def _stage(plan: Plan, stage: int, names: Sequence[str], piece: Sequence[int]) -> Stage:
     """Returns some units of a stage as a stage of their own, with the stage's recompute policy."""
-    policy = plan.recompute_of(stage)
-    chosen = (
-        [unit for unit in piece if unit in plan.recomputed(stage, names)] if policy == "selective" else []
-    )
+    policy = plan.activation_policy(stage)
+    recomputed = plan.recomputed(stage, names) if policy.lists_units else frozenset()
+    chosen = [unit for unit in piece if unit in recomputed]
     return Stage(
         units=compress_units(names, piece),
         device=plan.stages[stage].device,
-        recompute="none" if policy == "selective" and not chosen else policy,
+        recompute=KEEP.name if policy.lists_units and not chosen else policy.name,
         recomputed=compress_units(names, chosen),
     )
 

@@ -10,7 +10,8 @@ import pytest
 
 from outsize.errors import BadPlan, ModelMismatch
 from outsize.ir.graph import ModelGraph, Unit
-from outsize.ir.plan import Axes, Plan, Recompute, Stage, stages_from_bounds
+from outsize.ir.plan import Axes, Plan, Stage, stages_from_bounds
+from outsize.policies.activations import Recompute
 
 NAMES = ("wte", "h.0.a", "h.0.b", "h.1.a", "h.1.b", "head")
 

@@ -24,6 +24,7 @@ from outsize.api.planning import plan as make_plan
 from outsize.api.running import parallelize
 from outsize.errors import TooManyStages
 from outsize.ir.plan import Plan
+from outsize.policies.weights import HOST, RESIDENT
 from outsize.schedules.families import built
 
 ROUNDING: Final = 1e-4
@@ -107,11 +108,12 @@ def offload(place: CheckPlace) -> CheckAnswer:
     case, training = PERCEPTRON, Training()
     expected = _plain(place, case, training)
     figures, seconds = dict[str, float](), dict[str, float]()
-    plans = {kept: _offload_plan(place, case, kept) for kept in ("resident", "host")}
-    wrong = expected.differences(_split(place, case, training, plan=plans["host"]))
+    plans = {kept: _offload_plan(place, case, kept) for kept in (RESIDENT.name, HOST.name)}
+    wrong = expected.differences(_split(place, case, training, plan=plans[HOST.name]))
     x, y = _batch(place, case)
     for kept, plan in plans.items():
-        places: dict[str, Any] = {"devices": [str(place.device)]} if kept == "resident" else {}
+        on_device = not plan.weight_policy.on_host
+        places: dict[str, Any] = {"devices": [str(place.device)]} if on_device else {}
         engine = parallelize(case.build(place.width), **_example(place, case), plan=plan, **places)
         seconds[kept] = place.seconds(lambda engine=engine: engine.step(x, target=y, update=False))
         figures[f"{kept}_step_s"] = seconds[kept]
@@ -119,8 +121,9 @@ def offload(place: CheckPlace) -> CheckAnswer:
     pinned = torch.empty(moved, dtype=torch.uint8).pin_memory()
     there = torch.empty(moved, dtype=torch.uint8, device=place.device)
     copies_s = place.seconds(lambda: there.copy_(pinned, non_blocking=True))
-    hidden_s = seconds["resident"] + copies_s - seconds["host"]
-    figures["overlap"] = max(0.0, min(1.0, hidden_s / min(copies_s, seconds["resident"])))
+    resident_s = seconds[RESIDENT.name]
+    hidden_s = resident_s + copies_s - seconds[HOST.name]
+    figures["overlap"] = max(0.0, min(1.0, hidden_s / min(copies_s, resident_s)))
     return CheckAnswer(figures, wrong)
 
 

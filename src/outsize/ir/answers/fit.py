@@ -8,8 +8,9 @@ from pydantic import Field
 
 from outsize.ir.base import Record
 from outsize.ir.findings import CaptureNote, Finding, PeakMargin, Refusal
-from outsize.ir.offload import Weights
-from outsize.ir.plan import Axes, Precision, Recompute, ScheduleName
+from outsize.ir.plan import Axes, Precision, ScheduleName
+from outsize.policies.activations import Recompute
+from outsize.policies.weights import RESIDENT, Weights
 
 Answer = Literal["YES", "YES IF", "NO"]
 
@@ -239,7 +240,7 @@ class Fit(Record):
     precision: Precision
     recompute: Recompute
     axes: Axes
-    weights: Weights = "resident"
+    weights: Weights = RESIDENT.name
     devices: tuple[DeviceFit, ...]
     largest: tuple[Contributor, ...] = ()
     alone: bool = False

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from outsize.ir.base import Record
 from outsize.ir.findings import Refusal
-from outsize.ir.offload import Weights
-from outsize.ir.plan import Axes, Precision, Recompute
+from outsize.ir.plan import Axes, Precision
+from outsize.policies.activations import KEEP, Recompute
+from outsize.policies.weights import RESIDENT, Weights
 
 HOUR_S: Final = 3600.0
 
@@ -32,8 +33,8 @@ class RankedCluster(Record):
     devices: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     axes: Axes = Axes()
-    weights: Weights = "resident"
-    recompute: Recompute = "none"
+    weights: Weights = RESIDENT.name
+    recompute: Recompute = KEEP.name
     step_s: float | None = None
     share: float | None = None
     price_per_hour: float | None = None

@@ -16,9 +16,10 @@ from pydantic import model_validator
 from outsize.errors import BadOption
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
-from outsize.ir.offload import HOSTED, Weights
-from outsize.ir.plan import Axes, BatchNormMode, Count, Precision, Recompute, ScheduleName
+from outsize.ir.plan import Axes, BatchNormMode, Count, Precision, ScheduleName
 from outsize.ir.schedule import Schedule
+from outsize.policies.activations import KEEP, ActivationPolicy, Recompute, activation_policy
+from outsize.policies.weights import RESIDENT, WeightPolicy, Weights, weight_policy
 
 AxisSearch = Literal["pp", "all"]
 """Says which axes that are not given are searched: "all" every one that runs, "pp" none of them."""
@@ -113,6 +114,16 @@ class PlanRequest(Record):
         )
 
     @property
+    def activation_policy(self) -> ActivationPolicy:
+        """Returns what stages are asked to do with their activations: to keep them where nothing is said."""
+        return activation_policy(self.recompute or KEEP.name)
+
+    @property
+    def weight_policy(self) -> WeightPolicy:
+        """Returns where weights are asked to be: on their devices where nothing is said."""
+        return weight_policy(self.weights or RESIDENT.name)
+
+    @property
     def has_group_axes(self) -> bool:
         """Returns whether a pipeline rank is a group of devices, by replicas, tensor, context or expert
         parallelism.
@@ -186,7 +197,8 @@ class PlanRequest(Record):
                 numbers="sequence_parallel=True, tp=1",
                 next_step="tp=2, or leave sequence_parallel out",
             )
-        if self.weights == "sharded" and self.dp_shard * self.cp == 1 and not self.searches_axes:
+        divides = self.weight_policy.shards_weights
+        if divides and self.dp_shard * self.cp == 1 and not self.searches_axes:
             raise BadOption(
                 "weights='sharded' divides the weights among replicas, and no replicas are asked for",
                 numbers="dp_shard 1, cp 1",
@@ -196,16 +208,16 @@ class PlanRequest(Record):
 
     def _check_inference(self) -> None:
         """Checks that nothing is asked for that only a backward has."""
-        named = {"recompute": self.recompute, "schedule": self.schedule}
-        hosted = self.weights if self.weights in HOSTED else None
-        asked = {name: value for name, value in (named | {"weights": hosted}).items() if value}
-        if asked and asked != {"recompute": "none"}:
-            name, value = next((n, v) for n, v in asked.items() if (n, v) != ("recompute", "none"))
-            raise BadOption(
-                f"inference runs forwards alone, and {name}={value!r} is about a training step",
-                numbers=f"inference=True, {name}={value!r}",
-                next_step=f"leave out {name} (--{name})",
-            )
+        keeps, hosted = self.activation_policy.keeps_all, self.weight_policy.on_host
+        named = {"recompute": None if keeps else self.recompute, "schedule": self.schedule}
+        named["weights"] = self.weights if hosted else None
+        for name, value in named.items():
+            if value:
+                raise BadOption(
+                    f"inference runs forwards alone, and {name}={value!r} is about a training step",
+                    numbers=f"inference=True, {name}={value!r}",
+                    next_step=f"leave out {name} (--{name})",
+                )
 
     def _check_whole_batch(self) -> None:
         """Checks that no replica and no microbatch splits the batch whose statistics BatchNorm takes."""

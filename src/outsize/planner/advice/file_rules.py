@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from outsize.ir.answers.advice import DoubledMicrobatches, Lever, MemoryLeft, SecondForward, UnevenStages
 from outsize.ir.findings import DoesNotFit, NotChosen, Reason
 from outsize.ir.plan import Expected, Plan
+from outsize.policies.activations import activation_policy
 from outsize.schedules.families import family_of
 
 LEAST = 0.02
@@ -81,7 +82,7 @@ def _is_trial(reason: Reason, plan: Plan, microbatches: int) -> bool:
 
 
 def _recompute(plan: Plan, expected: Expected) -> Iterator[SecondForward]:
-    if plan.recompute in ("none", "offload"):
+    if not activation_policy(plan.recompute).recomputes:
         return
     forward_s = sum(f.forward_s for f in expected.stages)
     yield SecondForward(gain=forward_s / sum(f.forward_s + f.backward_s for f in expected.stages))

@@ -53,6 +53,8 @@ from outsize.planner.partition.feasibility import ChainFeasibility
 from outsize.planner.partition.stage_prices import PricedModel
 from outsize.planner.search.branch_and_bound import BranchAndBound
 from outsize.planner.search.evaluate_plan import in_plans_order
+from outsize.policies.activations import OPEN
+from outsize.policies.weights import SHARDED
 from outsize.schedules.families import DEFAULT, SEQUENTIAL
 
 SMALL: Final = 0.5
@@ -138,8 +140,8 @@ def _sharded(view: _View) -> Iterator[ReplicasFaster]:
     if count % devices or plan.form != "tape":
         return
     tables = CostTables({count: (view.graph, view.profile)}, view.cluster, plan.optimizer)
-    layout = Layout(Axes(dp_shard=devices), 1, DEFAULT.name, count // devices, count, "sharded")
-    estimates = BranchAndBound(tables, ("none", "full", "selective")).run([layout]).estimates
+    layout = Layout(Axes(dp_shard=devices), 1, DEFAULT.name, count // devices, count, SHARDED.name)
+    estimates = BranchAndBound(tables, OPEN).run([layout]).estimates
     if estimates:
         yield from _faster(view, estimates[0].step_s, MUCH, sharded=True)
 
@@ -308,7 +310,7 @@ def _states(view: _View) -> Iterator[OptimizerStates]:
 
 def _spare(view: _View) -> Iterator[UnusedDevices]:
     spare = len(view.cluster.devices) - view.plan.axes.world_size
-    chosen = view.cluster.unequal or view.plan.weights == "host"  # The search left them out, and says so.
+    chosen = view.cluster.unequal or view.plan.weight_policy.on_host  # The search left them out, and says so.
     if spare > 0 and not chosen:
         yield UnusedDevices(unused=spare, devices=len(view.cluster.devices))
 

@@ -43,7 +43,7 @@ class CollectiveBounds:
         """Returns a lower bound of a step: the collectives on an average rank."""
         m, pp = layout.microbatches, layout.axes.pp
         weights, gradients, *_ = (int(size) for size in self._held.bytes_of(layout))
-        if layout.weights != "sharded":
+        if not layout.weight_policy.shards_weights:
             passed_s = m * work.forward[-1] + ((m - 1) * work.backward[-1] if pp == 1 else 0.0)
             return float(passed_s) / pp + prices.reduce_s(gradients // pp, last=True)
         shards, tp = layout.shards, layout.axes.tp
@@ -63,7 +63,7 @@ class CollectiveBounds:
         `ends` are the pieces between which the model may be cut, `made` that of `made_for`.
         """
         family = family_of(layout.schedule)
-        if layout.weights != "sharded" or not (family.plain and family.trains):
+        if not layout.weight_policy.shards_weights or not (family.plain and family.trains):
             return None
         shards = layout.shards
         weights, gradients, *_ = (shards * sums for sums in self._held.bytes_of(layout, EACH))

@@ -66,8 +66,8 @@ def _on_host(estimate: Estimate) -> HostBound | ComputeBound:
     """
     computed_s = 0.0
     for case, (first, end) in zip(estimate.cases, pairwise(estimate.bounds), strict=True):
-        forwards = 1 if case.recompute == "none" else 2
-        computed_s += sum(forwards * c.forward_s + c.backward_s for c in case.base.units[first:end])
+        compute_s = case.activation_policy.compute_s
+        computed_s += sum(compute_s(c.forward_s, c.backward_s) for c in case.base.units[first:end])
     busy = computed_s * estimate.layout.microbatches / (estimate.step_s * estimate.layout.axes.pp)
     if 1 - busy <= SEEN:
         return ComputeBound(stage=None, share=busy)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.links import Link
-from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import Queue, Room
 from outsize.planner.bounds.collectives import CollectiveBounds
@@ -55,6 +54,16 @@ from outsize.planner.offload.host_traffic import StreamedBlocks, fetching, hoste
 from outsize.planner.partition.feasibility import none_fits
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.partition.stage_weights import Demand, demands
+from outsize.policies.activations import (
+    KEEP,
+    SELECTIVE,
+    WHOLE_STAGE,
+    Recompute,
+    activation_policy,
+    any_offloads,
+    saves_memory,
+    whole_stage,
+)
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """Maps the microbatches of the whole batch to the model at that size, with its costs."""
@@ -297,7 +306,7 @@ class CostTables:
 
     def may_be_arranged(self, layout: Layout) -> bool:
         """Returns whether it is seen at once that some order of kinds fits, where cuts follow from it."""
-        fleet = self._fleet(layout, ("none", "full")) if self.is_arranged(layout) else None
+        fleet = self._fleet(layout, WHOLE_STAGE) if self.is_arranged(layout) else None
         return fleet is None or fleet.surely_fits
 
     def ends(self, layout: Layout) -> tuple[int, ...]:
@@ -327,7 +336,7 @@ class CostTables:
         """Returns whether no cut of a layout fits in these options, where that is seen at once: each of equal
         devices has one stage.
         """
-        if layout.hosted or layout.chunks > 1 or layout.actions or self.unequal or "offload" in recompute:
+        if layout.hosted or layout.chunks > 1 or layout.actions or self.unequal or any_offloads(recompute):
             return False
         options = tuple(recompute)
         return self.kept(("refuted", layout, options), lambda: self._none_fits(layout, options))
@@ -345,7 +354,7 @@ class CostTables:
         """
         m, pp, work = layout.microbatches, layout.axes.pp, self.work(layout)
         paced_s = (work.total_s + self.recompute_s(layout)) / pp
-        fleet = self._fleet(layout, ("none", "full"))
+        fleet = self._fleet(layout, WHOLE_STAGE)
         if fleet is not None:
             self._reached_s = min(self._reached_s, BEYOND * fleet.likely_s)
         return max(work.least_s(pp, m), m * paced_s, fleet.least_s if fleet is not None else 0.0)
@@ -378,13 +387,13 @@ class CostTables:
         how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
         return self.work(layout).bound(*how, self._room(layout, recompute), self._queue(layout))
 
-    def _fleet(self, layout: Layout, recompute: Sequence[Recompute] = ("none",)) -> Fleet | None:
+    def _fleet(self, layout: Layout, recompute: Sequence[Recompute] = (KEEP.name,)) -> Fleet | None:
         """Returns unequal groups as a fleet; None where all are equal, or seconds depend on where a
         stage is.
         """
         if not self.unequal or layout.hosted:
             return None
-        recompute = tuple(option for option in recompute if option != "selective")
+        recompute = whole_stage(recompute)
         key = layout, *recompute
         if key not in self._fleets:
             self._fleets[key] = self._made_fleet(layout, recompute)
@@ -411,8 +420,8 @@ class CostTables:
         if model not in self._crossing:
             self._crossing[model] = Crossing.of(self._of_rank(layout)[0])
         held = self._crossing[model].shared(layout.axes.cp, least.fixed, graded, least.saved, updating)
-        again = tuple(dict.fromkeys(option != "none" for option in recompute))
-        return Fleet(kinds, held, self.work(layout), (layout.schedule, layout.microbatches), again)
+        how = layout.schedule, layout.microbatches
+        return Fleet(kinds, held, self.work(layout), how, saves_memory(recompute))
 
     def _groups_like(self, layout: Layout) -> list[Cluster]:
         """Returns for each kind that has such groups all devices of it."""
@@ -425,7 +434,7 @@ class CostTables:
 
     def _room(self, layout: Layout, recompute: Sequence[Recompute]) -> Room | None:
         """Returns what each stage may hold; None where weights or seconds depend on which device it is."""
-        if layout.hosted or len(self._kinds) > 1 or "offload" in recompute:
+        if layout.hosted or len(self._kinds) > 1 or any_offloads(recompute):
             return None
         return self._least.room(layout, recompute, self._room_bytes(layout.group)[0])
 
@@ -447,7 +456,7 @@ class CostTables:
 
     def _queue(self, layout: Layout) -> Queue | None:
         """Returns the collectives of sharded weights along the stages."""
-        if layout.weights != "sharded" or self.unequal or layout.axes.ep > 1:
+        if not layout.weight_policy.shards_weights or self.unequal or layout.axes.ep > 1:
             return None
         prices = self._collectives_of(layout, self._kinds_of(layout)[0])
         return self._collective_bounds.queue(
@@ -475,24 +484,26 @@ class CostTables:
         return self._updates[key]
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
-        """Returns tables of the layout's units on such a device; `selective`: all of them, block by block."""
+        """Returns tables of the layout's units on such a device; where a policy lists units, all of them are
+        recomputed, block by block.
+        """
         key = (*_spread_key(layout), layout.shards, layout.microbatches, device.kind, recompute)
-        key = (*key, self._cuts.get(layout))
+        key, policy = (*key, self._cuts.get(layout)), activation_policy(recompute)
         if key not in self._cases:
             if layout.hosted:
                 whole, blocks = self._whole(layout, device), self._blocks_of(layout, device)
                 self._cases[key] = hosted(whole, blocks, self.ends(layout), layout, self._cluster, recompute)
-            elif recompute in ("full", "offload"):
-                self._cases[key] = self.case(layout, device, "none").with_recompute(recompute, device)
-            else:
+            elif policy.keeps_all or policy.lists_units:
                 self._cases[key] = self._built(layout, device, recompute)
+            else:
+                self._cases[key] = self.case(layout, device, KEEP.name).with_recompute(recompute, device)
         return self._cases[key]
 
     def _built(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         base = (*_spread_key(layout), layout.shards, device.kind, recompute, self._cuts.get(layout))
         if base not in self._cases:
             whole, seconds = self._whole(layout, device), self._seconds(layout, device)
-            if recompute == "selective":
+            if activation_policy(recompute).lists_units:
                 whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
             styled, gathered = self.graph(layout).tensor is not None, self._gathered(layout)
             ranges = device_tables(whole.ranges, layout, self._keys(layout, recompute), gathered, styled)
@@ -510,11 +521,11 @@ class CostTables:
         for unit, size in self._sharing(layout).keys.items() if layout.axes.cp > 1 else ():
             per_unit[unit] = size // layout.axes.tp
         whole = np.add.reduceat(per_unit, starts), np.maximum.reduceat(sums, starts)
-        return KeyBytes(*whole, kept=recompute == "none")
+        return KeyBytes(*whole, kept=activation_policy(recompute).keeps_all)
 
     def _gathered(self, layout: Layout) -> UnshardedBytes | None:
         """Returns what is gathered for a moment, where weights are sharded."""
-        if layout.weights != "sharded":
+        if not layout.weight_policy.shards_weights:
             return None
         graph, _ = self._of_rank(layout)
         left = layout.axes.tp if graph.tensor is None else 1
@@ -557,7 +568,7 @@ class CostTables:
             graph, profile = self._of_rank(layout)
             gradients = owned_gradients(graph, optimizer_bytes(self._optimizer))
             ranges = block_ranges(whole.ranges, graph, profile, gradients, self.ends(layout))
-            self._cases[key] = replace(whole, ranges=ranges, recompute="selective")
+            self._cases[key] = replace(whole, ranges=ranges, recompute=SELECTIVE.name)
         return self._cases[key]
 
     def _seconds(self, layout: Layout, device: Device) -> UnitSeconds:

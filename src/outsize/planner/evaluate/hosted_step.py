@@ -73,10 +73,11 @@ class HostedStep:
 
     def schedule(self, microbatches: int) -> Schedule:
         """Returns the lowered schedule with its copies."""
-        room = self.layout.stages if self.layout.weights == "host-optimizer" else ROOM
+        policy = self.layout.weight_policy
+        room = self.layout.stages if policy.stays_loaded else ROOM
         lowered = lower_along(self.edges, planned(*self.layout.schedule_key(microbatches)))
         loaded = with_loads(lowered, max(room, ROOM))
-        return with_value_copies(loaded) if self.layout.weights == "host-activations" else loaded
+        return with_value_copies(loaded) if policy.values_on_host else loaded
 
     def _played(self, microbatches: int) -> Timeline:
         down, up = forward_bytes(self.edges, microbatches), self.edges.backward

@@ -286,7 +286,7 @@ def played_step(
             copy_s = own.copies.seconds(int(own.ranges.on_host[run]))
             seconds |= {(Kind.OFFLOAD_F, part, -1): copy_s, (Kind.FETCH_B, part, -1): copy_s}
     offloads = frozenset(part for part, (own, _) in enumerate(parts) if own.copies is not None)
-    moves = _Moves(uses, layout.weights == "resident", offloads, _overlaps(pipeline.device(0)))
+    moves = _Moves(uses, layout.weight_policy.gathers_once, offloads, _overlaps(pipeline.device(0)))
     edges = edges_along(case, cut)
     return PlayedStep(pipeline, counts, stage_of, edges, tuple(costs), moves, seconds, buckets)
 
@@ -440,7 +440,8 @@ def _beside_gathers(
     """Returns the cost of a part of a stage, `place`, beside the collectives of its like, with copies of its
     weights and gradients, for each use or once a step. What a CPU waits for, its sums, is not beside it.
     """
-    (stage, part), cost, once = place, stage_cost(case, *run), pipeline.layout.weights == "resident"
+    (stage, part), cost = place, stage_cost(case, *run)
+    once = pipeline.layout.weight_policy.gathers_once
     weights, gradients = _held(case, run, pipeline.layout)
     share = 1 / pipeline.layout.microbatches
     uses, device = share if once else 1.0, pipeline.device(stage)
@@ -481,7 +482,7 @@ def _buckets(case: PricedModel, run: Run, collectives: WeightCollectives) -> lis
     units, first, found = slice(*run), run[0], list[Bucket]()
     gradients = np.diagonal(case.ranges.gradients, offset=1)[units]
     own_s, again_s = case.seconds.backward[units], 0.0
-    if case.recompute == "full":
+    if case.activation_policy.recomputes_all:
         own_s, again_s = own_s - case.seconds.forward[units], float(case.seconds.forward[units].sum())
     whole_s, passed_s, held = again_s + float(own_s.sum()), again_s, 0
     for unit in reversed(range(run[1] - first)):

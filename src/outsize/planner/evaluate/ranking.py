@@ -7,9 +7,10 @@ from typing import Final
 
 from outsize.errors import OutsizeError
 from outsize.ir.findings import Difference, NoPipelineFits, NotChosen, Refusal
-from outsize.ir.plan import Alternative, Expected, Plan, Recompute
+from outsize.ir.plan import Alternative, Expected, Plan
 from outsize.planner.evaluate.estimate import Estimate
 from outsize.planner.layout.layout import Layout
+from outsize.policies.activations import KEEP, Recompute
 from outsize.schedules.families import family_of
 
 # A smaller difference is below what tells two layouts of one search apart.
@@ -54,7 +55,7 @@ def shown(rivals: Sequence[Estimate]) -> list[Estimate]:
 def alternative(batch_size: int, rival: Estimate) -> Alternative:
     """Returns a candidate as an alternative of the plan."""
     layout = rival.layout
-    recomputes: list[Recompute] = [case.recompute for case in rival.cases if case.recompute != "none"]
+    saving: list[Recompute] = [c.recompute for c in rival.cases if not c.activation_policy.keeps_all]
     return Alternative(
         schedule=layout.schedule,
         microbatches=layout.microbatches,
@@ -62,7 +63,7 @@ def alternative(batch_size: int, rival: Estimate) -> Alternative:
         chunks=layout.chunks,
         weights=layout.weights,
         sequence_parallel=layout.sequence,
-        recompute=recomputes[0] if recomputes else "none",
+        recompute=saving[0] if saving else KEEP.name,
         step_s=rival.step_s,
         samples_per_s=batch_size / rival.step_s if rival.step_s else 0.0,
         peak_bytes=rival.peak_bytes,

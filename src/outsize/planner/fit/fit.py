@@ -51,7 +51,7 @@ from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import Device
-from outsize.ir.plan import Axes, Precision, Recompute, ScheduleName
+from outsize.ir.plan import Axes, Precision, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress
 from outsize.planner.costs.forward_times import batch_s, token_s
@@ -65,6 +65,7 @@ from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import rows_without_crossing
 from outsize.planner.partition.feasibility import ChainFeasibility, refuted
 from outsize.planner.partition.stage_prices import PricedModel
+from outsize.policies.activations import KEEP, RECOMPUTE, WHOLE_STAGE, Recompute, activation_policy
 from outsize.schedules.builders import build
 from outsize.schedules.families import DEFAULT, FORWARD, SEQUENTIAL, family_of
 
@@ -121,7 +122,7 @@ def is_named_pipeline(request: PlanRequest) -> bool:
     recompute.
     """
     named = request.schedule is None or family_of(request.schedule).row is not None
-    named &= request.recompute in (None, "none", "full") and request.weights is None
+    named &= request.recompute in (None, *WHOLE_STAGE) and request.weights is None
     return named and not request.has_group_axes
 
 
@@ -182,11 +183,11 @@ class _Judge:
         if (base := self._bases.get(key)) is not None:
             optimizer = optimizer_bytes(setting.optimizer)
             return replace(base, ranges=base.ranges.with_optimizer(base.graph, base.base, optimizer))
-        if setting.recompute == "none":
+        if activation_policy(setting.recompute).keeps_all:
             model = self._model(setting.samples, setting.precision)
             made = PricedModel.of(*model, setting.microbatches, setting.optimizer)
         else:
-            made = self.case(replace(setting, recompute="none")).fully_recomputed()
+            made = self.case(replace(setting, recompute=KEEP.name)).fully_recomputed()
         self._bases[key] = made
         return made
 
@@ -201,7 +202,7 @@ class _Judge:
         devices = where.devices[: setting.stages]
         if state_bytes(graph, setting.optimizer) > sum(d.memory_bytes for d in devices):
             return False
-        saves, optimizer = setting.recompute == "none", optimizer_bytes(setting.optimizer)
+        saves, optimizer = activation_policy(setting.recompute).keeps_all, optimizer_bytes(setting.optimizer)
         rows = rows_without_crossing(graph, profile, optimizer, saves=saves)
         if refuted(rows, setting.schedule, setting.microbatches, devices):
             return False
@@ -254,7 +255,7 @@ def _asked(request: PlanRequest, judge: _Judge) -> Iterator[Setting]:
     _check_stages(stages, len(graph.units), cluster)
     usual = FORWARD.name if request.inference else request.schedule or DEFAULT.name
     schedule = SEQUENTIAL.name if graph.form == "modules" else usual
-    recompute = request.recompute or "none"
+    recompute = request.recompute or KEEP.name
     likely = Setting(batch, count, stages, schedule, request.optimizer, request.precision, recompute)
     yield likely
     finest = request.microbatches or judge.most_microbatches(batch, request.precision)
@@ -295,8 +296,8 @@ def _changed(asked: Setting, judge: _Judge) -> Iterator[Setting]:
     if (lighter := family_of(asked.schedule).dominated_by) is not None:
         yield (finest := replace(finest, schedule=lighter))
     yield (on_all_devices := replace(finest, stages=min(len(judge.cluster.devices), judge.case(asked).units)))
-    yield replace(finest, recompute="full")
-    yield (recomputed := replace(on_all_devices, recompute="full"))
+    yield replace(finest, recompute=RECOMPUTE.name)
+    yield (recomputed := replace(on_all_devices, recompute=RECOMPUTE.name))
     yield from (replace(base, schedule=SEQUENTIAL.name) for base in (on_all_devices, recomputed))
     for base in (on_all_devices, recomputed):
         yield from (replace(base, optimizer=name) for name in LEANER.get(asked.optimizer, ()))

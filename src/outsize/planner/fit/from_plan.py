@@ -17,10 +17,11 @@ from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.findings import CaptureNote
 from outsize.ir.graph import ModelGraph
-from outsize.ir.offload import HOSTED
-from outsize.ir.plan import Plan, Recompute
+from outsize.ir.plan import Plan
 from outsize.planner.evaluate.ranking import refusal
 from outsize.planner.memory.headroom import least, peak_margin
+from outsize.policies.activations import KEEP, SELECTIVE, Recompute, activation_policy
+from outsize.policies.weights import RESIDENT
 from outsize.schedules.families import DEFAULT
 
 BYTES: Final = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
@@ -57,7 +58,7 @@ def with_plan(judged: Fit, plan: Plan, cluster: Cluster) -> Fit:
 def as_asked(request: PlanRequest, outcome: Plan | OutsizeError, graph: ModelGraph, cluster: Cluster) -> Fit:
     """Returns the answer about axes or weights that were asked for: the plan, or why there is none."""
     fits = isinstance(outcome, Plan)
-    asked: Recompute = request.recompute or "none"
+    asked = request.recompute or KEEP.name
     answer_fields = (
         _plan_fields(outcome, cluster, asked) if fits else _requested_fields(request, outcome, cluster)
     )
@@ -89,7 +90,7 @@ def sure(graph: ModelGraph, cluster: Cluster) -> tuple[Certainty, ...]:
 
 
 def _plan_fields(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, Any]:
-    """Returns the fields of a Fit that a plan fills; "full" that was `asked` may go block by block."""
+    """Returns the fields of a Fit that a plan fills; recompute that was `asked` may go block by block."""
     names = [device.name for device in cluster.devices]
     stages: dict[int, list[int]] = {}
     for number, stage in enumerate(plan.stages):
@@ -98,7 +99,7 @@ def _plan_fields(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, An
     return {
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
-        "recompute": "full" if asked == "full" else recompute_of(plan),
+        "recompute": asked if activation_policy(asked).recomputes_all else recompute_of(plan),
         "axes": plan.axes,
         "weights": plan.weights,
         "devices": tuple(_device(plan, own, device) for own, group in groups for device in group),
@@ -111,9 +112,9 @@ def _requested_fields(request: PlanRequest, refused: OutsizeError, cluster: Clus
     return {
         "microbatches": request.microbatches or 1,
         "schedule": request.schedule or DEFAULT.name,
-        "recompute": request.recompute or "none",
+        "recompute": request.recompute or KEEP.name,
         "axes": request.mesh(stages),
-        "weights": request.weights or "resident",
+        "weights": request.weights or RESIDENT.name,
         "devices": (),
         "refused": refusal(refused),
     }
@@ -142,25 +143,25 @@ def _device(plan: Plan, stages: Sequence[int], device: Device) -> DeviceFit:
 def recompute_of(plan: Plan) -> Recompute:
     """Returns the option that asks for what the stages do."""
     recomputes: set[Recompute] = {plan.recompute_of(stage) for stage in range(len(plan.stages))}
-    return recomputes.pop() if len(recomputes) == 1 else "selective"
+    return recomputes.pop() if len(recomputes) == 1 else SELECTIVE.name
 
 
 def _options(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, int | str]:
     """Returns the options that ask for such a plan; empty for a pipeline that recomputes what was `asked`."""
     axes, options = plan.axes, dict[str, int | str]()
-    if plan.weights in HOSTED:
+    if plan.weight_policy.on_host:
         if len(cluster.devices) > 1:
             options["axes"] = "all"
         options["weights"] = plan.weights
     elif axes.group_size > 1:
         options |= {name: size for name, size in axes.used.items() if name != "pp"}
-        if axes.cp > 1 or (axes.dp_shard > 1 and plan.weights == "resident"):
+        if axes.cp > 1 or (axes.dp_shard > 1 and not plan.weight_policy.shards_weights):
             options["weights"] = plan.weights
         if axes.world_size < len(cluster.devices):
             options["stages"] = axes.pp
         options["microbatches"] = plan.microbatches
-    elif asked == "none" and (recompute := recompute_of(plan)) != "none":
-        options["recompute"] = recompute
+    elif activation_policy(asked).keeps_all and not plan.keeps_activations:
+        options["recompute"] = recompute_of(plan)
     return options
 
 
@@ -169,7 +170,7 @@ def _effect(plan: Plan) -> PlanSearched:
     assert plan.expected is not None, "the search has priced it"
     mesh = "mesh" if plan.axes.group_size > 1 else "recompute"
     return PlanSearched(
-        fits_by="offload" if plan.weights in HOSTED else mesh,
+        fits_by="offload" if plan.weight_policy.on_host else mesh,
         axes=plan.axes.used,
         weights=plan.weights,
         step_s=plan.expected.step_s,

@@ -8,30 +8,25 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Final, final
+from typing import final
 
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.findings import DoesNotFit
 from outsize.ir.formatting import byte_unit, bytes_text, microbatches_text, needs_text
-from outsize.ir.plan import Recompute, ScheduleName
+from outsize.ir.plan import ScheduleName
 from outsize.planner.evaluate.plan_findings import shortage
 from outsize.planner.memory.account import InFlightState, StageMemory, account_stage, peak_table
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.partition.least_full import fits, least_full_cut
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
+from outsize.policies.activations import ActivationPolicy
 from outsize.schedules.families import SEQUENTIAL, family_of
 
 OTHERS = "outsize plan MODEL without --axes pp or --exact, which looks beyond pipelines"
 MORE_STAGES = 8
 MOST_STAGES = 64
 _COUNTS = re.compile(r"^(?:\d+x)+")
-RECOMPUTED_TEXT: Final[dict[Recompute, str]] = {
-    "none": "",
-    "full": ", all recomputed",
-    "selective": ", all recomputed block by block",
-    "offload": ", activations on the host",
-}
 
 
 @final
@@ -103,6 +98,11 @@ def or_other_axes(refused: NoFeasiblePlan) -> NoFeasiblePlan:
     return NoFeasiblePlan(refused.what, numbers=refused.numbers, next_step=steps)
 
 
+def recomputed_text(policy: ActivationPolicy) -> str:
+    """Returns what to say after a comma of units that are all treated so; empty for the plain backward."""
+    return f", {policy.block_text}" if policy.block_text else ""
+
+
 def _fitting(
     cases: Sequence[PricedModel], schedules: Sequence[ScheduleName], stages: int, cluster: Cluster
 ) -> Iterator[LeastFull]:
@@ -116,7 +116,7 @@ def _fitting(
             wide = widened(cluster, count)
             pairs = product(names, candidates)
             # Waiting for another schedule costs less than computing everything twice.
-            for name, case in sorted(pairs, key=lambda pair: pair[1].recompute != "none"):
+            for name, case in sorted(pairs, key=lambda pair: not pair[1].activation_policy.keeps_all):
                 if fits(case, name, count, wide):
                     yield _least_full(case, name, count, wide)
 
@@ -204,7 +204,7 @@ def _near_text(near: LeastFull | None, closest: LeastFull) -> str:
         name, size = closest.memory.largest[0]
         return f"nothing near fits; the largest unit there is {name} with {bytes_text(size)}"
     count = microbatches_text(near.case.microbatches)
-    recompute_text = RECOMPUTED_TEXT[near.case.recompute]
+    recompute_text = recomputed_text(near.case.activation_policy)
     size = bytes_text(near.memory.peak_bytes)
     return f"nearest fit: pp={near.stages}, {count}, {near.schedule}{recompute_text} -> {size}"
 

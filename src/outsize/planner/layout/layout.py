@@ -36,9 +36,9 @@ from typing import Final, final
 from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, Part
 from outsize.ir.hardware.devices import Device, host_link
-from outsize.ir.offload import HOSTED, Weights
-from outsize.ir.plan import Axes, Plan, ScheduleName, weight_shards
+from outsize.ir.plan import Axes, Plan, ScheduleName, state_shards
 from outsize.ir.schedule import Kind, placed
+from outsize.policies.weights import HOSTED, RESIDENT, SHARDED, WeightPolicy, Weights, weight_policy
 from outsize.schedules.families import family_of, preferred
 
 ScheduleKey = tuple[ScheduleName, int, int, int, tuple[str, ...]]
@@ -61,7 +61,7 @@ class Layout:
     schedule: ScheduleName
     microbatches: int
     captured: int
-    weights: Weights = "resident"
+    weights: Weights = RESIDENT.name
     actions: tuple[str, ...] = ()
     sequence: bool = False
 
@@ -90,21 +90,28 @@ class Layout:
         return self.axes.world_size // self.axes.pp
 
     @property
+    def weight_policy(self) -> WeightPolicy:
+        """Returns where the weights, gradients and states are."""
+        return weight_policy(self.weights)
+
+    @property
     def updaters(self) -> int:
         """Returns among how many devices the update of the gradients of one is divided (ZeRO's first
         stage); where weights are sharded, each has its part of the gradients.
         """
-        return self.shards if self.weights == "resident" else 1
+        return 1 if self.weight_policy.shards_weights else self.shards
 
     @property
     def shards(self) -> int:
-        """Returns over how many devices the states of a stage are sharded; `sharded` weights too."""
-        return weight_shards(self.axes, self.weights)
+        """Returns over how many devices the states of a stage are sharded; weights too, where the policy
+        says so.
+        """
+        return state_shards(self.axes, self.weights)
 
     @property
     def weight_parts(self) -> int:
         """Returns over how many devices the weights and gradients of a stage are sharded."""
-        return self.shards if self.weights == "sharded" else 1
+        return self.shards if self.weight_policy.shards_weights else 1
 
     @property
     def replicas(self) -> int:
@@ -119,7 +126,7 @@ class Layout:
     @property
     def hosted(self) -> bool:
         """Returns whether the host keeps weights, gradients or states that a step needs."""
-        return self.weights in HOSTED
+        return self.weight_policy.on_host
 
     @property
     def splits_backward(self) -> bool:
@@ -305,7 +312,8 @@ def _expert_meshes(
 
 def weight_modes(axes: Axes) -> tuple[Weights, ...]:
     """Returns how the weights of ranks may be held: sharded, too, where several have the same ones."""
-    return ("resident", "sharded") if weight_shards(axes, "sharded") > 1 else ("resident",)
+    on_devices = RESIDENT.name, SHARDED.name
+    return on_devices if state_shards(axes, SHARDED.name) > 1 else on_devices[:1]
 
 
 def _largest(replicas: int, limit: int) -> int:

@@ -32,7 +32,7 @@ def waiting_bytes(graph: ModelGraph, plan: Plan) -> int:
     """Returns the host bytes of the values between all stages of all microbatches, when forwards turn to
     backwards.
     """
-    if plan.weights != "host-activations":
+    if not plan.weight_policy.values_on_host:
         return 0
     blocks = coarse_graph(graph, plan.bounds(graph))
     return plan.microbatches * sum(flow.size_bytes for flow in flows(blocks) if not flow.step)

@@ -54,7 +54,7 @@ from outsize.ir.findings import HostStates, WeightsOnHost
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import HOST_BYTES_PER_S, host_link
 from outsize.ir.hardware.links import Link
-from outsize.ir.plan import Plan, Recompute
+from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.planner.costs.coarsening import coarse_graph, coarse_profile, crossing_bytes, pieces
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
@@ -64,6 +64,7 @@ from outsize.planner.memory.range_tables import Bytes, Number, RangeTables
 from outsize.planner.memory.sharded import largest_adjacent_blocks, single_units
 from outsize.planner.offload.boundary_traffic import BoundaryTraffic
 from outsize.planner.partition.stage_prices import PricedModel
+from outsize.policies.activations import KEEP, RECOMPUTE, Recompute, activation_policy
 from outsize.schedules.families import family_of
 
 BLOCKS: Final = 64
@@ -165,15 +166,14 @@ def hosted(
 ) -> PricedModel:
     """Returns the case of a layout with weights on the host.
 
-    `whole` is the model on one device, in pieces that begin at `ends`. Everything but "none" recomputes
-    block by block.
+    `whole` is the model on one device, in pieces that begin at `ends`. Recompute is block by block.
     """
-    recomputes = recompute != "none"
+    recomputes = activation_policy(recompute).recomputes
     return replace(
         whole,
         ranges=_on_device(whole.ranges, blocks, ends, layout, recomputes),
         microbatches=layout.microbatches,
-        recompute="full" if recomputes else "none",
+        recompute=RECOMPUTE.name if recomputes else KEEP.name,
         after_s=_sums(np.add.reduceat(blocks.updated / HOST_BYTES_PER_S, np.array(ends[:-1]))),
     ).with_seconds(fetching(blocks, layout, cluster, recomputes).merged(ends))
 
@@ -184,9 +184,10 @@ def fetching(blocks: StreamedBlocks, layout: Layout, cluster: Cluster, again: bo
     """
     compute = blocks.alone.recomputed() if again else blocks.alone
     host = Host.of(cluster, 1)
-    if layout.weights == "host-optimizer":
+    policy = layout.weight_policy
+    if policy.stays_loaded:
         return staying(compute, blocks.traffic, layout, host)
-    boundary = blocks.boundary if layout.weights == "host-activations" else None
+    boundary = blocks.boundary if policy.values_on_host else None
     return streamed(compute, blocks.traffic, layout, host, boundary)
 
 
@@ -241,7 +242,7 @@ def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: 
     """Returns what is on the host, and which of its figures were assumed."""
     held = [optimizer_bytes(optimizer).held(p) for p in graph.parameters]
     host, times = Host.of(cluster, layout.axes.world_size), 1 if layerwise(layout) else layout.microbatches
-    times = 1 if layout.weights == "host-optimizer" else times
+    times = 1 if layout.weight_policy.stays_loaded else times
     return WeightsOnHost(
         weights=layout.weights,
         host_bytes=sum(h.total_bytes for h in held),
@@ -267,7 +268,7 @@ def host_bytes(graph: ModelGraph, plan: Plan) -> int:
     ]
     turns = ([size for size in row if size][first::2] for row in rows for first in (0, 1))
     by_layers = family_of(plan.schedule).layer_by_layer
-    last = plan.weights == "host-optimizer" or by_layers or plan.microbatches == 1
+    last = plan.weight_policy.stays_loaded or by_layers or plan.microbatches == 1
     ring = sum(max(turn, default=0) for turn in turns)
     landing = ring if last and optimizer.in_parts else sum(gradients)
     return landing - sum(gradients) + sum(h.total_bytes for stage in held for h in stage)
@@ -307,7 +308,7 @@ def _on_device(
 ) -> RangeTables:
     """Returns the device's bytes for all runs: two blocks, or all weights, and activations."""
     blocks, nothing = streamed.ranges, np.zeros_like(whole.saved)
-    stay, inputs_leave = layout.weights == "host-optimizer", layout.weights == "host-activations" and again
+    stay, inputs_leave = layout.weight_policy.stays_loaded, layout.weight_policy.values_on_host and again
     weights, gradients = whole.weights - whole.buffers + whole.replicas, whole.gradients
     if not stay:
         of_blocks = single_units(blocks.weights - blocks.buffers + blocks.replicas)

@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 from outsize.ir.cluster import Cluster, Device, Link
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
-from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.parallel_times import WeightCollectives
@@ -48,6 +47,7 @@ from outsize.planner.memory.update_work import UpdateWork
 from outsize.planner.partition.chain_dp import SAME
 from outsize.planner.partition.sparse_chain_dp import Runs
 from outsize.planner.partition.stage_weights import Demand
+from outsize.policies.activations import KEEP, RECOMPUTE, ActivationPolicy, Recompute, activation_policy
 from outsize.schedules.families import family_of
 
 Table = TypeVar("Table", Bytes, Seconds)
@@ -78,7 +78,7 @@ class PricedModel:
     seconds: UnitSeconds
     ranges: RangeTables
     microbatches: int
-    recompute: Recompute = "none"
+    recompute: Recompute = KEEP.name
     after_s: Seconds | None = None
     copies: Link | None = None
     update: UpdateWork | None = None
@@ -91,7 +91,7 @@ class PricedModel:
         profile: Profile,
         microbatches: int,
         optimizer: str,
-        recompute: Recompute = "none",
+        recompute: Recompute = KEEP.name,
     ) -> Self:
         """Builds the tables; raises BadOption for an unknown optimizer, ModelMismatch for a foreign
         profile.
@@ -108,17 +108,23 @@ class PricedModel:
 
     def fully_recomputed(self) -> Self:
         """Returns the case when everything is recomputed in the backward."""
-        recomputed = replace(self, ranges=self.ranges.recomputed(), recompute="full")
+        recomputed = replace(self, ranges=self.ranges.recomputed(), recompute=RECOMPUTE.name)
         return recomputed.with_seconds(self.seconds.recomputed())
 
     def with_recompute(self, recompute: Recompute, device: Device | None = None) -> Self:
         """Returns the case without recompute, with all units recomputed, or with activations on the host of
         `device`.
         """
-        if recompute != "offload":
-            return self if recompute == "none" else self.fully_recomputed()
+        policy = activation_policy(recompute)
+        if not policy.offloads:
+            return self.fully_recomputed() if policy.recomputes else self
         copies = device and _copy_link(device)
         return replace(self, ranges=self.ranges.offloaded(), recompute=recompute, copies=copies)
+
+    @property
+    def activation_policy(self) -> ActivationPolicy:
+        """Returns what units do with their activations."""
+        return activation_policy(self.recompute)
 
     @property
     def profile(self) -> Profile:

@@ -21,7 +21,6 @@ from math import inf
 from operator import itemgetter
 from typing import Final, final
 
-from outsize.ir.plan import Recompute
 from outsize.planner.bounds.step_time import StepBound
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
@@ -30,6 +29,7 @@ from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, StagePrices
 from outsize.planner.partition.stage_weights import Demand
+from outsize.policies.activations import Recompute, by_units, whole_stage
 
 # One search prices at most this many layouts; the gap accounts for the others.
 MOST_TRIED: Final = 24
@@ -219,11 +219,11 @@ class BranchAndBound:
         )
 
     def _by_blocks(self, layout: Layout) -> bool:
-        return "selective" in self._recompute and self._cost_tables.by_blocks(layout)
+        return by_units(self._recompute) and self._cost_tables.by_blocks(layout)
 
     @property
     def _unselective(self) -> tuple[Recompute, ...]:
-        return tuple(option for option in self._recompute if option != "selective")
+        return whole_stage(self._recompute)
 
     def least_s(self, layout: Layout) -> float:
         """Returns a lower bound that needs only sums; infinite where nothing can fit."""

@@ -12,7 +12,6 @@ from outsize.errors import BadOption, TooManyStages
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, ScheduleName, unsupported
 from outsize.ir.profile import Profile
 from outsize.planner.costs.context_parallel import context_sizes
@@ -30,6 +29,7 @@ from outsize.planner.layout.layout import (
     weight_modes,
 )
 from outsize.planner.layout.tensor_parallel import divides
+from outsize.policies.weights import SHARDED, Weights
 from outsize.schedules.families import DEFAULT, FORWARD, SEQUENTIAL, family_of, searched
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
@@ -69,7 +69,7 @@ def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> It
 
 def on_host(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
     """Yields layouts with weights in host memory; none if activations are offloaded."""
-    if request.recompute == "offload":
+    if request.activation_policy.offloads:
         return
     graph = candidates[max(candidates)][0]
     schedules = _schedules(request, candidates, searched(on_cpu=False, measured=False))
@@ -142,7 +142,7 @@ def _weight_options(request: PlanRequest, axes: Axes) -> tuple[Weights, ...]:
     modes = weight_modes(axes)
     if request.weights in modes:
         return (request.weights,)
-    return modes if axes.dp_shard == 1 else ("sharded",)
+    return modes if axes.dp_shard == 1 else (SHARDED.name,)
 
 
 def _units(candidates: Candidates) -> int:

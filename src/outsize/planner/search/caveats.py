@@ -53,7 +53,9 @@ def slow_options(
     bn: BatchNormMode, best: Estimate
 ) -> Iterator[AllRecomputed | StagesRecomputed | WholeBatchStatistics | DeviceOrder]:
     """Yields findings about what was asked for or was necessary, and takes time."""
-    recomputed = tuple(stage for stage, case in enumerate(best.cases) if case.recompute == "full")
+    recomputed = tuple(
+        stage for stage, case in enumerate(best.cases) if case.activation_policy.recomputes_all
+    )
     if len(recomputed) == len(best.cases):
         yield AllRecomputed(blocks=best.layout.hosted)
     elif recomputed:

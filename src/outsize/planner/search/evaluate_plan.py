@@ -9,7 +9,7 @@ from itertools import pairwise
 from outsize.errors import BadPlan
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Plan, Recompute
+from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
@@ -23,6 +23,7 @@ from outsize.planner.memory.memory_samples import with_memory_samples
 from outsize.planner.strategies import host_one_device, host_round_robin
 from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons, offloads
 from outsize.planner.strategies.selective_recompute import Units, counted, recomputing, selective_reasons
+from outsize.policies.activations import OFFLOAD, OPEN, WHOLE_STAGE
 
 
 def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
@@ -33,7 +34,7 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     UnknownDevice when the cluster lacks a device of the plan.
     """
     if plan.streams:
-        check_recompute("offload" if offloads(plan) else None, plan.weights)
+        check_recompute(OFFLOAD.name if offloads(plan) else None, plan.weights)
         hosts = host_one_device.priced if plan.axes.pp == 1 else host_round_robin.priced
         return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
@@ -84,14 +85,14 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     places = tuple(rank_named(stage.device, groups) for stage in plan.stages)
     chosen = _chosen(plan, graph)
     by_blocks = {s for s, units in chosen.items() if len(units) == bounds[s + 1] - bounds[s]}
-    recomputes = [plan.recompute_of(stage) for stage in range(len(plan.stages))]
-    offered: tuple[Recompute, ...] = ("none", "full", "selective") if by_blocks else ("none", "full")
-    offered = (*offered, "offload") if "offload" in recomputes else offered
+    policies = plan.activation_policies
+    offered = OPEN if by_blocks else WHOLE_STAGE
+    offered = (*offered, OFFLOAD.name) if offloads(plan) else offered
     estimate = tables.pipeline(layout, offered, places)
     assert estimate is not None, "there are groups"
     choices = [
-        offered.index(recompute) if recompute != "selective" or s in by_blocks else 0
-        for s, recompute in enumerate(recomputes)
+        offered.index(policy.name) if not policy.lists_units or s in by_blocks else 0
+        for s, policy in enumerate(policies)
     ]
     some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}
     return recomputing(estimate, bounds, choices, some, tables, plan.optimizer)
@@ -100,7 +101,7 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
 def _chosen(plan: Plan, graph: ModelGraph) -> dict[int, Units]:
     """Returns the units that stages recompute, where these are only some of theirs."""
     names, runs = [unit.name for unit in graph.units], enumerate(pairwise(plan.bounds(graph)))
-    some = [(s, run) for s, run in runs if plan.recompute_of(s) == "selective"]
+    some = [(s, run) for s, run in runs if plan.activation_policy(s).lists_units]
     return {s: plan.recomputed(s, names).intersection(range(*run)) for s, run in some}
 
 

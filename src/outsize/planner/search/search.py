@@ -40,8 +40,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.findings import CaptureNote, CutsBetweenBlocks, Reason
 from outsize.ir.formatting import microbatches_text
 from outsize.ir.graph import ModelGraph
-from outsize.ir.offload import HOSTED, Weights
-from outsize.ir.plan import Axes, Expected, Plan, Recompute, ScheduleName, stages_from_bounds
+from outsize.ir.plan import Axes, Expected, Plan, ScheduleName, stages_from_bounds
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons, whole_tensor_updates
@@ -91,6 +90,8 @@ from outsize.planner.strategies.selective_recompute import (
     selective_reasons,
     written,
 )
+from outsize.policies.activations import KEEP, RECOMPUTE, Recompute, activation_policy, searched_for
+from outsize.policies.weights import HOSTED, weight_policy
 from outsize.schedules.families import CHUNKED, COMPOSED, CUSTOM, DEFAULT
 
 # This many meshes are tried with several stages on a device as well.
@@ -104,8 +105,6 @@ BLOCKS: Final = 1.02
 MOST_AGAIN: Final = 4 / 3
 # What a smaller share of a step is given up for is not told.
 TOLD: Final = 5e-4
-# These options are written once for the whole plan where all its stages have them.
-PLAN_WIDE: Final[tuple[set[Recompute], ...]] = {"full"}, {"offload"}
 
 
 def search(
@@ -208,8 +207,9 @@ def _takes_longer(plan: Plan, most_s: float) -> bool:
 
 def _composed(request: PlanRequest, plan: Plan, candidates: Candidates, cluster: Cluster) -> Plan:
     """Replaces the schedule by a composed one where branches run in parallel, or where one is asked for."""
-    in_blocks = request.recompute == "full" and plan.recompute != "full"
-    if plan.weights in HOSTED or offloads(plan) or in_blocks:
+    asked_whole = request.activation_policy.recomputes_all
+    in_blocks = asked_whole and not activation_policy(plan.recompute).recomputes_all
+    if plan.weight_policy.on_host or offloads(plan) or in_blocks:
         return plan  # Composed stages keep all, or recompute as one piece.
     counts = counts_for(candidates, plan.axes)
     asked = {m: candidates[c] for m, c in counts if request.microbatches in (None, m)}
@@ -235,7 +235,7 @@ def _by_runs(
     Where it takes longer than `most_s` its layout is not compared with others. Raises NoFeasiblePlan, which
     says what would fit where it `explains`.
     """
-    if request.weights in HOSTED:
+    if request.weight_policy.on_host:
         check_hosted(request, [graph for graph, _ in candidates.values()], cluster)
         check_recompute(request.recompute, request.weights)
     asked = {count: candidates[count] for count in _asked(request, candidates)}
@@ -243,20 +243,20 @@ def _by_runs(
         check_enough(request.batch_size, count)
     layouts = tuple(pipeline_layouts(request, asked, cluster))
     tables = tables or CostTables(candidates, cluster, request.optimizer)
-    searched, compares = () if request.weights in HOSTED else layouts, most_s == inf
+    searched, compares = () if request.weight_policy.on_host else layouts, most_s == inf
     if searched and not any(map(tables.has_pieces, searched)):
         raise too_few_pieces(searched, tables)
-    result = BranchAndBound(tables, _recompute(request), compares=compares).run(searched)
+    result = BranchAndBound(tables, searched_for(request.recompute), compares=compares).run(searched)
     if result.estimates:
         improved = _improved(request, result, tables, cluster)
         if not compares and improved.estimate.step_s <= most_s:
-            result = BranchAndBound(tables, _recompute(request)).run(searched)
+            result = BranchAndBound(tables, searched_for(request.recompute)).run(searched)
         return _written(request, result, improved, cluster)
-    last = not request.inference and (len(cluster.devices) == 1 or request.weights in HOSTED)
+    last = not request.inference and (len(cluster.devices) == 1 or request.weight_policy.on_host)
     plan = _hosted(request, asked, result, tables, cluster) if last else None
     if plan is not None:
         return plan
-    if request.schedule is not None and request.weights not in HOSTED and not layouts:
+    if request.schedule is not None and not request.weight_policy.on_host and not layouts:
         raise no_layout(request.schedule, request, asked, cluster)
     if not explains:
         raise NoFeasiblePlan(
@@ -283,7 +283,7 @@ def _mesh(
 def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tuple[SearchResult, CostTables]:
     """Prices the meshes of all axes that the request leaves open."""
     tables = CostTables(candidates, cluster, request.optimizer, idle=request.may_idle)
-    search_loop = BranchAndBound(tables, _recompute(request))
+    search_loop = BranchAndBound(tables, searched_for(request.recompute))
     if not request.opens_axes(cluster):
         return search_loop.run(()), tables
     if request.schedule == COMPOSED.name:
@@ -304,14 +304,14 @@ def _hosted(
     """Returns a plan with weights on the host in the fastest degree of offload, on one device or on several
     in round-robin.
     """
-    options = _recompute(request)
+    options = searched_for(request.recompute)
 
     def on_one_device() -> Plan | None:
         layouts = tuple(on_host(request, candidates, cluster))
         degrees = [
             _streamed([layout for layout in layouts if layout.weights == w], tables, own)
             for w in HOSTED
-            if (own := _options_for(w, options))
+            if (own := weight_policy(w).allowed(options))
         ]
         results = [replace(degree, rejected=result.rejected) for degree in degrees if degree.estimates]
         made = [_plan(request, degree, tables, cluster) for degree in results]
@@ -321,30 +321,10 @@ def _hosted(
     return or_round_robin(on_one_device, request, candidates, cluster, options)
 
 
-def _options_for(weights: Weights, options: tuple[Recompute, ...]) -> tuple[Recompute, ...]:
-    """Returns the options of a degree; stages whose activations are on the host recompute what they do not
-    receive.
-    """
-    return (
-        tuple(option for option in options if option == "full") if weights == "host-activations" else options
-    )
-
-
 def _streamed(layouts: Sequence[Layout], tables: CostTables, options: Sequence[Recompute]) -> SearchResult:
     """Prices layer by layer, and microbatch by microbatch only where that does not fit."""
     result = BranchAndBound(tables, options).run([layout for layout in layouts if layerwise(layout)])
     return result if result.estimates else BranchAndBound(tables, options).run(layouts)
-
-
-def _recompute(request: PlanRequest) -> tuple[Recompute, ...]:
-    """Returns the recompute options of a stage, the preferred one first.
-
-    Where all is recomputed, a stage that does not fit as one piece is recomputed block by block.
-    """
-    options: tuple[Recompute, ...] = ("none", "full", "selective")
-    if request.recompute in (None, "selective"):
-        return options
-    return options[1:] if request.recompute == "full" else (request.recompute,)
 
 
 def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
@@ -388,9 +368,10 @@ def _nothing_fits(
     cluster: Cluster,
 ) -> NoFeasiblePlan:
     """Returns the error: which stage lacks how much, and what would fit."""
-    streaming = tuple(on_host(request, candidates, cluster)) if request.weights in HOSTED else ()
+    streaming = tuple(on_host(request, candidates, cluster)) if request.weight_policy.on_host else ()
     if streaming:
-        return too_small(streaming, tables, "none" if request.recompute == "none" else "full")
+        keeps = request.recompute is not None and request.activation_policy.keeps_all
+        return too_small(streaming, tables, KEEP.name if keeps else RECOMPUTE.name)
     one_stage_layouts = [layout for layout in layouts if layout.chunks == 1] or [
         Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), DEFAULT.name, count, count)
         for count in candidates
@@ -400,12 +381,14 @@ def _nothing_fits(
     spare = {
         c: replace(one_stage_layouts[0], microbatches=c, captured=c) for c in candidates if c not in counts
     }
-    options = _recompute(request)
+    options = searched_for(request.recompute)
     device = cluster.devices[0]
     asked = [tables.case(layout, device, option) for layout in counts.values() for option in options]
     more = [tables.case(layout, device, option) for layout in spare.values() for option in options]
     if not request.inference:
-        more += [tables.case(layout, device, "full") for layout in (*counts.values(), *spare.values())]
+        more += [
+            tables.case(layout, device, RECOMPUTE.name) for layout in (*counts.values(), *spare.values())
+        ]
     return no_feasible_plan(asked, more, schedules, one_stage_layouts[0].axes.pp, with_usable_memory(cluster))
 
 
@@ -434,7 +417,8 @@ def _written(request: PlanRequest, result: SearchResult, improved: _Improved, cl
     bounds = tuple(piece_ends[b] for b in best.bounds)
     recomputed = by_blocks(best, bounds) | recomputed
     graph = tables.graph(layout)
-    overall = best.cases[0].recompute if {c.recompute for c in best.cases} in PLAN_WIDE else "none"
+    first, one = best.cases[0].activation_policy, len({case.recompute for case in best.cases}) == 1
+    overall = first.name if one and not first.lists_units else KEEP.name
     stages = stages_from_bounds(graph, bounds, tuple(device.name for device in best.devices))
     not_chosen = rivals(layout, result.estimates)
     return Plan(
@@ -494,7 +478,9 @@ def _between_blocks(
     if not inside or len(cuts) <= layout.stages or tables.unequal or layout.hosted:
         return given
     most_s = BLOCKS * best.step_s
-    searched = BranchAndBound(blocks, _recompute(request), compares=False, most_s=MOST_AGAIN * most_s)
+    searched = BranchAndBound(
+        blocks, searched_for(request.recompute), compares=False, most_s=MOST_AGAIN * most_s
+    )
     estimates = searched.run([layout]).estimates
     if not estimates or estimates[0].step_s > MOST_AGAIN * most_s:
         return given
@@ -531,7 +517,7 @@ def _refined(request: PlanRequest, tables: CostTables, best: Estimate) -> tuple[
         return tables, best
     ends = tables.ends(best.layout)
     finer = tables.finer(best.layout, [ends[bound] for bound in best.bounds])
-    searched = BranchAndBound(finer, _recompute(request), compares=False, most_s=best.step_s)
+    searched = BranchAndBound(finer, searched_for(request.recompute), compares=False, most_s=best.step_s)
     estimates = searched.run([best.layout]).estimates
     better = polish(estimates[0]) if estimates else best
     return (finer, better) if better.step_s < best.step_s else (tables, best)

@@ -23,14 +23,15 @@ from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.findings import ActivationsOffloaded
 from outsize.ir.hardware.devices import host_link
-from outsize.ir.offload import Weights
-from outsize.ir.plan import Plan, Recompute
+from outsize.ir.plan import Plan
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.local_search import polish, with_first_options
 from outsize.planner.evaluate.ranking import CLOSE, choose
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import StagePrices
+from outsize.policies.activations import KEEP, OFFLOAD, Recompute, activation_policy
+from outsize.policies.weights import Weights, weight_policy
 
 TRIED: Final = 8
 # A cut whose step is this many times as long as what it has to beat is not moved.
@@ -46,7 +47,7 @@ def or_offloaded(
     """
     links = all(host_link(device) is not None for device in cluster.devices)
     possible = links and not tables.unequal and best.graph.form == "tape"
-    if not possible or all(case.recompute == "none" for case in best.cases):
+    if not possible or all(case.activation_policy.keeps_all for case in best.cases):
         return None
     most_s = best.step_s / CLOSE
     options = (option for layout in layouts[:TRIED] for option in _offload_options(layout, tables, most_s))
@@ -59,18 +60,19 @@ def or_offloaded(
 
 def offloads(plan: Plan) -> bool:
     """Returns whether activations of any stage go to the host."""
-    return any(plan.recompute_of(stage) == "offload" for stage in range(len(plan.stages)))
+    return any(policy.offloads for policy in plan.activation_policies)
 
 
 def check_recompute(recompute: Recompute | None, weights: Weights | None) -> None:
     """Raises BadOption for activations on the host in two forms, or for what is not recomputed there."""
-    if weights == "host-activations" and recompute not in (None, "full"):
+    needed = None if weights is None else weight_policy(weights).activations
+    if needed is not None and recompute not in (None, needed):
         raise BadOption(
             "what is on the host of activations is what stages receive, and the rest is computed anew",
             numbers=f"weights {weights!r}, recompute {recompute!r}",
             next_step="--recompute full, or --weights host",
         )
-    if recompute == "offload":
+    if recompute is not None and activation_policy(recompute).offloads:
         raise BadOption(
             "weights and activations on the host at once are not run",
             numbers=f"weights {weights!r}, recompute 'offload'",
@@ -102,7 +104,7 @@ def _offload_options(layout: Layout, tables: CostTables, most_s: float) -> Itera
     if layout.hosted or tables.floor_without_memory_s(layout) > most_s:
         return
     near_s = NEAR * most_s
-    for pipeline in tables.pipelines(layout, ("none", "offload")):
+    for pipeline in tables.pipelines(layout, (KEEP.name, OFFLOAD.name)):
         prices = StagePrices(pipeline)
         if max(prices.least_busy_s(), prices.floor_below(most_s)) > most_s:
             continue

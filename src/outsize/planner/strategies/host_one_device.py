@@ -29,8 +29,8 @@ from outsize.ir.findings import FullestDevice, HostRoofline, SlowestStage
 from outsize.ir.formatting import bytes_text, microbatches_text
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
-from outsize.ir.offload import HOSTED, OF_SEVERAL, Bound, Degree, weights_text
-from outsize.ir.plan import Expected, Plan, Recompute, StageFigures, stages_from_bounds, unsupported
+from outsize.ir.offload import Bound, Degree
+from outsize.ir.plan import Expected, Plan, StageFigures, stages_from_bounds, unsupported
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
@@ -43,7 +43,7 @@ from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_c
 from outsize.planner.evaluate.hosted_step import HostedStep
 from outsize.planner.evaluate.plan_findings import fullest_device, shortages
 from outsize.planner.evaluate.played_step import stage_cost
-from outsize.planner.fit.nearest import RECOMPUTED_TEXT, parts_text, stage_needs_text
+from outsize.planner.fit.nearest import parts_text, recomputed_text, stage_needs_text
 from outsize.planner.layout.layout import Layout, rank_named
 from outsize.planner.memory.range_tables import Bytes
 from outsize.planner.offload.boundary_traffic import waiting_reasons
@@ -58,6 +58,8 @@ from outsize.planner.offload.host_traffic import (
 )
 from outsize.planner.simulation.host_copies import CopyCosts
 from outsize.planner.simulation.simulate import StageCost
+from outsize.policies.activations import KEEP, RECOMPUTE, Recompute, activation_policy
+from outsize.policies.weights import DEGREES, RESIDENT, weight_policy
 from outsize.schedules.families import DEFAULT, LAYER_BY_LAYER, SEQUENTIAL, families, family_of
 
 # These numbers of blocks are tried; the fewest within NEAR of the fastest are taken, because each is a stage
@@ -81,11 +83,12 @@ def check_hosted(request: PlanRequest, graphs: Sequence[ModelGraph], cluster: Cl
             f"{modules} runs by modules, in its own Python, and its weights stay where they are",
             next_step=f"leave out weights={request.weights!r}",
         )
-    axes, weights = request.mesh(request.stages or 1), request.weights or "resident"
+    axes, weights = request.mesh(request.stages or 1), request.weights or RESIDENT.name
     if unsupported(axes, weights):
-        ranks = "a pipeline with one device a rank" if weights in OF_SEVERAL else "one device"
+        policy = weight_policy(weights)
+        ranks = "a pipeline with one device a rank" if policy.on_host and policy.in_pipeline else "one device"
         raise BadOption(
-            f"{weights_text(weights)}: that is for {ranks}",
+            f"{policy.text}: that is for {ranks}",
             numbers=f"asked for: {axes.used_besides(())}",
             next_step=f"leave these out, or weights={weights!r}",
         )
@@ -104,12 +107,12 @@ def too_small(layouts: Iterable[Layout], tables: CostTables, recompute: Recomput
     tried = [pipeline for layout in layouts if (pipeline := tables.pipeline(layout, (recompute,)))]
     priced = [estimate_cut(pipeline, (0, pipeline.case.units), (0,)) for pipeline in tried]
     smallest = min(priced, key=lambda candidate: candidate.peak_bytes)
-    (memory,), weights, m = smallest.memories, smallest.layout.weights, smallest.layout.microbatches
+    (memory,), policy, m = smallest.memories, smallest.layout.weight_policy, smallest.layout.microbatches
     name, size = memory.largest[0]
     steps = [f"--microbatches {2 * m}"] * (smallest.graph.batch_size > 1)
-    steps += ["--weights host-activations"] * (weights == "host")
+    steps += [f"--weights {policy.leaner}"] if policy.leaner else []
     return NoFeasiblePlan(
-        f"{weights_text(weights)}, {microbatches_text(m)}{RECOMPUTED_TEXT[recompute]}: "
+        f"{policy.text}, {microbatches_text(m)}{recomputed_text(activation_policy(recompute))}: "
         + stage_needs_text(0, memory, smallest.pipeline.room.devices[0]),
         numbers=f"{parts_text(memory)}; the largest unit there is {name} with {bytes_text(size)}",
         next_step=", or ".join([*steps, "devices with more memory"]),
@@ -147,13 +150,13 @@ def _with_degrees(
     """Adds what each degree costs: as it is known, or otherwise if all but the degree is as in this plan."""
     assert plan.expected is not None
     rows = {degree.weights: degree for degree in known}
-    for weights in ("resident", *HOSTED):
+    for weights in DEGREES:
         if weights not in rows:
-            recompute = "full" if weights == "host-activations" else plan.recompute
+            recompute = weight_policy(weights).activations or plan.recompute
             other = plan.model_copy(update={"weights": weights, "recompute": recompute})
             rows[weights] = _degree(other, graph, profile, cluster)
     disk = tuple(with_disk(rows[plan.weights], graph, plan, cluster))
-    changed: dict[str, object] = {"degrees": (*(rows[weights] for weights in ("resident", *HOSTED)), *disk)}
+    changed: dict[str, object] = {"degrees": (*(rows[weights] for weights in DEGREES), *disk)}
     for row in disk:
         changed |= {"step_s": row.step_s, "samples_per_s": plan.batch_size / row.step_s}
     figures = plan.expected.model_copy(update=changed)
@@ -166,7 +169,7 @@ def _degree(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -
     return Degree(
         weights=plan.weights,
         microbatches=plan.microbatches,
-        recompute=candidate.cases[0].recompute != "none",
+        recompute=candidate.cases[0].activation_policy.recomputes,
         bound=bound,
         step_s=candidate.step_s,
         peak_bytes=candidate.peak_bytes,
@@ -180,7 +183,7 @@ def _cut(plan: Plan, graph: ModelGraph, cut: Sequence[int]) -> Plan:
         update={
             "stages": stages_from_bounds(graph, cut, (device,) * (len(cut) - 1)),
             "schedule": plan.schedule if family_of(plan.schedule).layer_by_layer else SEQUENTIAL.name,
-            "recompute": "none" if plan.recompute_of(0) == "none" else "full",
+            "recompute": KEEP.name if plan.activation_policy(0).keeps_all else RECOMPUTE.name,
         }
     )
 
@@ -232,9 +235,9 @@ def _estimate_and_bound(
     coarse = coarse_graph(graph, bounds), coarse_profile(profile, bounds)
     schedule = plan.schedule if family_of(plan.schedule).layer_by_layer else DEFAULT.name
     layout = Layout(plan.axes, 1, schedule, m, m, plan.weights)
-    recompute = any(plan.recompute_of(stage) != "none" for stage in range(len(plan.stages)))
+    recompute = KEEP.name if plan.keeps_activations else RECOMPUTE.name
     tables = CostTables({m: coarse}, cluster, plan.optimizer, most=len(bounds))
-    pipeline = tables.pipeline(layout, ("full" if recompute else "none",), (device,))
+    pipeline = tables.pipeline(layout, (recompute,), (device,))
     assert pipeline is not None, "one device always exists"
     candidate = estimate_cut(pipeline, (0, len(bounds) - 1), (0,))
     blocks = StreamedBlocks.of_stages(*coarse, plan.optimizer)
@@ -248,7 +251,7 @@ def _computing(candidate: Estimate) -> Estimate:
     """Returns the estimate with the seconds that the device computes, without its waits."""
     (case,) = candidate.cases
     seconds = UnitSeconds.of(case.base)
-    case = case.with_seconds(seconds if case.recompute == "none" else seconds.recomputed())
+    case = case.with_seconds(seconds.recomputed() if case.activation_policy.recomputes else seconds)
     return replace(candidate, cases=(case,), costs=(stage_cost(case, 0, case.units),))
 
 
@@ -275,13 +278,11 @@ def _rows(passes: tuple[Bytes, Bytes]) -> tuple[list[int], list[int]]:
 
 def _bound(candidate: Estimate, blocks: StreamedBlocks, layout: Layout, cluster: Cluster) -> Bound:
     host, m, case = Host.of(cluster, 1), layout.microbatches, candidate.cases[0]
-    passes = 1 if layerwise(layout) else m
-    streams = {"resident": (0, 0), "host-optimizer": (1, 1)}
-    copies_in, copies_out = streams.get(layout.weights, (2 * passes, passes))
-    boundary_bytes = blocks.boundary.moved_bytes if layout.weights == "host-activations" else (0, 0)
-    forwards = 1 if case.recompute == "none" else 2
+    policy, compute_s = layout.weight_policy, case.activation_policy.compute_s
+    copies_in, copies_out = policy.copies(1 if layerwise(layout) else m)
+    boundary_bytes = blocks.boundary.moved_bytes if policy.values_on_host else (0, 0)
     return Bound(
-        compute_s=m * sum(forwards * c.forward_s + c.backward_s for c in case.base.units),
+        compute_s=m * sum(compute_s(c.forward_s, c.backward_s) for c in case.base.units),
         to_device_s=copies_in * host.link.seconds(sum(blocks.traffic.weights))
         + host.link.seconds(m * boundary_bytes[0]),
         to_host_s=copies_out * host.link.seconds(sum(blocks.traffic.gradients))

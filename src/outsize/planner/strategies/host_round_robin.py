@@ -35,8 +35,8 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.findings import DevicesInTurns, HostRoofline, MemoryShortage
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
-from outsize.ir.offload import OF_SEVERAL, Bound, Degree, Weights
-from outsize.ir.plan import Axes, Plan, Recompute, stages_from_bounds
+from outsize.ir.offload import Bound, Degree
+from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
@@ -65,6 +65,8 @@ from outsize.planner.offload.host_traffic import (
 )
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.simulation.host_copies import CopyCosts
+from outsize.policies.activations import KEEP, RECOMPUTE, WHOLE_STAGE, Recompute, activation_policy
+from outsize.policies.weights import OF_SEVERAL, RESIDENT, Weights
 from outsize.schedules.families import LAYER_BY_LAYER
 
 # These numbers of stages of all devices are tried.
@@ -111,7 +113,7 @@ def or_round_robin(
 
     `recompute`: the open options; all stages take the same one.
     """
-    recomputes = [option == "full" for option in recompute if option in ("none", "full")]
+    recomputes = [activation_policy(option).recomputes for option in recompute if option in WHOLE_STAGE]
     several = _round_robin(request, candidates, cluster, recomputes)
     if several is None or several.expected is None:
         return on_one_device()
@@ -150,7 +152,7 @@ def _round_robin(
 
     def plan_at(place: int) -> Plan:
         choice = choices[place]
-        changes = {"weights": choice.weights, "recompute": "full" if choice.recomputes else "none"}
+        changes = {"weights": choice.weights, "recompute": RECOMPUTE.name if choice.recomputes else KEEP.name}
         return planned(choice.pp, choice.microbatches, choice.cut).model_copy(update=changes)
 
     while queue and queue[0][0] <= CLOSE * best_s:
@@ -299,13 +301,12 @@ def _shortages(candidate: Estimate) -> Iterator[MemoryShortage]:
 
 def _degrees(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Iterator[Degree]:
     """Yields what each degree would cost if all else were as in this plan."""
-    degrees: tuple[Weights, ...] = ("resident", *OF_SEVERAL)
-    for weights in degrees:
+    for weights in (RESIDENT.name, *OF_SEVERAL):
         candidate, bound = _estimate_and_bound(plan.model_copy(update={"weights": weights}), blocks, cluster)
         yield Degree(
             weights=weights,
             microbatches=plan.microbatches,
-            recompute=plan.recompute != "none",
+            recompute=activation_policy(plan.recompute).recomputes,
             bound=bound,
             step_s=candidate.step_s,
             peak_bytes=candidate.peak_bytes,
@@ -347,7 +348,7 @@ def _hosted_step(candidate: Estimate, held: WeightAndGradientBytes, cluster: Clu
 
 def _case(plan: Plan, layout: Layout, blocks: HostedStages, cluster: Cluster) -> PricedModel:
     whole = replace(blocks.whole, microbatches=plan.microbatches)
-    if any(plan.recompute_of(stage) != "none" for stage in range(layout.stages)):
+    if not plan.keeps_activations:
         whole = whole.fully_recomputed()
     if not layout.hosted:
         return whole
@@ -367,7 +368,8 @@ def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout)
 
     Gradients take the place of the optimizer's bytes, which exist all the time.
     """
-    ranges, (weights, gradients) = whole.ranges, (np.zeros_like(size) for size in held)
+    ranges, stay = whole.ranges, layout.weight_policy.stays_loaded
+    weights, gradients = (np.zeros_like(size) for size in held)
     tied_weights, tied_gradients = (np.zeros_like(size) for size in held)
     for flow in whole.flows:
         if flow.step:
@@ -375,13 +377,13 @@ def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout)
             tied_gradients[flow.producer] += flow.size_bytes * flow.gradient
     for own in _own(layout):
         own_weights, own_gradients = (held[0] - tied_weights)[own], (held[1] - tied_gradients)[own]
-        places = two_places(own_weights) if layout.weights == "host" else int(own_weights.sum())
+        places = int(own_weights.sum()) if stay else two_places(own_weights)
         weights[own] = _shares(places + int(tied_weights[own].sum()), len(own))
         pair = max((own_gradients + np.append(own_gradients[1:], 0)).tolist())
         gradients[own] = _shares(pair + int(tied_gradients[own].sum()), len(own))
     nothing, backward = np.zeros_like(ranges.saved), ranges.backward - ranges.gradients
     casts = single_units(ranges.casts).copy()
-    if layout.weights == "host" and whole.recompute != "none":  # They leave with the weights.
+    if whole.activation_policy.recomputes and not stay:  # They leave with the weights.
         for own in _own(layout):
             casts[own] = _shares(two_places(casts[own]), len(own))
     return replace(
@@ -401,9 +403,9 @@ def _shares(total: int, count: int) -> list[int]:
 
 def _bound(layout: Layout, case: PricedModel, held: WeightAndGradientBytes, cluster: Cluster) -> Bound:
     """Returns the bound of the device that takes longest with each of the four."""
-    link, forwards = Host.of(cluster, layout.axes.pp).link, 1 if case.recompute == "none" else 2
-    costs = np.array([forwards * c.forward_s + c.backward_s for c in case.base.units])
-    copies_in, copies_out = {"host": (2, 1), "host-optimizer": (1, 1)}.get(layout.weights, (0, 0))
+    link, compute_s = Host.of(cluster, layout.axes.pp).link, case.activation_policy.compute_s
+    costs = np.array([compute_s(c.forward_s, c.backward_s) for c in case.base.units])
+    copies_in, copies_out = layout.weight_policy.copies(1)  # Layer by layer.
     weights, gradients = (max(int(size[own].sum()) for own in _own(layout)) for size in held)
     return Bound(
         compute_s=layout.microbatches * max(float(costs[own].sum()) for own in _own(layout)),

@@ -45,6 +45,7 @@ from outsize.planner.layout.layout import Layout, grouped
 from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state
 from outsize.planner.memory.range_tables import RangeTables
 from outsize.planner.partition.stage_prices import Pipeline
+from outsize.policies.activations import KEEP, RECOMPUTE, activation_policy
 from outsize.schedules.builders import build
 from outsize.schedules.compose import compose, is_split, quick_s
 from outsize.schedules.families import COMPOSED, families
@@ -286,7 +287,8 @@ class _Composer:
         order = in_stages(placement.owners)
         model = self._graph.in_order(order), self._profile.in_order(order)
         layout = replace(self._layout, stages=len(placement.ranks))
-        recompute = "full" if self._plan.recompute == "full" else "none"
+        whole = activation_policy(self._plan.recompute).recomputes_all
+        recompute = RECOMPUTE.name if whole else KEEP.name
         pipeline = self._cost_tables(model).pipeline(layout, (recompute,), placement.ranks)
         if pipeline is None:
             return

@@ -46,6 +46,7 @@ from outsize.planner.strategies.selective_recompute import (
     saving_case,
     shared_choice,
 )
+from outsize.policies.activations import WHOLE_STAGE
 from outsize.schedules.families import family_of
 
 MOST: Final = 24
@@ -62,7 +63,7 @@ def selective(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Estim
     better.
     """
     layout, chosen = best.layout, dict[int, Units]()
-    open_options = {"none", "full"} <= {case.recompute for case in best.pipeline.options[0]}
+    open_options = {*WHOLE_STAGE} <= {case.recompute for case in best.pipeline.options[0]}
     if layout.group > 1 or layout.hosted or not open_options:
         return best, chosen
     # A stage that recomputes some units cannot split its backward.
@@ -70,7 +71,7 @@ def selective(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Estim
         return best, chosen
     if layout.chunks > 1:
         return _one_by_one(best, tables, optimizer)
-    recomputes = any(case.recompute != "none" for case in best.cases)
+    recomputes = any(case.activation_policy.recomputes for case in best.cases)
     least_s = tables.work(layout).floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
     if not recomputes and best.floor_s <= least_s * (1 + WORTH):
         return best, chosen
@@ -87,7 +88,7 @@ def _one_by_one(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Est
     leave.
     """
     improved, chosen = best, dict[int, Units]()
-    recomputing_stages = [stage for stage, case in enumerate(best.cases) if case.recompute != "none"]
+    recomputing_stages = [stage for stage, case in enumerate(best.cases) if case.activation_policy.recomputes]
     for stage in recomputing_stages[:SHARING]:
         units_choice = shared_choice(
             improved, stage, UnitLevelModel.of(tables, best.pipeline, stage, optimizer)
@@ -188,7 +189,9 @@ class _JointSearch:
         """Returns the first option that recomputes all of a run and fits."""
         room, options = self._pipeline.room_bytes(stage), enumerate(self._pipeline.options[stage])
         peaks = (
-            (option, self._peak(stage, case)[run]) for option, case in options if case.recompute != "none"
+            (option, self._peak(stage, case)[run])
+            for option, case in options
+            if case.activation_policy.recomputes
         )
         return next((option for option, peak in peaks if peak <= room), None)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from outsize.ir.findings import UnitsRecomputed
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Expected, Recompute, Stage
+from outsize.ir.plan import Expected, Stage
 from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress_units
 from outsize.ir.units.recompute_segments import Run
@@ -34,6 +34,7 @@ from outsize.planner.strategies.recompute_knapsack import (
     Limit,
     choose,
 )
+from outsize.policies.activations import SELECTIVE, Recompute
 
 Units = frozenset[int]
 # Up to this many stages have a finding each; more share one.
@@ -125,7 +126,7 @@ def _with_chosen(saving: PricedModel, run: Run, held: MicrobatchBytes, pieces_s:
     for name, size in sizes.items():
         tables[name][run] = size
     seconds = saving.seconds.plus(np.zeros_like(pieces_s), pieces_s)
-    return replace(saving, ranges=replace(saving.ranges, **tables), seconds=seconds, recompute="selective")
+    return replace(saving, ranges=replace(saving.ranges, **tables), seconds=seconds, recompute=SELECTIVE.name)
 
 
 def selective_reasons(
@@ -159,12 +160,12 @@ def by_blocks(estimate: Estimate, bounds: Sequence[int]) -> dict[int, Units]:
     units.
     """
     cases = enumerate(zip(estimate.cases, pairwise(bounds), strict=True))
-    return {s: frozenset(range(*run)) for s, (case, run) in cases if case.recompute == "selective"}
+    return {s: frozenset(range(*run)) for s, (case, run) in cases if case.activation_policy.lists_units}
 
 
 def _again_s(estimate: Estimate, stage: int) -> float:
     """Returns the forward seconds of a microbatch that a stage recomputes: all, where none may be kept."""
-    if all(case.recompute != "none" for case in estimate.pipeline.options[stage]):
+    if not any(case.activation_policy.keeps_all for case in estimate.pipeline.options[stage]):
         return estimate.costs[stage].forward_s
     run, saving = slice(*estimate.bounds[stage : stage + 2]), saving_case(estimate.pipeline, stage)
     return float((estimate.cases[stage].seconds.backward_input - saving.seconds.backward_input)[run].sum())
@@ -214,7 +215,7 @@ def recomputing(
 
 def saving_case(pipeline: Pipeline, stage: int) -> PricedModel:
     """Returns the stage's tables without recompute."""
-    return next(case for case in pipeline.options[stage] if case.recompute == "none")
+    return next(case for case in pipeline.options[stage] if case.activation_policy.keeps_all)
 
 
 def choice(pipeline: Pipeline, stage: int, run: Run, fine: UnitLevelModel) -> Choice | None:

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from outsize.ir.answers.fit import Change, Contributor, DeviceFit, Fit, ForwardSpeed
 from outsize.ir.formatting import byte_unit, bytes_text, count_text, percent_text, seconds_text
-from outsize.ir.offload import weights_text
+from outsize.policies.activations import activation_policy
+from outsize.policies.weights import weight_policy
 from outsize.report.tables import table_style
 from outsize.report.wording import options_text, refusal_text, sentences
 
@@ -110,13 +111,12 @@ def setting_text(fit: Fit) -> str:
     replicas = fit.axes.replicas
     size = -(-fit.batch_size // (fit.microbatches * replicas))
     shared = f"{replicas} replicas x " if replicas > 1 else ""
-    recompute_texts = {"none": "", "full": ", all recomputed", "offload": ", activations on the host"}
     parts = [f"{fit.axes.pp} stage{'s' if fit.axes.pp > 1 else ''}", fit.axes.beyond_pp]
-    parts += [weights_text(fit.weights), "" if fit.inference else fit.schedule]
+    parts += [weight_policy(fit.weights).text, "" if fit.inference else fit.schedule]
     cut = f" as {shared}{fit.microbatches} x {size}" if fit.devices else ""
     parts += [f"batch {fit.batch_size}{cut}", "inference" if fit.inference else fit.optimizer]
-    recomputed = recompute_texts.get(fit.recompute, ", some recomputed")
-    return ", ".join(filter(None, parts)) + f", {fit.precision}{recomputed}"
+    parts += [fit.precision, activation_policy(fit.recompute).text]
+    return ", ".join(filter(None, parts))
 
 
 def _changes(changes: tuple[Change, ...]) -> Table:

@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from outsize.ir.formatting import byte_unit, rate_text, seconds_text
-from outsize.ir.offload import Degree, Weights
+from outsize.ir.offload import Degree
+from outsize.policies.weights import Weights
 from outsize.report.tables import table_style
 
 TITLE: Final = "What each degree of offload costs"

@@ -108,8 +108,8 @@ def _together(figures: list[StageFigures]) -> StageFigures:
 
 def recompute_varies(plan: Plan) -> bool:
     """Returns whether the stages differ in what they recompute."""
-    policies = {plan.recompute_of(stage) for stage in range(len(plan.stages))}
-    return len(policies) > 1 or "selective" in policies
+    policies = set(plan.activation_policies)
+    return len(policies) > 1 or any(policy.lists_units for policy in policies)
 
 
 def recompute_text(plan: Plan, stage: int) -> str:
@@ -117,12 +117,12 @@ def recompute_text(plan: Plan, stage: int) -> str:
 
     Without a count of units it returns `some units`.
     """
-    how = plan.recompute_of(stage)
-    if how != "selective":
-        return {"none": "none", "full": "all", "offload": "on the host"}[how]
+    policy = plan.activation_policy(stage)
+    if not policy.lists_units:
+        return policy.share_text
     figures = plan.expected.stages[stage] if plan.expected is not None else None
     if not figures or not figures.recomputed:
-        return "some units"
+        return policy.share_text
     if figures.recomputed == figures.units:
         return "block by block"
     return f"{figures.recomputed} of {figures.units} units"

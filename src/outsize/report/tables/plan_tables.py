@@ -30,11 +30,12 @@ from outsize.ir.formatting import (
     seconds_text,
 )
 from outsize.ir.graph import ModelGraph, Unit
-from outsize.ir.offload import weights_text
 from outsize.ir.plan import Alternative, Expected, Plan, StageFigures
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.timeline import Timeline
 from outsize.ir.units.tensor_styles import TensorStyles
+from outsize.policies.activations import activation_policy
+from outsize.policies.weights import weight_policy
 from outsize.report.tables import table_style
 from outsize.report.tables.balance import imbalance_text
 from outsize.report.tables.offload import degrees_table
@@ -224,15 +225,8 @@ def how_text(plan: Plan) -> str:
     batch = f"batch {plan.batch_size} as {shared}{plan.microbatches} x {most}{plan.microbatch_size}"
     parts = [plan.schedule, batch, f"optimizer {plan.optimizer}"]
     parts += [plan.precision] if plan.precision != "fp32" else []
-    policies = {plan.recompute_of(stage) for stage in range(len(plan.stages))}
-    parts += (
-        ["all recomputed"]
-        if policies == {"full"}
-        else ["activations on the host"]
-        if policies == {"offload"}
-        else []
-    )
-    return ", ".join(parts)
+    parts += [] if recompute_varies(plan) else [plan.activation_policy(0).text]
+    return ", ".join(filter(None, parts))
 
 
 def unsupported_text(plan: Plan) -> str:
@@ -254,12 +248,20 @@ def _stage_table(plan: Plan) -> Table:
     )
     varies = recompute_varies(plan)
     for number, stage in enumerate(plan.stages):
-        recomputed = recompute_text(plan, number) if varies else "none"
-        known = {"none": "", "all": " (recomputed)", "on the host": " (activations on the host)"}
-        recomputed = known.get(recomputed, f" (recomputes {recomputed})")
+        recomputed = _recomputed_note(plan, number) if varies else ""
         cells = (str(number), device_text(plan, number), _named(stage.units) + recomputed)
         table.add_row(*cells, *(_stage_cells(plan.expected, number) if plan.expected else ()))
     return table
+
+
+def _recomputed_note(plan: Plan, stage: int) -> str:
+    """Returns what is said behind the units of a stage about its activations; empty where it keeps all."""
+    policy = plan.activation_policy(stage)
+    if policy.lists_units:
+        return f" (recomputes {recompute_text(plan, stage)})"
+    if policy.recomputes_all:
+        return " (recomputed)"
+    return f" ({policy.text})" if policy.text else ""
 
 
 def _named(patterns: Sequence[str]) -> str:
@@ -385,9 +387,10 @@ def way_text(other: Alternative) -> str:
     chunks = f" x {other.chunks}" if other.chunks > 1 else ""
     count = f"{other.microbatches} microbatch{'' if other.microbatches == 1 else 'es'}"
     parts = [other.schedule + chunks, count, f"pp {other.axes.pp}" if other.axes.pp > 1 else ""]
-    parts += [other.axes.beyond_pp, weights_text(other.weights)]
+    parts += [other.axes.beyond_pp, weight_policy(other.weights).text]
     parts += ["sequence parallel"] if other.sequence_parallel else []
-    parts += [{"none": "", "offload": "activations on the host"}.get(other.recompute, "recompute")]
+    policy = activation_policy(other.recompute)
+    parts += ["recompute" if policy.recomputes else policy.text]
     return ", ".join(filter(None, parts))
 
 

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from outsize.ir.answers.ranking import ClusterRanking, RankedCluster
 from outsize.ir.formatting import axes_text, count_text, percent_text, price_text, rate_text, seconds_text
-from outsize.ir.offload import HOSTED
+from outsize.policies.activations import activation_policy
+from outsize.policies.weights import weight_policy
 from outsize.report.tables import table_style
 from outsize.report.tables.fit import COLOURS
 from outsize.report.wording import refusal_text
@@ -62,8 +63,9 @@ def _table(clusters: Sequence[RankedCluster], *, priced: bool) -> Table:
 
 def _how(cluster: RankedCluster) -> str:
     """Returns the axes of the plan, and what makes it slow: `tp 2`, `recompute`."""
-    slow = ["host"] if cluster.weights in HOSTED else ["recompute"] if cluster.recompute != "none" else []
-    return ", ".join([axes_text(cluster.axes.used), *slow])
+    hosted, saves = weight_policy(cluster.weights).on_host, not activation_policy(cluster.recompute).keeps_all
+    slow = "host" if hosted else "recompute" if saves else ""
+    return ", ".join(filter(None, [axes_text(cluster.axes.used), slow]))
 
 
 def _money(price: float | None) -> str:

@@ -87,9 +87,8 @@ class ActivationOffload:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Creates the offload for all stages of the plan whose recompute policy is `offload`."""
-        stages = range(len(plan.stages))
-        return cls(stage for stage in stages if plan.recompute_of(stage) == "offload")
+        """Creates the offload for all stages of the plan whose policy of activations offloads."""
+        return cls(stage for stage, policy in enumerate(plan.activation_policies) if policy.offloads)
 
     def begin(self, stage: int, microbatch: int, staying: Sequence[Tensor]) -> SavedTensors:
         """Begins a forward; the tensors of `staying` (weights and received values) remain on the device."""

@@ -143,7 +143,7 @@ class Crew(ABC):
         `fill(names)` is called before weights are divided, so that they have their values.
         """
         assert self.mesh is not None
-        gather_once, mesh = self._plan.weights == "resident", self.mesh.sharding()
+        gather_once, mesh = self._plan.weight_policy.gathers_once, self.mesh.sharding()
         meshes = dict.fromkeys(home, mesh)
         if experts:
             meshes |= dict.fromkeys(experts, self.mesh.sharding(of_experts=True))

@@ -51,8 +51,9 @@ def _options(model: nn.Module, plan: Plan, place: str, folder: str | Path | None
     files = None if folder is None else FileBackedMemory(Path(folder))
     streams = TorchStreams((place,))
     residency = Residency(model, streams, place, files, threaded=place != "cpu")
-    moves = HostMoves(residency, len(plan.stages) if plan.weights == "host-optimizer" else ROOM)
-    lane = CopyLane(streams, place, both=True) if plan.weights == "host-activations" else None
+    policy = plan.weight_policy
+    moves = HostMoves(residency, len(plan.stages) if policy.stays_loaded else ROOM)
+    lane = CopyLane(streams, place, both=True) if policy.values_on_host else None
     return CrewOptions(moves, BoundaryValues(lane, residency.copy_weight_view))
 
 

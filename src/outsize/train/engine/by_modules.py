@@ -64,9 +64,7 @@ class ByModules(Executor):
         ownership: Ownership,
         options: EngineOptions,
     ) -> None:
-        recompute = {"selective", "full", "offload"}.intersection(
-            map(plan.recompute_of, range(len(plan.stages)))
-        )
+        recompute = {policy.name for policy in plan.activation_policies if not policy.keeps_all}
         if plan.bn == "deferred" or recompute:
             raise BadOption(
                 "a model that runs by modules keeps its activations, and BatchNorm counts microbatches",

@@ -94,11 +94,12 @@ def _insist_on_devices(plan: Plan, group: dist.ProcessGroup | None, ranks: RankO
 
 def _insist_on_local_replicas(plan: Plan, places: tuple[str, ...]) -> None:
     """Raises BadOption for what replicas in one process cannot do at the same time."""
-    policies = {plan.recompute_of(stage) for stage in range(len(plan.stages))}
-    if plan.bn == "deferred" or policies - {"none", "selective", "full"}:
+    policies = plan.activation_policies
+    if plan.bn == "deferred" or any(policy.offloads for policy in policies):
+        names = ", ".join(sorted({policy.name for policy in policies}))
         raise BadOption(
             "replicas on devices of one process each have their own statistics and activations",
-            numbers=f"bn {plan.bn!r}, recompute {', '.join(sorted(policies))}; devices {', '.join(places)}",
+            numbers=f"bn {plan.bn!r}, recompute {names}; devices {', '.join(places)}",
             next_step='bn="micro" and recompute="full", or a process per device (outsize run)',
         )
 

@@ -17,6 +17,7 @@ from outsize.device.accelerators import device_count, is_accelerator
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Kind, parse_row
 from outsize.ir.units.recompute_segments import blocks, segments
+from outsize.policies.activations import ActivationPolicy
 from outsize.program.generate import Compiler, compile_slice
 from outsize.program.tensor_parallel.overlap import overlapped
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, reason_against
@@ -89,16 +90,16 @@ class StageFactory:
                 spec = replace(spec, instructions=joined)
             function = compile_slice(spec, model, variant.tape.modes, self._compiler())
             program = replace(program, spec=spec, function=function)
-        policy, recompute = self.plan.recompute_of(program.stage), None
+        policy, recompute = self.plan.activation_policy(program.stage), None
         save_context = self.values.begin if self.values.offloads else None
-        if policy == "full":
+        if policy.recomputes_all:
             whole = Recompute(model, program.written, self.statistics)
             recompute = partial(whole.run, program.function)
-        elif policy == "selective":
+        elif policy.lists_units:
             runs, modes = self._segments(variant, program.stage), variant.tape.modes
             parts = program.spec, runs, model, modes, self.statistics
             recompute = SegmentedRecompute(*parts, self._compiler())
-        elif policy == "offload":
+        elif policy.offloads:
             save_context = partial(self.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
@@ -112,13 +113,13 @@ class StageFactory:
             self.graphs.refuse(program.stage, reason)
         return executor
 
-    def _reason(self, policy: str) -> str | None:
+    def _reason(self, policy: ActivationPolicy) -> str | None:
         """Returns what in the plan no graph can repeat; None where there is nothing."""
         axes = self.plan.axes
         reasons = {
             "the host keeps weights, values or activations": self.plan.streams
             or self.values.offloads
-            or policy == "offload",
+            or policy.offloads,
             "its ranks exchange values within it": max(axes.tp, axes.cp, axes.ep) > 1,
             "weights are sharded over replicas": self.plan.shards,
             f'bn="{self.plan.bn}" collects statistics in Python': self.statistics is not None,

@@ -20,7 +20,6 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from outsize.ir.answers.runs.recorded_run import MeasuredMemory, RecordedRun, RunStep, TimedStep
-from outsize.ir.offload import HOSTED
 from outsize.ir.timeline import Timeline
 from outsize.run.stage.to_device import device_of_model
 from outsize.run.transport.control_messages import all_gather_json
@@ -40,7 +39,7 @@ class RunRecorder:
 
     def __init__(self, engine: Engine, *, watched: bool) -> None:
         self._engine, self._watched = engine, watched
-        self._splits = watched and engine.plan.weights not in HOSTED and engine.clip_norm is None
+        self._splits = watched and not engine.plan.weight_policy.on_host and engine.clip_norm is None
         self._stages = _stages_by_place(engine)
         self._watches = {place: MemoryWatch(place) for place in self._stages} if watched else {}
         self._steps = list[RunStep]()

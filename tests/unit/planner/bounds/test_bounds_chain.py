@@ -12,7 +12,7 @@ from planner_graphs import chain, graphs
 
 from outsize.ir.cluster import make_cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Recompute, ScheduleName
+from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import ChainBound, Room
 from outsize.planner.bounds.step_time import PrefixTimes
@@ -20,6 +20,7 @@ from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut
 from outsize.planner.layout.layout import Layout
+from outsize.policies.activations import Recompute
 
 SCHEDULES: tuple[ScheduleName, ...] = ("naive", "gpipe", "1f1b", "zero-bubble")
 WAYS: tuple[Recompute, ...] = ("none", "full")

@@ -12,7 +12,7 @@ from planner_graphs import chain, graphs
 
 from outsize.ir.cluster import Cluster, make_cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Recompute, ScheduleName
+from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.stage_edges import edges_between
@@ -22,6 +22,7 @@ from outsize.planner.evaluate.estimate import Estimate, estimate_cut, lower_alon
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, split
 from outsize.planner.simulation.simulate import StageCost, bound_s
+from outsize.policies.activations import Recompute
 from outsize.schedules.builders import build
 
 Model = tuple[ModelGraph, Profile]

@@ -12,7 +12,6 @@ from outsize.capture.graph.tensor_parallel import with_styles
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.graph import ModelGraph, OpFamily, Parameter, ShardedFraction, Unit, Value, Work
-from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
@@ -21,6 +20,7 @@ from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, rou
 from outsize.planner.costs.roofline import roofline, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
+from outsize.policies.weights import Weights
 
 
 def cluster(name: str = "4xh100-80gb", latency_s: float = 0.25, bytes_per_s: float = 100.0) -> Cluster:

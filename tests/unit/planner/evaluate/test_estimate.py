@@ -8,13 +8,13 @@ import pytest
 from planner_graphs import chain
 
 from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
-from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.planner.evaluate import played_step as module
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.played_step import is_message, simulated_microbatches
 from outsize.planner.layout.layout import Layout
+from outsize.policies.weights import Weights
 
 
 def priced(schedule: ScheduleName, stages: int, microbatches: int, seed: int) -> Estimate:

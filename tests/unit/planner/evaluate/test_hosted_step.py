@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.ir.hardware.links import Link
-from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
 from outsize.planner.costs.stage_edges import Edges
 from outsize.planner.evaluate import hosted_step
@@ -18,6 +17,7 @@ from outsize.planner.evaluate.hosted_step import FEW, HostedStep
 from outsize.planner.layout.layout import Layout
 from outsize.planner.simulation.host_copies import CopyCosts
 from outsize.planner.simulation.simulate import StageCost
+from outsize.policies.weights import HOSTED, Weights
 
 WIDTH, SAMPLES, MICROBATCHES, STAGES = 8, 6, 3, 4
 BARE = Link(name="bare", latency_s=0.0, bytes_per_s=1.0)

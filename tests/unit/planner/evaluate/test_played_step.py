@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.ir.cluster import Cluster, make_cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.offload import Weights
-from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName, stages_from_bounds
+from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.planner.costs.efficiency import Efficiency
 from outsize.planner.costs.parallel_times import WeightCollectives
@@ -25,6 +24,8 @@ from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.played_step import BUCKET_BYTES, PlayedStep, is_collective
 from outsize.planner.layout.layout import Layout
+from outsize.policies.activations import Recompute
+from outsize.policies.weights import Weights
 
 Model = tuple[ModelGraph, Profile]
 few = settings(max_examples=10, deadline=None, derandomize=True)

@@ -17,7 +17,7 @@ from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.findings import DeviceKindUse
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Plan, Recompute, stages_from_bounds
+from outsize.ir.plan import Plan, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.evaluate.cost_tables import CostTables
@@ -26,6 +26,7 @@ from outsize.planner.layout.layout import Layout, all_layouts, grouped, of_kind
 from outsize.planner.memory.headroom import LARGE_SEGMENT, SMALL_SEGMENT, room_bytes
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
+from outsize.policies.activations import Recompute
 
 Model = tuple[ModelGraph, Profile]
 BATCH = 4

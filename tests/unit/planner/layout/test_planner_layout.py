@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from outsize.ir.cluster import parse_cluster
-from outsize.ir.offload import HOSTED
 from outsize.ir.plan import Axes, Plan, ScheduleName
 from outsize.planner.layout.layout import Layout, all_layouts, grouped, host_layouts, pipelines
+from outsize.policies.weights import HOSTED
 
 ONE: tuple[ScheduleName, ...] = ("1f1b",)
 Mesh = tuple[int, int, int, int, str]

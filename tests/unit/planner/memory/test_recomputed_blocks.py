@@ -15,7 +15,7 @@ from outsize.errors import NoFeasiblePlan
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import make_cluster
 from outsize.ir.graph import ModelGraph, Unit
-from outsize.ir.plan import Axes, Recompute
+from outsize.ir.plan import Axes
 from outsize.ir.units.recompute_segments import blocks
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut
@@ -26,6 +26,7 @@ from outsize.planner.memory.range_tables import RangeTables, owned_gradients
 from outsize.planner.memory.recomputed_blocks import block_ranges
 from outsize.planner.memory.recomputed_stage import StageBytes
 from outsize.planner.search.search import search
+from outsize.policies.activations import Recompute
 
 
 def in_blocks(unit: Unit, block: int) -> Unit:

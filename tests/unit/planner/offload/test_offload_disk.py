@@ -15,11 +15,11 @@ from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.cluster_file import load_cluster
 from outsize.ir.findings import HostMemoryEnough, HostMemoryShort, StageValuesOnHost, WeightsOnHost
-from outsize.ir.offload import Weights
 from outsize.ir.plan import Expected, Plan
 from outsize.planner.offload.host_traffic import host_bytes
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
+from outsize.policies.weights import Weights
 
 MIB = 1 << 20
 GRAPH, PROFILE = chain([0.01] * 8, value_bytes=MIB, weight_bytes=100 * MIB, saved_bytes=MIB)

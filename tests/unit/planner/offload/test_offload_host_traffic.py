@@ -18,7 +18,7 @@ from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.findings import HostBound, WeightsOnHost
 from outsize.ir.hardware.devices import HOST_BYTES_PER_S, TABLE
 from outsize.ir.hardware.links import LINKS, Link
-from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName
+from outsize.ir.plan import Axes, Plan, ScheduleName
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.layout.layout import Layout
@@ -36,6 +36,7 @@ from outsize.planner.offload.host_traffic import (
 from outsize.planner.partition.stage_prices import PricedModel
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
+from outsize.policies.activations import Recompute
 
 BARE = Link(name="bare", latency_s=0.0, bytes_per_s=1.0)
 FORWARD, BACKWARD = (InFlightState(1, 0, 0, 0, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))

@@ -10,8 +10,7 @@ from planner_graphs import chain, graphs
 
 from outsize.ir.cluster import Cluster, make_cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.offload import Weights
-from outsize.ir.plan import Axes, Recompute, ScheduleName
+from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.evaluate.cost_tables import CostTables
@@ -20,6 +19,8 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import account_stages
 from outsize.planner.partition.feasibility import ChainFeasibility
 from outsize.planner.partition.stage_prices import PricedModel
+from outsize.policies.activations import Recompute
+from outsize.policies.weights import Weights
 from outsize.schedules.builders import build
 
 

@@ -13,13 +13,14 @@ from planner_graphs import chain, graphs
 
 from outsize.ir.cluster import make_cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Recompute, ScheduleName
+from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import InFlightState, peak_states, peak_table
 from outsize.planner.memory.in_flight_states import microbatches_to_simulate, states_by_stage
 from outsize.planner.partition.stage_prices import Pipeline, StagePrices, split
+from outsize.policies.activations import Recompute
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 

@@ -14,11 +14,12 @@ from outsize.errors import NoFeasiblePlan, TooManyStages
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, make_cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Plan, Recompute, stages_from_bounds
+from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.planner.memory.headroom import room_bytes
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
+from outsize.policies.activations import Recompute
 
 Model = tuple[ModelGraph, Profile]
 

@@ -14,7 +14,7 @@ from planner_graphs import cut_graphs
 from outsize.errors import InvalidSchedule
 from outsize.ir.cluster import Link, parse_cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Recompute, ScheduleName
+from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import Kind, Schedule
 from outsize.planner.evaluate.cost_tables import CostTables
@@ -23,6 +23,7 @@ from outsize.planner.evaluate.played_step import is_message
 from outsize.planner.layout.layout import Layout
 from outsize.planner.simulation.critical_path import Cost, Network
 from outsize.planner.simulation.simulate import StageCost, simulate
+from outsize.policies.activations import Recompute
 from outsize.schedules.builders import build
 from outsize.schedules.families import built
 from outsize.schedules.lower import lower

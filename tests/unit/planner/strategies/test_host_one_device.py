@@ -15,12 +15,12 @@ from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.findings import FullestDevice, HostRoofline, HostStates, SlowestStage, WeightsOnHost
 from outsize.ir.hardware.devices import HOST_BYTES_PER_S
 from outsize.ir.hardware.links import LINKS
-from outsize.ir.offload import HOSTED
 from outsize.ir.plan import Plan
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.offload.host_traffic import block_ends
 from outsize.planner.search.evaluate_plan import price, timeline
 from outsize.planner.search.search import search
+from outsize.policies.weights import HOSTED
 
 MIB = 1 << 20
 

@@ -12,13 +12,14 @@ from outsize.ir.cluster import Cluster, make_cluster
 from outsize.ir.findings import ActivationsOffloaded
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
-from outsize.ir.plan import Plan, Recompute, ScheduleName, StageFigures
+from outsize.ir.plan import Plan, ScheduleName, StageFigures
 from outsize.ir.profile import Profile
 from outsize.planner.evaluate.estimate import Estimate
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
 from outsize.planner.strategies import activation_offload
+from outsize.policies.activations import Recompute
 
 GB = 10**9
 UNITS, COUNT, KEPT, CROSSING, SMALL = 8, 8, GB // 10, GB // 1000, 1000

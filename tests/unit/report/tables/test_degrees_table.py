@@ -10,7 +10,8 @@ import samples
 from rich.console import Console, Group
 
 from outsize.ir.answers.utilisation import Utilisation
-from outsize.ir.offload import Bound, Degree, Weights
+from outsize.ir.offload import Bound, Degree
+from outsize.policies.weights import Weights
 from outsize.report.html.page import PageFacts, render
 from outsize.report.tables.offload import degree_rows, degrees_table
 

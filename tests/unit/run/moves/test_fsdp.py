@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.errors import BadOption
-from outsize.ir.plan import Axes, Plan, Weights
+from outsize.ir.plan import Axes, Plan
 from outsize.planner.costs.collectives import collective_bytes
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.sharded import UnshardedBytes, largest_adjacent_blocks
+from outsize.policies.weights import Weights
 from outsize.run.moves.fsdp import ShardedWeights
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.refine import by_blocks
