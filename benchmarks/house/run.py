@@ -43,7 +43,10 @@ GOING: Final = [
     *("RowCollectives", "ExpertCollectives", "DividedWeights", "TensorRanks", "ExpertRanks"),
     *("TensorAndExpertRanks", "ContextRanks", "CrewOptions", "ProcessPlace"),
 ]
-COMING: Final = ["Axis", "StagePolicy", "Candidate", "Pricing", "AxisGroup", "RankStep", "RunContext"]
+# A policy of a stage came as two records, of its activations and of its weights.
+COMING: Final = [
+    *("Axis", "StagePolicy|ActivationPolicy", "Candidate", "Pricing", "AxisGroup", "RankStep", "RunContext")
+]
 HARDEST: Final = 20
 MOST_METHODS: Final = 25
 SLIVER_LINES: Final = 90
