@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from functools import wraps
 from math import inf
@@ -71,22 +72,46 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, leaves out tests marked `full`.
+    """Without --all, leaves out tests marked `full`, and rows that `sample` does not name.
 
     Workers of pytest-xdist take the longest files first, and before them those whose seconds are not known: a
     long one at the end would keep one worker busy alone. Tests of the simulated device have their time limits
     in the process that runs them.
     """
     if not config.getoption("--all"):
-        rare = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=rare)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        usual = [item for item in items if not item.get_closest_marker("full")]
+        rows = defaultdict[str, list[pytest.Item]](list)
+        for item in usual:
+            rows[item.nodeid.partition("[")[0]].append(item)
+        taken = {item for of_one_test in rows.values() for item in _sampled(of_one_test)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+        items[:] = [item for item in items if item in taken]
     for item in items:
         if item.get_closest_marker("sim") and not sim_process.is_child():
             item.add_marker(pytest.mark.timeout(0), append=False)
     if hasattr(config, "workerinput"):
         seconds = {config.rootpath / name: s for name, s in json.loads(SECONDS.read_text()).items()}
         items.sort(key=lambda item: -seconds.get(item.path, inf))
+
+
+def _sampled(rows: list[pytest.Item]) -> list[pytest.Item]:
+    """Of the rows of one test those that its mark `sample` names by the beginning of their ids, or every
+    `every`-th from the row `first`; all without the mark.
+    """
+    mark = rows[0].get_closest_marker("sample")
+    if mark is None:
+        return rows
+    if not mark.args:
+        return rows[mark.kwargs.get("first", 0) :: mark.kwargs["every"]]
+    ids = [item.nodeid.partition("[")[2][:-1] for item in rows]
+    unknown = [name for name in mark.args if not any(f"{each}-".startswith(f"{name}-") for each in ids)]
+    if unknown and len(rows) > len(mark.args):  # else one row was asked for on the command line
+        raise pytest.UsageError(f"{rows[0].nodeid}: `sample` names {unknown}, which are no rows")
+    return [
+        item
+        for item, each in zip(rows, ids, strict=True)
+        if any(f"{each}-".startswith(f"{name}-") for name in mark.args)
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -121,6 +121,7 @@ def insist_on_graphs(engine: outsize.Engine, at_least: int) -> None:
         ({"recompute": "full"}, 12),
     ],
 )
+@pytest.mark.sample("how0", "how2", "how4")
 def test_graphs_have_the_bits_of_the_plain_loop(how: Any, graphs: int, device: str) -> None:
     found, engine = trained(model_of(Skips, device), device, **how)
     insist_on_graphs(engine, graphs)
@@ -131,6 +132,7 @@ def test_graphs_have_the_bits_of_the_plain_loop(how: Any, graphs: int, device: s
 @pytest.mark.parametrize(
     "how", [{}, pytest.param({"recompute": "full"}, marks=pytest.mark.full), {"stages": 1}]
 )
+@pytest.mark.sample("how2")
 def test_masks_of_dropout_are_those_without_graphs(how: Any, device: str) -> None:
     def make() -> nn.Module:
         return Skips(drop=0.3)

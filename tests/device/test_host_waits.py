@@ -58,6 +58,7 @@ def engine_and_batch(
     ids=["4", "16", "16-scaler"],
 )
 @pytest.mark.parametrize("places", PLACES)
+@pytest.mark.sample("one device-4", "two devices-16")
 def test_the_host_waits_at_most_once_in_a_step(places: str, microbatches: int, scaler: bool) -> None:
     from host_waits import host_waits
 

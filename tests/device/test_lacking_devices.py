@@ -89,6 +89,7 @@ def plain() -> list[Tensor]:
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else str(*value.values()),
 )
 @pytest.mark.usefixtures("apple")
+@pytest.mark.sample("sim:0-host", "sim:0-offload", "sim:0-sim:0")
 def test_a_device_without_streams_and_float64_trains(places: Sequence[str], how: dict[str, Any]) -> None:
     x, y = batch(0)
     given: dict[str, Any] = {"loss_fn": F.cross_entropy, "target": y}

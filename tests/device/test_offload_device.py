@@ -46,6 +46,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("weights", HOSTED)
+@pytest.mark.sample("host-activations")
 def test_the_plan_and_the_helpers_here(weights: Weights) -> None:
     """On any machine: the plan runs, on the CPU where there is no GPU."""
     x, y = batch(128)
@@ -95,6 +96,7 @@ def test_steps_in_a_thread_are_those_at_the_end(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", *everywhere(orders=("lazy",))])
+@pytest.mark.sample("sim-lazy", "cuda")
 def test_steps_that_are_taken_back(device: str) -> None:
     """All norms are over the limit, and of these bits nothing is left of the steps that were tried."""
     width = width_on(device, 1024)
@@ -122,6 +124,7 @@ def test_steps_that_are_taken_back(device: str) -> None:
 
 @pytest.mark.parametrize("device", everywhere(orders=WHILE_IT_WORKS))
 @pytest.mark.parametrize(("weights", "share"), [("host", 1.0), ("host-optimizer", 2.0)])
+@pytest.mark.sample("host-optimizer")
 def test_a_model_larger_than_what_is_allowed(weights: Weights, share: float, device: str) -> None:
     """16 bytes a parameter are 400 MB on a GPU, which holds less than a quarter, or less than half, and what
     cuBLAS takes.

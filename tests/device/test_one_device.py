@@ -103,7 +103,7 @@ def test_stages_on_one_device_are_bit_equal(name: str, device: str) -> None:
 @pytest.mark.parametrize("device", everywhere(orders=("lazy",)))
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.full), "lstm"])
 def test_dropout_on_the_device_does_not_know_the_layout(name: str, device: str) -> None:
-    insist_on_equal_bits(name, device, dropout=True, schedule="gpipe")
+    insist_on_equal_bits(name, device, dropout=True, schedule="gpipe", steps=2)
 
 
 @pytest.mark.parametrize("device", everywhere(orders=("lazy",)))

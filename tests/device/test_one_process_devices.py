@@ -86,6 +86,7 @@ def test_four_devices_are_bit_equal_to_the_layers_where_they_are(order: str) -> 
 @pytest.mark.parametrize(
     "places", [("sim:0", "sim:1"), ("sim:1", "sim:0", "sim:2"), ("sim:0", "cpu")], ids=str
 )
+@pytest.mark.sample("('sim:1', 'sim:0', 'sim:2')", "('sim:0', 'cpu')")
 def test_clipping_has_the_bits_of_one_device(places: tuple[str, ...]) -> None:
     """torch's own norm adds up device by device, which is another order than that of the layers."""
     found = list[list[Tensor]]()
@@ -143,6 +144,7 @@ DEEPER = [
 
 
 @pytest.mark.parametrize(("places", "name"), [*in_turns(PLACES, ["gpt2", "unet"], each=1), *DEEPER])
+@pytest.mark.sample("cpu-cpu", "sim-cpu", "cpu-sim-seed3", "gpu-gpu", "gpu0-gpu1", "gpu-cpu", "cpu-gpu")
 def test_models_train_over_places(places: tuple[str, str], name: str) -> None:
     """Tied weights, skips, buffers and masks find their devices; batches come from the CPU or the GPU."""
     found, (args, kwargs), target = case(name), case(name).batch(8), case(name).target(8)

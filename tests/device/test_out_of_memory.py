@@ -91,6 +91,7 @@ def plain(steps: list[int]) -> list[Tensor]:
 
 @pytest.mark.parametrize("room", [0.35, 0.8])
 @pytest.mark.parametrize("places", PLACES)
+@pytest.mark.sample("one-device-0.35", "two-devices-0.8")
 def test_a_step_without_memory_has_not_been(places: str, room: float) -> None:
     """Steps 1 and 2 succeed; between them one whose batch is larger fails: early, and in the backward."""
     engine, home = engine_on(PLACES[places]), "cpu" if PLACES[places] else "sim:0"

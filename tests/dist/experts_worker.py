@@ -35,7 +35,7 @@ from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import World, join, leave
 
-CLIP, SEED, STEPS = 0.5, 5, 3
+CLIP, SEED, STEPS = 0.5, 5, 2
 
 
 class Collection(nn.Module):

@@ -1,4 +1,6 @@
-"""One rank of two: `guards_worker.py FOLDER`. Values that Python reads change between steps."""
+"""One rank of two: `guards_worker.py FOLDER EVERY`. Values that Python reads change between steps; every
+EVERY-th value of each kind.
+"""
 
 from __future__ import annotations
 
@@ -173,12 +175,12 @@ def _moving(s: Switch, x: torch.Tensor) -> torch.Tensor:
     return x * (1 - s.number) if s.number < 0.6 else x + s.number
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, every: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     world = join()
     with always_recorded():
-        wrong = everything(world.group)
+        wrong = everything(world.group, every)
         for owner in (0, 1):
             wrong[f"rank {owner}"] = of_one_rank(owner, world, shares_memory=True)
             wrong[f"rank {owner}, gloo"] = of_one_rank(owner, world, shares_memory=False)
@@ -188,15 +190,15 @@ def main(folder: Path) -> None:
     leave(world)
 
 
-def everything(group: Any) -> dict[str, list[int]]:
+def everything(group: Any, every: int) -> dict[str, list[int]]:
     """What differs, by case."""
-    wrong = {f"forward, {kind}": of_forward(kind, group) for kind in FORWARD}
-    wrong |= {f"loss, {kind}": of_loss(kind, group) for kind in LOSS}
-    wrong |= {f"writes, {kind}": of_writes(kind, group) for kind in WRITTEN}
-    wrong |= {f"bound, {form}": of_bound(form, group) for form in BOUND}
-    wrong |= {f"programs, {mode}": of_programs(mode, group) for mode in OTHERS}
+    wrong = {f"forward, {kind}": of_forward(kind, group) for kind in FORWARD[::every]}
+    wrong |= {f"loss, {kind}": of_loss(kind, group) for kind in LOSS[::every]}
+    wrong |= {f"writes, {kind}": of_writes(kind, group) for kind in WRITTEN[::every]}
+    wrong |= {f"bound, {form}": of_bound(form, group) for form in BOUND[::every]}
+    wrong |= {f"programs, {mode}": of_programs(mode, group) for mode in [*OTHERS][::every]}
     return {**wrong, "annealing": of_annealing(group), "moving numbers": of_moving_numbers(group)}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -184,7 +184,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def check_every_model_in_single_precision(world: World, pp: int) -> None:
-    for name in MODELS if ALL else ("llama", "gpt2", "t5", "narrow_resnet18"):
+    for name in MODELS if ALL else ("gpt2", "t5", "narrow_resnet18"):
         pair = Pair(world, pp, name, clip_norm=0.5)
         try:
             pair.insist(pair.run(3), pair.expected(3), 1e-6)
@@ -194,7 +194,7 @@ def check_every_model_in_single_precision(world: World, pp: int) -> None:
 
 def check_every_kind_in_double_precision(world: World, pp: int) -> None:
     """In many buckets, which leave within the last backward."""
-    for name in MODELS if ALL else ("gpt2", "vit", "unet"):
+    for name in MODELS if ALL else ("llama", "unet"):
         pair = Pair(world, pp, name, optimizer=adamw, dtype=torch.float64)
         try:
             with pytest.MonkeyPatch.context() as patch:

@@ -147,7 +147,7 @@ def decoder(name: str, **more: Any) -> Made:
 
 DROPOUT = {"gpt2", "bert", "t5", "encoder"}
 # With --all alone: test_tensor_plans.py and test_sequence.py divide a llama, a BERT and the attention too.
-RARE = {"llama", "bert", "mixtral eager", "qwen3", "attention"}
+RARE = {"llama", "bert", "mixtral eager", "qwen3", "attention", "vit", "rotated"}
 NO_DOUBLE = {"mixtral"}  # torch's grouped matmul has no float64
 MODELS: dict[str, Callable[[], Made]] = {
     "llama": lambda: decoder("Llama"),

@@ -44,7 +44,7 @@ from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import World, join, leave
 from outsize.train.ranks.tensor_parallel import TensorRanks
 
-CLIP, SEED, STEPS = 0.5, 5, 3
+CLIP, SEED, STEPS = 0.5, 5, 2
 Numbers = dict[str, Tensor]
 Sent = dict[str, int]
 

@@ -67,7 +67,7 @@ def insist(rank: dict[str, Any], within: float, trained: float) -> None:
 
 @pytest.mark.parametrize("name", marked(PAIRS, RARE))
 def test_two_ranks_train_as_one_process(ep2: Found, name: str) -> None:
-    """Losses, gradients, and parameters after three clipped steps of AdamW of two accumulated batches each;
+    """Losses, gradients, and parameters after two clipped steps of AdamW of two accumulated batches each;
     then a step after a checkpoint that replicas without ep go on from.
     """
     for rank in ep2:

@@ -123,6 +123,7 @@ def test_a_script_under_mpirun(folder: Path, losses: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="no MPICH here: apt-get install mpich")
+@pytest.mark.full
 def test_two_jobs_of_mpich_on_one_machine_at_a_time(folder: Path, losses: str) -> None:
     """Hydra gives its jobs no number; each waits for the other one to be there, so they overlap."""
     both = [

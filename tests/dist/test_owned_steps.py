@@ -53,12 +53,12 @@ def expected() -> dict[str, Found]:
 
 
 MORE = ("stages and tp", "shards and tp")
-# All meet shards; the other layouts, without --all, every third of each kind.
+# All meet shards; the other layouts, without --all, every sixth of each kind.
 WITH_ALL = ("shards", *MORE)
-THIRD = {
+SIXTH = {
     name: make
     for kind in (ELEMENTWISE, PER_WEIGHT, ALL_WEIGHTS, DRAWS)
-    for name, make in [*kind.items()][::3]
+    for name, make in [*kind.items()][::6]
 }
 
 
@@ -69,7 +69,7 @@ def test_numbers_of_one_process(
     pytestconfig: pytest.Config, tmp_path: Path, expected: dict[str, Found], layout: str
 ) -> None:
     """Bits but for tp, where gradients are rounded; also hyperparameters that a step changes, and draws."""
-    makes = EVERY if layout in WITH_ALL or pytestconfig.getoption("--all") else THIRD
+    makes = EVERY if layout in WITH_ALL or pytestconfig.getoption("--all") else SIXTH
     ranks, axes = LAYOUTS[layout]
     plan = plan_of(ranks, **axes)
     most = 2e-6 if "tp" in axes else 0.0

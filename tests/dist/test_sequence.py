@@ -63,7 +63,7 @@ def pp2_tp2(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("name", rows("ALONE"))
 def test_two_ranks_train_as_one_process(tp2: Found, name: str) -> None:
-    """Gradients, and parameters after three clipped steps of AdamW."""
+    """Gradients, and parameters after two clipped steps of AdamW."""
     for rank in tp2:
         found = rank[f"{name}:sequence:double"]
         assert max(found["loss"], found["gradients"]) < 1e-13

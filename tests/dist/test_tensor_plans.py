@@ -62,7 +62,7 @@ def test_what_is_sent_is_what_the_planner_counts(tp2: Found, name: str) -> None:
 
 @piped
 def test_pipelines_of_two_by_two_train_as_one_process(pp2_tp2: Found, name: str) -> None:
-    """Gradients, and parameters after three clipped AdamW steps of two accumulated batches each."""
+    """Gradients, and parameters after two clipped AdamW steps of two accumulated batches each."""
     double = name != "mixtral"  # torch's grouped matmul has no float64
     for rank in pp2_tp2:
         found = rank[name]

@@ -52,13 +52,13 @@ LARGE = ("resnet50", "deeplabv3", "late_fusion")
 
 
 def models(ranks: int, everything: bool) -> list[str]:
-    """What so many ranks run: of two one model of each kind and every fifth other one, of three every second
+    """What so many ranks run: of two one model of each kind and every tenth other one, of three every second
     kind.
     """
     names = [known.name for known in CASES]
     if everything:
         return names
-    others = [name for name in names if name not in (*KINDS, *LARGE)][::5]
+    others = [name for name in names if name not in (*KINDS, *LARGE)][::10]
     return [name for name in names if name in ((*KINDS, *others) if ranks == 2 else KINDS[1::2])]
 
 

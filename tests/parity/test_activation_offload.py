@@ -71,6 +71,7 @@ CASES: list[tuple[str, int, ScheduleName]] = [
 
 
 @pytest.mark.parametrize(("name", "stages", "how"), CASES)
+@pytest.mark.sample("narrow_resnet18-3-1f1b", "gpt2-3-1f1b", "unet", "lstm")
 def test_offload_changes_no_bit(name: str, stages: int, how: ScheduleName, lanes: list[CopyLane]) -> None:
     """Dropout and BatchNorm as they are; loss, gradients, buffers, parameters after AdamW steps."""
     plan = offloaded(at_random(Combination(name, 4, stages, how), seed=1))
@@ -80,6 +81,7 @@ def test_offload_changes_no_bit(name: str, stages: int, how: ScheduleName, lanes
 
 
 @pytest.mark.parametrize("name", ["gpt2", "narrow_resnet18"])
+@pytest.mark.sample("gpt2")
 def test_interleaved_offload(name: str, lanes: list[CopyLane]) -> None:
     plan = offloaded(interleaved(Combination(name, 4, 4, "interleaved"), 2))
     found = compare(reference(name, 4, True), split_run(name, plan, dropout=True))
@@ -196,6 +198,7 @@ def peak_bytes(engine: Engine, name: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["unet", "narrow_resnet18", "gpt2"])
+@pytest.mark.sample("unet", "gpt2")
 def test_two_of_six_microbatches_are_on_the_device(name: str, lanes: list[CopyLane]) -> None:
     """One at work and one on its way; each that is away has one buffer of the host."""
     plan = at_random(Combination(name, 6, 1, "gpipe"), seed=1)

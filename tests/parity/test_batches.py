@@ -48,6 +48,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "sizes"), cells())
+@pytest.mark.sample("toy-7", "lstm-7", "unet-3")
 def test_any_number_of_samples_weighs_by_what_it_is(name: str, sizes: tuple[int, ...]) -> None:
     """The plain loop takes the same parts; a part weighs by its samples, or by its tokens that count."""
     plan = planned(Combination(name, 4, 3, "1f1b"), dropout=True)

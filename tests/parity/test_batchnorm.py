@@ -68,6 +68,7 @@ class Inputs:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample("unet")
 def test_deferred_statistics_are_those_of_the_whole_batch_once(name: str) -> None:
     model, known, batch = fresh(name), case(name), batch_of(case(name))
     inputs = Inputs(model)
@@ -85,6 +86,7 @@ def test_deferred_statistics_are_those_of_the_whole_batch_once(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample("narrow_resnet18")
 def test_deferred_changes_running_statistics_and_nothing_else(name: str) -> None:
     plan = planned(Combination(name, 4, 3, "1f1b"))
     found = compare(split_run(name, plan), split_run(name, deferred(plan)))
@@ -93,6 +95,7 @@ def test_deferred_changes_running_statistics_and_nothing_else(name: str) -> None
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.sample("2", "4")
 def test_deferred_does_not_depend_on_the_layout(stages: int) -> None:
     tape, known = captured("unet", 4).tape, case("unet")
     loop = PlainLoop(4, known.loss, steps=STEPS, seed=SEED, bn="deferred")
@@ -115,6 +118,7 @@ def test_every_kind_of_batchnorm_in_every_mode(kind: str, bn: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["unet", "narrow_resnet18"])
+@pytest.mark.sample("unet")
 def test_sync_gives_the_numbers_of_one_whole_batch(name: str) -> None:
     known, (args, kwargs) = case(name), case(name).batch(12)
     plan = outsize.plan(

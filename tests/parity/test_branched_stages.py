@@ -41,6 +41,9 @@ def insist_on_same_bits(name: str, plan: Plan) -> None:
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.sample(
+    "fusion-1f1b", "fusion-zero-bubble", "siamese-naive", "vision-text-1f1b", "inception-gpipe"
+)
 def test_branches_as_stages(name: str, schedule: ScheduleName) -> None:
     graph = captured(name, 4).graph
     owners = by_name(graph, SPLITS[name])
@@ -50,6 +53,7 @@ def test_branches_as_stages(name: str, schedule: ScheduleName) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["siamese", "vision-text", "inception", "unet"])
+@pytest.mark.sample(every=2)
 def test_splits_at_random(name: str, seed: int) -> None:
     graph, draw = captured(name, 2).graph, random.Random(f"{name} {seed}")
     owners = at_random(graph, draw.choice((2, 3, 5)), draw)
@@ -58,6 +62,7 @@ def test_splits_at_random(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["siamese", "vision-text", "inception", "unet"])
+@pytest.mark.sample(every=2, first=1)
 def test_composed_schedules_of_random_splits_on_random_ranks(name: str, seed: int) -> None:
     graph, draw = captured(name, 4).graph, random.Random(f"auto {name} {seed}")
     owners = next(o for _ in range(99) if max(o := at_random(graph, draw.choice((3, 5, 7)), draw)) > 1)

@@ -227,6 +227,7 @@ def insist_on_parity(name: str, microbatches: int = 4, region: Any = autocast, *
 
 
 @pytest.mark.parametrize("microbatches", [4, 16])
+@pytest.mark.sample("16")
 def test_each_weight_is_cast_once_per_step(microbatches: int) -> None:
     counts = insist_on_parity("plain", microbatches)
     assert counts == {name: int("layers" in name) for name in counts}
@@ -379,6 +380,7 @@ def compiled_casts(patch: pytest.MonkeyPatch, name: str, microbatches: int, **ho
 
 
 @pytest.mark.parametrize("microbatches", [4, 16])
+@pytest.mark.sample("16")
 def test_compiled_stages_cast_once_per_step(monkeypatch: pytest.MonkeyPatch, microbatches: int) -> None:
     counts = compiled_casts(monkeypatch, "plain", microbatches)
     assert counts == {name: int("layers" in name) for name in counts}
@@ -420,6 +422,7 @@ class TiedByGlue(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("uses", ["l--f", "f--l", "l--ff", "-l-f-l", "l-f-l-f"])
+@pytest.mark.sample("l--f-1f1b", "f--l-zero-bubble", "l--ff-1f1b", "-l-f-l-zero-bubble", "l-f-l-f-1f1b")
 def test_a_weight_of_a_layer_that_a_function_uses_on_another_stage(
     monkeypatch: pytest.MonkeyPatch, uses: str, schedule: str
 ) -> None:

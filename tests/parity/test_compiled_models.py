@@ -69,6 +69,7 @@ def plain_run(name: str) -> TrainingSnapshot:
 
 
 @pytest.mark.parametrize(("name", "recompute"), CASES)
+@pytest.mark.sample("mlp")
 def test_aot_eager_has_the_bits_of_the_loop(name: str, recompute: str) -> None:
     differences = compare(plain_run(name), compiled_run(name, recompute, "aot_eager"))
     assert differences.bit_equal, differences

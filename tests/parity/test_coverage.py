@@ -41,6 +41,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize("known", cells())
+@pytest.mark.sample("ode_block", "annealed", "roformer", "dinov2", "fourier_mixing", "cohere")
 def test_the_zoo(
     known: Case, record_property: Callable[[str, Any], None], pytestconfig: pytest.Config
 ) -> None:

@@ -23,6 +23,7 @@ LARGE = ("resnet50", "deeplabv3", "late_fusion")  # with --all alone; resnet18 a
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=[pytest.mark.full] if c.name in LARGE else []) for c in CASES]
 )
+@pytest.mark.sample("resnet18", "unet", "gpt2", "mixtral", "t5", "swin")
 def test_the_planner_and_the_runtime_see_the_same_edges(case: Case) -> None:
     model, (args, kwargs), target = case.build(), case.batch(2), case.target(2)
     tape = record(model, args, kwargs, case.loss, () if target is None else (target,))

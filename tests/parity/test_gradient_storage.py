@@ -168,6 +168,7 @@ def test_one_sample_in_a_microbatch(name: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.sample("naive", "interleaved", "zero-bubble")
 def test_two_samples_in_a_microbatch(schedule: str) -> None:
     insist_equal("add", schedule, samples=2, steps=1)
 

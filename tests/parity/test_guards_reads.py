@@ -23,6 +23,7 @@ def _restored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(every=2)
 def test_a_value_that_forward_reads_changes_at_step_two(kind: str) -> None:
     use, change = KINDS[kind]
     model = Reading(use)
@@ -34,6 +35,7 @@ def test_a_value_that_forward_reads_changes_at_step_two(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(every=2, first=1)
 def test_a_value_that_the_loss_reads_changes_at_step_two(kind: str) -> None:
     use, change = KINDS[kind]
     model, loss = Reading(), ReadingLoss(use)
@@ -58,6 +60,7 @@ def test_every_kind_matters() -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.full] if at % 4 else []) for at, kind in enumerate(KINDS)]
 )
+@pytest.mark.sample(every=2)
 def test_a_python_that_is_not_known_calls_the_loss_and_says_so_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

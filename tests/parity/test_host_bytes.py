@@ -46,6 +46,7 @@ def counted(model: Any, plan: Plan, clip: float | None) -> float:
 
 
 @pytest.mark.parametrize("weights", HOSTED)
+@pytest.mark.sample("host-optimizer", "host-activations")
 def test_twelve_bytes_a_parameter_and_gradients_of_two_stages(weights: Weights) -> None:
     """With AdamW in fp32: 4 of weights, 8 of states; with gradients kept, for an exact norm, 16."""
     model = llama()

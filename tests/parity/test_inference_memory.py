@@ -45,6 +45,7 @@ def hold(counted: Any, model: nn.Module, home: dict[str, int], stages: int) -> N
 
 
 @pytest.mark.parametrize(("name", "stages"), [("resnet18", 2), ("vit", 3)])
+@pytest.mark.sample("vit")
 def test_an_evaluation_over_stages_holds_what_was_said(memory: Any, name: str, stages: int) -> None:
     """No stage holds more, and none 6 % less."""
     meter, cases = memory

@@ -29,6 +29,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "ranks", "chunks", "microbatches"), cells())
+@pytest.mark.sample("mlp", "gpt2", "llama", "t5", "unet", "mixtral")
 def test_interleaved_is_bit_equal(name: str, ranks: int, chunks: int, microbatches: int) -> None:
     plan = interleaved(Combination(name, microbatches, ranks * chunks, "interleaved"), ranks)
     assert plan.axes.world_size == ranks

@@ -89,6 +89,7 @@ def once(counts: dict[str, int]) -> set[int]:
 
 @pytest.mark.parametrize("microbatches", [4, 16])
 @pytest.mark.parametrize("leaf", [Asking, ByValues, Recurrent])
+@pytest.mark.sample("Asking-16", "ByValues-16")
 def test_a_leaf_that_is_given_no_copy(
     monkeypatch: pytest.MonkeyPatch, leaf: type[nn.Module], microbatches: int
 ) -> None:

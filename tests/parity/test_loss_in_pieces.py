@@ -127,6 +127,7 @@ def distances(model: nn.Module, batch: dict[str, Any], plan: Plan) -> tuple[floa
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample("llama", "gpt2, tied", "gemma2, softcapped")
 def test_gradients_are_those_of_the_plain_model(name: str) -> None:
     """Nine tokens in four pieces, labels that are ignored, two microbatches over two stages."""
     model, batch = MODELS[name](), tokens()
@@ -147,6 +148,7 @@ def test_any_loss_that_adds_up_over_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.sample("full")
 def test_wide_modules_in_pieces(recompute: Any) -> None:
     """The MLP of each layer keeps what goes in, and its gradients are those of the plain model."""
     model = of_transformers("LlamaForCausalLM", "LlamaConfig", **{**SMALL, "intermediate_size": 56})
@@ -226,6 +228,7 @@ def test_the_search_takes_pieces_where_logits_do_not_fit() -> None:
     assert planned_on("1x24GB", loss_pieces=4).loss_pieces == 4
 
 
+@pytest.mark.full
 def test_plans_on_the_host_are_searched_with_pieces_too() -> None:
     """Blocks on the host are stages of the one device; with pieces the batch needs one microbatch."""
     sizes = {**SMALL, "vocab_size": 128256, "hidden_size": 512, "num_hidden_layers": 8}

@@ -37,6 +37,7 @@ def test_every_stage_holds_what_was_predicted(benchmark: Any, model: str) -> Non
     assert [(r.stages, r.stage, r.error) for r in rows if abs(r.error) > 0.02] == []
 
 
+@pytest.mark.full
 def test_stages_that_recompute_block_by_block(benchmark: Any) -> None:
     """Within 2 %, and a third less than at once."""
     rows = list(benchmark.compare("gpt2", benchmark.PLANS[1], "adamw", "blocks"))

@@ -267,6 +267,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sample("1f1b", "zero bubble", "recompute")
 def test_a_module_that_stages_share_in_every_way_to_run(name: str) -> None:
     model = Sharing()
     expected = plain(model, squared, lambda n: _cool(model, n), STEPS)

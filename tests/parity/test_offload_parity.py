@@ -78,6 +78,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize(("name", "weights"), BOTH)
+@pytest.mark.sample("narrow_resnet18", "unet", "t5", "mixtral-host-optimizer")
 def test_bit_equal_to_the_plain_loop(name: str, weights: Weights) -> None:
     """Loss, gradients, buffers, and parameters after AdamW steps."""
     differences = compare(reference(name, 2), split_run(name, on_host(name, weights=weights)))
@@ -86,6 +87,7 @@ def test_bit_equal_to_the_plain_loop(name: str, weights: Weights) -> None:
 
 @pytest.mark.parametrize("weights", HOSTED)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "unet"])
+@pytest.mark.sample("gpt2-host-optimizer", "t5-host", "unet-host-activations")
 def test_steps_that_begin_before_the_backward_has_ended(name: str, weights: Weights) -> None:
     engine = engine_for(name, on_host(name, weights=weights))
     batch, wanted = batch_of(case(name)), reference(name, 2)
@@ -370,11 +372,13 @@ CAPS = {
 
 
 @pytest.mark.parametrize("name", slice_of(MODELS))
+@pytest.mark.sample("t5", "unet")
 def test_the_device_holds_less_than_its_cap(name: str) -> None:
     insist_on_cap(name, on_host(name, stages=8), CAPS[name])
 
 
 @pytest.mark.parametrize("name", slice_of(STAYING))
+@pytest.mark.sample("t5")
 def test_where_weights_stay_it_has_no_states_and_few_gradients(name: str) -> None:
     """8 of 16 bytes a parameter are gone, and the gradients of all stages but two."""
     insist_on_cap(name, on_host(name, stages=8, weights="host-optimizer"), STAYING[name])

@@ -43,6 +43,7 @@ def trained(mode: str, first: str, stages: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", OTHERS)
 @pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.sample(every=2)
 def test_another_program_has_the_bits_of_one_stage(mode: str, stages: int) -> None:
     insist_on_equal(trained(mode, "plain", 1), trained(mode, "plain", stages))
 

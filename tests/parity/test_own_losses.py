@@ -45,6 +45,9 @@ def insist_on_equal(expected: nn.Module, found: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)
+@pytest.mark.sample(
+    "memory-module", "centers-module", "rebound-module", "counting-module", "memory-closure", "memory-object"
+)
 def test_the_loss_is_trained_as_in_the_plain_loop(kind: str, form: str) -> None:
     (net, criterion), (plain, plain_criterion) = made(kind), made(kind)
     losses = plain_loop(plain, plain_criterion, FORMS[form](plain_criterion), range(3))

@@ -43,6 +43,7 @@ def only(plan: Plan, stage: int) -> Plan:
         *((name, "gpipe") for name in ("unet", "gpt2", "lstm")),
     ],
 )
+@pytest.mark.sample("mlp", "unet", "gpt2", "lstm", "mixtral")
 def test_recompute_changes_no_bit(name: str, how: ScheduleName) -> None:
     plan = again(planned(Combination(name, 3, 3, how), dropout=True))
     found = compare(reference(name, 3, True), split_run(name, plan, dropout=True))

@@ -95,6 +95,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "clip"), cells())
+@pytest.mark.sample("toy", "mlp", "unet", "gpt2-True")
 def test_a_scaled_loop(name: str, clip: bool) -> None:
     plain, known = Plain(name), case(name)
     plan = planned(Combination(name, 4, 3, "1f1b"), dropout=True)

@@ -53,6 +53,7 @@ CASES: list[tuple[str, int, ScheduleName]] = [
 
 
 @pytest.mark.parametrize(("name", "stages", "how"), CASES)
+@pytest.mark.sample("mlp-2-1f1b", "unet", "lstm", "gpt2", "mixtral")
 def test_any_units_recomputed_change_no_bit(name: str, stages: int, how: ScheduleName) -> None:
     wanted = Combination(name, 3, stages, how)
     plan = some_again(at_random(wanted, seed=1), name, random.Random(f"{wanted.name} units"))

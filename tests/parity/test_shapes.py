@@ -27,6 +27,7 @@ def variants_of(engine: outsize.Engine) -> Variants:
 @pytest.mark.parametrize(
     ("name", "schedule"), in_turns(NAMES, ["gpipe", "interleaved", "1f1b", "zero-bubble"], each=1)
 )
+@pytest.mark.sample("llama", "narrow_resnet18")
 def test_each_microbatch_of_its_own_shape(name: str, schedule: str) -> None:
     model, plain = fresh(name), fresh(name)
     engine = engine_of(name, model, schedule)

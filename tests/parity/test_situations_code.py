@@ -157,6 +157,7 @@ def test_compiled_units(found: Situation, name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), in_turns([torch.float64, torch.bfloat16], MODELS, each=2))
+@pytest.mark.sample("torch.float64-mlp", "torch.bfloat16-gpt2")
 def test_other_dtypes(dtype: torch.dtype, name: str) -> None:
     known = case(name)
 
@@ -180,6 +181,7 @@ def _as(dtype: torch.dtype, value: Any) -> Any:
 @pytest.mark.parametrize(
     "name", ["unet", "narrow_resnet18", pytest.param("late_fusion", marks=[pytest.mark.full])]
 )
+@pytest.mark.sample("unet")
 def test_channels_last(name: str) -> None:
     known = case(name)
 
@@ -204,6 +206,7 @@ def test_channels_last(name: str) -> None:
         *(pytest.param(n, marks=pytest.mark.full) for n in ("bert", "vit")),
     ],
 )
+@pytest.mark.sample("unet", "lstm")
 def test_inputs_that_are_not_contiguous(name: str) -> None:
     known = case(name)
 
@@ -223,6 +226,7 @@ LIKE_GPT2 = [pytest.param(name, marks=pytest.mark.full) for name in ("llama", "t
 
 
 @pytest.mark.parametrize("name", ["toy", "mlp", "unet", "gpt2", "lstm", *LIKE_GPT2])
+@pytest.mark.sample("toy", "lstm", "gpt2")
 def test_autocast_around_the_steps(name: str) -> None:
     def once() -> None:
         known = case(name)
@@ -476,5 +480,6 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.sample("3")
 def test_mixed_dtypes_in_one_model(stages: int) -> None:
     insist_on_parity(replace(BARE, stages=stages, dropout=True), plain_case(f"mixed {stages}", Mixed))

@@ -108,6 +108,7 @@ def lengths(found: Case) -> list[Batch]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba", pytest.param("bert", marks=pytest.mark.full), *LIKE_GPT2])
+@pytest.mark.sample("gpt2")
 def test_another_length_in_every_step(name: str) -> None:
     insist_on_parity(Situation("lengths", batches=lengths, changes=False), case(name))
 
@@ -137,6 +138,7 @@ def by_shifted_tokens(parts: Sequence[Batch]) -> list[float]:
 @pytest.mark.parametrize(
     "name", ["gpt2", "bert", "t5", pytest.param("bart", marks=pytest.mark.full), *LIKE_GPT2]
 )
+@pytest.mark.sample("gpt2", "bert")
 def test_padding_weighs_by_tokens(name: str) -> None:
     causal = name in ("gpt2", "llama", "qwen3", "mixtral")
     weigh = by_shifted_tokens if causal else by_tokens
@@ -157,6 +159,7 @@ def dropped(name: str) -> list[Entry]:
     ("name", "layout"),
     in_turns(RANDOM, ["1-1f1b", "2-gpipe", "3-1f1b", "4-gpipe", "4-1f1b"], each=2),
 )
+@pytest.mark.sample("gpt2", "t5", "bert", "lstm", "swin-4-1f1b")
 def test_dropout_does_not_know_the_layout(name: str, layout: str) -> None:
     """Against the plain loop, and so against each other: 1 to 4 stages under both schedules."""
     stages, _, schedule = layout.partition("-")
@@ -166,6 +169,7 @@ def test_dropout_does_not_know_the_layout(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.sample("gpt2", "bert", "swin", "lstm")
 def test_a_stopped_run_goes_on_with_the_numbers_of_one_that_was_not(name: str) -> None:
     """Weights, optimizer and the count of steps are all that a run is made of."""
     both = Both(replace(BARE, dropout=True, stages=3), case(name))
@@ -221,6 +225,7 @@ def test_evaluation_touches_nothing(name: str) -> None:
         *(pytest.param(name, marks=pytest.mark.full) for name in ("llama", "vit")),
     ],
 )
+@pytest.mark.sample("toy", "mlp", "gpt2")
 def test_outputs_of_an_evaluation_are_the_models_own(name: str) -> None:
     both = Both(BARE, case(name))
     engine, model, batch = both.engine(), fresh(case(name)).eval(), both.batches[0]

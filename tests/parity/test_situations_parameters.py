@@ -149,6 +149,7 @@ def test_a_parameter_that_a_step_does_not_use(found: Situation, known: Case) -> 
 
 
 @pytest.mark.parametrize("known", SMALL, ids=lambda known: known.name)
+@pytest.mark.sample("mlp", "unet", "bert", "lstm")
 def test_the_gradient_of_a_parameter_that_nothing_uses_stays_none(known: Case) -> None:
     both = Both(Situation("spare", with_spare), known)
     engine = both.engine()

@@ -131,16 +131,21 @@ ZOO_AT_RANDOM = [
 
 
 @pytest.mark.parametrize(("known", "stages"), in_turns([*OWN, HEAD, *ZOO], [3, 4, 2], each=1))
+@pytest.mark.sample(
+    "TiedAutoencoder", "CalledThrice", "Siamese", "Skips", "TiedHead", "TwoNames", "gpt2", "t5"
+)
 def test_tied_and_shared_over_stages(known: Case, stages: int) -> None:
     insist_on_parity(replace(BARE, stages=stages), known)
 
 
 @pytest.mark.parametrize(("known", "seed"), in_turns([*OWN, HEAD, *ZOO_AT_RANDOM], [1, 2, 3], each=1))
+@pytest.mark.sample("TiedAutoencoder", "CalledThrice", "Siamese", "Skips", "TiedHead", "TwoNames", "gpt2")
 def test_tied_and_shared_at_random_cuts(known: Case, seed: int) -> None:
     insist_on_parity(replace(BARE, stages=4, cuts=seed, dropout=True, schedule="gpipe"), known)
 
 
 @pytest.mark.parametrize(("known", "stages"), in_turns([*OWN, HEAD, *ZOO[:3]], [2, 3], each=1))
+@pytest.mark.sample("TiedAutoencoder", "CalledThrice", "Siamese", "Skips", "TiedHead", "TwoNames", "gpt2")
 def test_shared_under_autocast_without_its_cache(known: Case, stages: int) -> None:
     """With the cache one process adds the gradients of a weight's uses in bfloat16, before they are cast."""
 

@@ -107,6 +107,7 @@ def half(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("hosted", HOSTED)
 @pytest.mark.parametrize("how", [{}, {"clip_norm": 1e3}, {"clip_norm": 1e3, "clipping": "speculative"}])
+@pytest.mark.sample("how0-host-optimizer", "how1-host", "how2-host-activations")
 def test_gradients_that_the_optimizer_does_not_take_are_kept(hosted: Weights, how: dict[str, Any]) -> None:
     """They add up until somebody drops them, and count in the norm."""
     ours = odd_engine(hosted, optimizer=half, **how)

@@ -10,6 +10,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.sample(
+    "graphs-1f1b", "gan-zero-bubble", "diffusion-1f1b", "experts-zero-bubble", "ppo-1f1b", "dpo-zero-bubble"
+)
 def test_a_training_is_the_plain_loops(name: str, schedule: str) -> None:
     assert differing(TRAININGS[name], None, schedule) == []
 

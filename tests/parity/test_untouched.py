@@ -149,6 +149,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("by_modules", [False, True], ids=["tape", "modules"])
+@pytest.mark.sample("tape-Moved", "tape-Carried", "tape-Renormed", "modules-Read", "modules-Logged")
 def test_what_hangs_on_weights_and_modules_stays(layer: Any, by_modules: bool) -> None:
     model = net(layer)
     if by_modules:
@@ -213,6 +214,7 @@ def test_the_fingerprint_sees_each_kind_of_change() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.sample("toy", "lstm", "mixtral")
 def test_the_zoo_stays_as_it_is(name: str) -> None:
     _insist_on_untouched(name)
 

@@ -63,6 +63,7 @@ CASES: list[tuple[str, int, int, ScheduleName]] = [
 
 
 @pytest.mark.parametrize(("name", "microbatches", "stages", "how"), CASES)
+@pytest.mark.sample("narrow_resnet18", "gpt2-4-6-gpipe", "unet", "lstm")
 def test_values_on_the_host_change_no_bit(
     name: str, microbatches: int, stages: int, how: ScheduleName, lanes: list[CopyLane]
 ) -> None:
@@ -126,6 +127,7 @@ def peak_values(layers: int, microbatches: int, plan: Plan) -> float:
     return device.peak / SMALL_BYTES
 
 
+@pytest.mark.full
 def test_depth_and_microbatches_do_not_matter() -> None:
     """Beside weights on the host the device has all values of all microbatches, and here a few."""
     small, deeper, more = (
@@ -140,6 +142,7 @@ def test_depth_and_microbatches_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize(("layers", "microbatches"), [(6, 4), (6, 8), (18, 4)])
+@pytest.mark.sample("6-4", "6-8")
 def test_the_account_is_what_is_counted(layers: int, microbatches: int) -> None:
     """And two values that are leaving: on a CPU a copy is made at once."""
     x = torch.ones(microbatches, ROWS, WIDTH)

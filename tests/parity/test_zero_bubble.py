@@ -59,6 +59,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "stages", "microbatches"), cells())
+@pytest.mark.sample("mlp", "gpt2", "unet", "lstm", "mixtral", "narrow_resnet18")
 def test_zero_bubble_is_bit_equal(name: str, stages: int, microbatches: int) -> None:
     strange = at_random(Combination(name, microbatches, stages, "zero-bubble"), seed=1)
     for plan in (cut_like_1f1b(name, microbatches, stages), strange):
@@ -69,6 +70,7 @@ def test_zero_bubble_is_bit_equal(name: str, stages: int, microbatches: int) -> 
 @pytest.mark.parametrize(
     ("name", "size"), in_turns(["mlp", "gpt2", "t5", "unet", "mixtral"], [(2, 4), (3, 3)], each=1)
 )
+@pytest.mark.sample("mlp", "gpt2", "unet")
 def test_a_v_is_bit_equal(name: str, size: tuple[int, int]) -> None:
     ranks, microbatches = size
     """Random cuts, tied weights among them; the last rank hands over to itself."""

@@ -61,6 +61,7 @@ def trained(model: nn.Module, batch: tuple[Tensor, ...], device: str) -> list[Te
 
 
 @pytest.mark.parametrize("build", [resnet, gpt2], ids=["resnet18", "gpt2"])
+@pytest.mark.sample("gpt2")
 def test_three_steps_have_the_bits_of_the_cpu(build: Any) -> None:
     model, batch = build()
     want = trained(model, batch, "cpu")

@@ -50,6 +50,7 @@ def cost(plan: Plan, cluster: Cluster) -> float:
 
 
 @pytest.mark.parametrize("h100", [1.0, 200.0])
+@pytest.mark.sample("200.0")
 def test_the_plan_costs_as_little_as_that_of_any_part(h100: float) -> None:
     cluster = priced("2xh100-80gb+2xl4", h1=h100, l4=0.8)
     plan = planned(cluster, objective="cost")

@@ -134,6 +134,7 @@ def check_devices(plan: Plan, devices: tuple[DeviceFit, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "spec"), [*in_turns(MODELS, CLUSTERS, each=2), ("tagger", "1x2xh100-80gb+1x2xv100-32gb")]
 )
+@pytest.mark.sample("tagger-2xcpu", "filter-1xh100-80gb", "tagger-1x2xh100-80gb+1x2xv100-32gb")
 def test_what_fits_has_a_plan_and_what_has_a_plan_fits(name: str, spec: str) -> None:
     seen, kind = set[bool](), "cpu" if "cpu" in spec else "h100-80gb"
     for share in SHARES:

@@ -59,6 +59,7 @@ def test_units_and_names_are_those_of_pefts_own_model() -> None:
     [{"stages": 2}, {"dp_shard": 2}, {"tp": 2}, {"weights": "host-optimizer", "cluster": "1x2GB"}],
     ids=lambda layout: next(iter(layout)),
 )
+@pytest.mark.sample("stages", "tp", "weights")
 def test_only_adapters_have_gradients_and_states(layout: dict[str, Any]) -> None:
     """AdamW holds two moments and a counter for each of 16 tensors; a device has its share."""
     asked: dict[str, Any] = {"cluster": "2x2GB", "microbatches": 2, **layout}

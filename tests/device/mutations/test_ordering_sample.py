@@ -17,17 +17,17 @@ pytestmark = [
         build.compiler() is None, reason="the simulated device needs a C++ compiler: g++ or clang++"
     ),
 ]
-EACH = 4
+EACH = 6
 PAGE = Path(__file__).parents[3] / "docs" / "waits.md"
 
 
 def test_each_call_of_a_sample_is_found() -> None:
-    """Every fourth call in the module of copies between devices, which need no engine."""
+    """Every sixth call in the module of copies between devices, which need no engine."""
     with Proof(["links"]) as proof:
         proof.learn()
         sample = [site for site in sites() if site.module.endswith(".device_copies")][::EACH]
         found = {site.name: proof.judge(site).by for site in sample}
-    assert len(found) > 3
+    assert len(found) > 2
     assert all(found.values()), found
 
 

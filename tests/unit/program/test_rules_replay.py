@@ -203,6 +203,7 @@ def test_rule_15_a_weight_used_by_glue_in_many_stages() -> None:
 
 
 @pytest.mark.parametrize("frozen", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.sample(every=2)
 def test_rule_15_frozen_parameters_anywhere(frozen: tuple[bool, ...]) -> None:
     model = nn.Sequential(linear(), linear(), nn.Linear(4, 4), linear())
     for layer, still in zip(model, frozen, strict=False):

@@ -72,6 +72,7 @@ def drawn_end_percent(page: str) -> float:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sample("skip")
 def test_the_trace_of_the_prediction_is_as_long_as_the_plan_expects(
     model: str, schedule: ScheduleName
 ) -> None:

@@ -77,6 +77,7 @@ def without_numbers(graph: ModelGraph) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("precision", "first"), [("fp32", 0), pytest.param("bf16-mixed", 0, marks=pytest.mark.full), ("fp32", 2)]
 )
+@pytest.mark.sample("fp32-2")
 def test_figures_of_a_few_layers_are_those_of_all(
     precision: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

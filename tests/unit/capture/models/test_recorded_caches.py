@@ -31,6 +31,7 @@ def real_bytes(model: Any, example: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mamba", "window"])
+@pytest.mark.sample("gpt2", "t5", "mamba", "window")
 def test_the_bytes_of_a_cache_by_the_units_that_make_it(name: str) -> None:
     model = built(*(WINDOW if name == "window" else MODELS[name][:3]))
     example = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})

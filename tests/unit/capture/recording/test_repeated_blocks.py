@@ -198,6 +198,7 @@ def _insist_on_equal(quick: Tape, full: Tape) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("make", [_plain, Scaled, _odd_eps, _odd_p, _odd_scale, _frozen, _evaluated, _hooked])
+@pytest.mark.sample(every=2, first=1)
 def test_a_tape_with_copies_is_the_tape_without(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[int], nn.Module], precision: str
 ) -> None:

@@ -41,6 +41,7 @@ def reading(pick: Callable[[dict[str, Any]], Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sample("0", "3")
 def test_rule_11_states_that_nobody_reads_may_be_more_or_fewer(seed: int) -> None:
     torch.manual_seed(seed)
     model = two(reading(lambda out: out["last"]), drop=Layerdrop(torch_draw))
@@ -49,6 +50,7 @@ def test_rule_11_states_that_nobody_reads_may_be_more_or_fewer(seed: int) -> Non
 
 
 @pytest.mark.parametrize("dropped", [0.01, 0.3, 0.9])
+@pytest.mark.sample("0.01", "0.9")
 def test_rule_11_a_list_of_varying_length_is_read_by_no_one_else(dropped: float) -> None:
     """`states[-1]` would be another layer's state at replay, in silence: its reader joins the leaf."""
     inner = two(reading(lambda out: out["states"][-1]), drop=Layerdrop(torch_draw, dropped))

@@ -171,6 +171,7 @@ def test_rule_10_outputs_that_the_loss_does_not_need_never_cross_a_cut() -> None
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.sample("0.0-True", "0.5-False")
 def test_rule_11_checkpoint_regions_run_flat_exactly_and_say_so(reentrant: bool, dropout: float) -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         y = m.a(x)

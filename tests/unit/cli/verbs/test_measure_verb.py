@@ -69,6 +69,7 @@ def test_a_plan_is_made_of_a_profile(outsize: Outsize) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+@pytest.mark.sample("bf16-mixed")
 def test_a_profile_holds_for_its_precision(outsize: Outsize, precision: str) -> None:
     how = ("--precision", precision)
     made = outsize("measure", "toy:build", "--microbatch-sizes", "1,4", *QUICK, *how, "--out", "p.json")

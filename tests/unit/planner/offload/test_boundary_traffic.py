@@ -144,6 +144,7 @@ def test_it_is_priced_as_it_was_made() -> None:
 
 
 @pytest.mark.parametrize("forward_s", [1e-4, 1e-3, 1e-2])
+@pytest.mark.sample("0.001")
 def test_more_memory_never_hurts(forward_s: float) -> None:
     """From the least that fits to all of it."""
     steps = [

@@ -81,6 +81,7 @@ def test_axes_that_the_devices_do_not_have() -> None:
 
 
 @pytest.mark.parametrize("axes", [{"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 4}])
+@pytest.mark.sample("axes0", "axes2")
 def test_a_schedule_is_composed_for_the_axes_that_were_asked_for(axes: dict[str, int]) -> None:
     """Never slower than one with a name by the same prediction, and priced as it was planned."""
     composed, named = asked(schedule="auto", **axes), asked(**axes)

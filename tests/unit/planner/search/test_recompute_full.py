@@ -67,6 +67,7 @@ def recomputed_whole(plan: Plan) -> bool:
 
 
 @pytest.mark.parametrize("axes", [{"stages": 1}, {"stages": 2}, {"tp": 2}], ids=["alone", "stages", "tp"])
+@pytest.mark.sample("alone", "tp")
 def test_full_fits_where_it_may_be_recomputed_block_by_block(axes: dict[str, int]) -> None:
     devices = max(axes.values())
     most = peak(planned(f"{devices}xcpu", recompute="none", **axes))

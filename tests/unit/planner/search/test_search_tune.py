@@ -97,6 +97,7 @@ SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.full) for seed in ran
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.sample("0")
 def test_within_three_percent_of_the_sweep_after_five_steps(seed: int) -> None:
     machine = Machine(seed, wrong=0.4)
     found = tuned(machine)[0].tuned()
@@ -105,6 +106,7 @@ def test_within_three_percent_of_the_sweep_after_five_steps(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.sample("1")
 def test_a_profile_that_is_wrong_by_size(seed: int) -> None:
     """Each size is off by up to 8 %: the doubt of a tenth lets the near ones run."""
     machine = Machine(seed, wrong=0.2, sizes=0.08)
@@ -114,6 +116,7 @@ def test_a_profile_that_is_wrong_by_size(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.sample("1")
 def test_messages_that_no_prediction_knows_of_keep_stages_few(seed: int) -> None:
     """A message takes longer than a forward of a unit; the cluster's link says that it is free."""
     machine = Machine(seed, wrong=0.2, message_s=1.5)

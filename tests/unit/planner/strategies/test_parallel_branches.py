@@ -111,6 +111,7 @@ def test_a_chain_has_nothing_to_run_at_the_same_time() -> None:
     ],
     ids=["uneven", "even", "towers"],
 )
+@pytest.mark.sample("uneven", "towers")
 def test_auto_is_never_worse_than_a_schedule_with_a_name(model: Model, devices: int, count: int) -> None:
     auto = step_s(planned(model, devices, count, schedule="auto"))
     for name in ("1f1b", "gpipe", "zero-bubble", "zero-bubble-v", "naive"):

@@ -190,6 +190,7 @@ def test_experts_that_a_router_chose_may_be_counted_over_all_rows() -> None:
 
 
 @pytest.mark.parametrize(("name", "gathers"), [("gpt2", 8), ("llama", 8), ("qwen3", 8), ("mixtral", 8)])
+@pytest.mark.sample("gpt2-8", "mixtral-8")
 def test_keys_and_values_alone_are_gathered(name: str, gathers: int) -> None:
     if name == "gpt2":
         config = transformers.GPT2Config(**{**MODELS[name][2], "attn_pdrop": 0.0})

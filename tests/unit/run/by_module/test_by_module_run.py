@@ -320,6 +320,7 @@ def run_on(model: nn.Module, holders: Holders, work: Callable[[nn.Module, OwnedR
 
 
 @pytest.mark.parametrize("kind", [Deciding, Memory, Tied, Embedding, Views, Penalty, Adjoint])
+@pytest.mark.sample("Deciding", "Memory", "Tied", "Views", "Adjoint")
 def test_owned_modules_give_the_numbers_of_the_plain_loop(tmp_path: Path, kind: type[nn.Module]) -> None:
     torch.manual_seed(1)
     model = kind()

@@ -123,6 +123,7 @@ def test_stages_on_places_are_bit_equal(watch: Watch, places: tuple[str, ...], s
 
 
 @pytest.mark.parametrize("name", ["gpt2", "narrow_resnet18", "unet"])
+@pytest.mark.sample("gpt2", "unet")
 def test_tied_weights_skips_and_buffers_between_three_places(watch: Watch, name: str) -> None:
     watch.places = ("a", "b", "cpu")
     insist_on_the_plain_loop(watch, name, "1f1b")

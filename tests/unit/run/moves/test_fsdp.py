@@ -247,6 +247,7 @@ def odd_work(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: 
 @pytest.mark.parametrize(
     ("recompute", "weights"), [("none", "sharded"), ("full", "sharded"), ("full", "resident")]
 )
+@pytest.mark.sample("none-sharded", "full-resident")
 def test_odd_models_get_the_numbers_of_one_process(tmp_path: Path, recompute: str, weights: Weights) -> None:
     torch.manual_seed(0)
     model, batch = Odd(), (torch.randn(8, 5, 6).abs(), torch.randn(8, 3))

@@ -37,6 +37,7 @@ def size_bytes(boundary: Boundary, model: nn.Module) -> int:
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample("mlp", "unet", "gpt2", "t5", "mixtral", "bert", "swin")
 def test_same_edges_and_bytes(name: str, stages: int) -> None:
     graph, model = captured(name, 4).graph, model_of(name)
     draw = random.Random(f"{name}{stages}")

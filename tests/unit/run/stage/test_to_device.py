@@ -70,6 +70,7 @@ def test_what_a_model_says_of_its_home_it_says_of_the_stages_device() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "narrow_resnet18", "unet"])
+@pytest.mark.sample("gpt2", "narrow_resnet18", "unet")
 def test_models_follow_their_stages(name: str) -> None:
     args, kwargs = case(name).batch(2)
     model = fresh(name)

@@ -133,6 +133,7 @@ NOISES: dict[str, Callable[[random.Random], float]] = {
 
 
 @pytest.mark.parametrize(("ranks", "noise"), [(2, "even"), (2, "waiting"), (4, "uneven")])
+@pytest.mark.sample("2-even", "4-uneven")
 def test_an_hour_of_noisy_steps_names_nobody(ranks: int, noise: str) -> None:
     """3,600 steps of a second by a clock that is made up: computing and input of each rank are uneven."""
     chance, drawn = random.Random(ranks), NOISES[noise]

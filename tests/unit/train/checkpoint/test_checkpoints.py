@@ -214,6 +214,7 @@ def steep(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.sample("0.3")
 def test_scaler_and_scheduler_go_on_together_on_fewer_stages(dropout: float, tmp_path: Path) -> None:
     """Three stages save at step 3; two, and one, go on as one that nobody has interrupted."""
 
@@ -353,6 +354,14 @@ SLOW_LOADERS = [pytest.param(f"{kind}, workers", marks=pytest.mark.full) for kin
 
 @pytest.mark.parametrize("kind", [*LOADERS, *SLOW_LOADERS])
 @pytest.mark.parametrize("at", [3, 5, 7])
+@pytest.mark.sample(
+    "3-engine's",
+    "3-plain, own",
+    "5-plain",
+    "5-stateful, own",
+    "7-sampler with its own generator",
+    "7-stateful",
+)
 def test_loaders_go_on_behind_what_was_used(kind: str, at: int, tmp_path: Path) -> None:
     """In an epoch, at its end, and in the second one; each of the 40 samples comes once an epoch."""
     whole, first = engine(1), engine(1)

@@ -189,6 +189,7 @@ def test_saved_files_load_into_plain_torch(tmp_path: Path) -> None:
         ("Llama", {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 32}),
     ],
 )
+@pytest.mark.sample("Llama")
 def test_transformers_and_outsize_read_what_the_other_wrote(tmp_path: Path, name: str, options: Any) -> None:
     heads = {"num_attention_heads": 2} if name == "Llama" else {}
     config = getattr(transformers, f"{name}Config")(**options, **heads, bos_token_id=0, eos_token_id=1)

@@ -65,6 +65,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("stages", [1, 2], ids=["dp2", "pp2-dp2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "narrow_resnet18"])
+@pytest.mark.sample("llama-pp2-dp2", "gpt2-dp2", "narrow_resnet18-dp2")
 def test_the_numbers_of_the_plain_loop(name: str, stages: int) -> None:
     """With dropout, clipping and accumulation; GPT-2's weights are tied, ResNet has statistics."""
     dtype = torch.float64 if stages == 2 and name != "narrow_resnet18" else torch.float32

@@ -160,6 +160,7 @@ def test_the_planner_adds_up_and_overlaps_nothing() -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.sample("3")
 def test_three_ranks_are_bit_equal_to_the_plain_loop(tmp_path: Path, steps: int) -> None:
     plan = planned()
 
@@ -344,6 +345,7 @@ FEW = ("unet", "lstm", "mixtral")
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in NAMES])
+@pytest.mark.sample("unet", "lstm")
 def test_the_zoo_by_modules_is_bit_equal(tmp_path: Path, name: str) -> None:
     found, given, subject = case(name), whole_batch(case(name)), Doubting(name)
     target = given.target or None

@@ -61,6 +61,7 @@ LIKE_OTHERS = ("gpt2", "qwen3", "mixtral", "bart", "whisper")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.full] if n in LIKE_OTHERS else []) for n in MODELS]
 )
+@pytest.mark.sample("t5", "mamba")
 def test_every_rank_gives_the_tokens_of_one_device(tmp_path: Path, name: str) -> None:
     plan = split(name, 3)
     found = on_ranks(tmp_path, 3, lambda group: told(engine_of(name, plan, group).generate, name))
