@@ -23,8 +23,9 @@ import outsize
 from outsize.capture.models.imports import import_transformers
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import World, join, leave
 from outsize.train.measure.memory import MemoryWatch, reader
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 BATCH, TOKENS, WORDS, MICROBATCHES = 16, 64, 2048, 8
 CPU = torch.device("cpu")

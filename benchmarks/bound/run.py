@@ -24,7 +24,7 @@ from outsize.schedules.lower import lower
 HERE = Path(__file__).parent
 TARGET = {2: 0.97, 4: 0.95}
 _LAUNCHER = (
-    "import sys; from outsize.train.launch.launch import run_script; "
+    "import sys; from outsize.ops.launch.launch import run_script; "
     "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 )
 TWO = ",".join(f"{schedule}:{m}" for schedule in ("gpipe", "1f1b") for m in (2, 4, 8, 16, 32))

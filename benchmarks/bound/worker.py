@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 BLOCKS = 2
 Size = tuple[int, int]  # tokens of a microbatch, width

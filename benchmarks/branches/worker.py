@@ -26,7 +26,8 @@ from outsize.schedules.compose import compose
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.planned import written
 from outsize.train.engine.factory import agreed
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 
 @final

@@ -29,8 +29,9 @@ from torch.nn import functional
 
 import outsize
 from outsize.capture.models.imports import import_transformers
-from outsize.train.launch.forks import run_in_forks
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.world import leave
 
 RANKS, TOKENS, LAYERS, HEADS, KEY_HEADS, WIDTH, STEPS = 2, 512, 2, 4, 2, 64, 6
 _KINDS = (("heads repeated", HEADS), ("heads of keys", KEY_HEADS))

@@ -44,7 +44,7 @@ ECHOES = ("Connection closed by peer", "no message")  # of another rank's error
 def theirs(name: str, schedule: str, splits: tuple[str, ...]) -> str:
     """What became of the model under torch, in a line."""
     with tempfile.TemporaryDirectory() as folder:
-        launch = "import sys; from outsize.train.launch.launch import run_script as r; "
+        launch = "import sys; from outsize.ops.launch.launch import run_script as r; "
         launch += "r(sys.argv[2:], int(sys.argv[1]))"
         command = [sys.executable, "-c", launch, str(1 + len(splits)), str(HERE / "worker.py")]
         subprocess.run(

@@ -98,8 +98,10 @@ def main(file: Path) -> None:
     load(request["device_type"])
     import torch
 
-    from outsize.train.launch.launch import join, leave, take_place
-    from outsize.train.launch.spec import PER_DEVICE, SHARED_DEVICE
+    from outsize.ops.launch.spec import SHARED_DEVICE
+    from outsize.train.world.join import join, take_place
+    from outsize.train.world.variables import PER_DEVICE
+    from outsize.train.world.world import leave
 
     torch.use_deterministic_algorithms(request["device_type"] == "cuda")
     if request["per_device"] > 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import outsize
 from outsize.capture.models.imports import import_transformers
-from outsize.train.launch.launch import World
+from outsize.train.world.world import World
 
 _MIB: Final = 2**20
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.capture.models.imports import import_transformers
-from outsize.train.launch.forks import run_in_forks
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.world import leave
 
 transformers: Final = import_transformers()
 SIZES: Final = {

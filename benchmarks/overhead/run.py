@@ -20,7 +20,7 @@ from typing import Any
 HERE = Path(__file__).parent
 TARGET_US = {2: 200.0, 1: 60.0}
 _LAUNCHER = (
-    "import sys; from outsize.train.launch.launch import run_script; "
+    "import sys; from outsize.ops.launch.launch import run_script; "
     "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 )
 

@@ -21,7 +21,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import outsize
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 WIDTH, ROWS, LAYERS = 64, 8, 4
 Lap = Callable[[], None]

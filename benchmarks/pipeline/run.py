@@ -29,7 +29,7 @@ def measure(microbatches: int, schedule: str, extra: list[str]) -> dict[str, Any
     """One launch of two processes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        launcher = "import sys; from outsize.train.launch.launch import run_script; "
+        launcher = "import sys; from outsize.ops.launch.launch import run_script; "
         launcher += "sys.exit(run_script(sys.argv[1:], 2))"
         command = [sys.executable, "-c", launcher, str(HERE / "worker.py"), "--out", str(out)]
         command += ["--microbatches", str(microbatches), "--schedule", schedule, *extra]

@@ -22,7 +22,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import outsize
 from outsize.capture.models.imports import import_transformers
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 VOCABULARY = 256
 

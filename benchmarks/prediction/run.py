@@ -23,9 +23,7 @@ from typing import Any
 HERE = Path(__file__).parent
 CASES = ("resnet50-24x96x96", "resnet50-64x128x128", "gpt2-8-layers", "unet", "gpt2-124M")
 HOWS = ("cpu-clock", "alone", "beside")
-LAUNCH = (
-    "import sys; from outsize.train.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
-)
+LAUNCH = "import sys; from outsize.ops.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
 
 
 def measure(case: str, extra: list[str]) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from outsize.ir.profile import Profile
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
 from outsize.run.stage.rng import seeder
-from outsize.train.launch.launch import World, join, leave
 from outsize.train.measure.round_trip import make_wire
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.files.run_folders import RunFolder
+from outsize.ops.publish.publisher import Publisher
 from outsize.train.engine.callbacks import Callbacks
-from outsize.train.launch.forks import run_in_forks
-from outsize.train.launch.launch import join, leave
-from outsize.train.publishing.publisher import Publisher
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.variables import PUBLISHED
+from outsize.train.world.world import leave
 
 # The clock of a callback begins with every step and doubles its distance, so a run's first seconds tell more.
 WARM_S, SECONDS = 5.0, 20.0
@@ -46,8 +48,11 @@ def work(folder: Path, step_s: float) -> None:
         schedule="1f1b",
         microbatches=8,
     )
-    publisher = Publisher(RunFolder(folder, os.getpid(), 0.0), engine.plan)
-    meter = Meter(Callbacks([publisher], engine.crew, engine.plan))
+    published = folder / f"{os.getpid()}-0.0"
+    published.mkdir()
+    callbacks = Callbacks([Publisher()], engine.crew, engine.plan)
+    callbacks.start(replace(world, variables={PUBLISHED: str(published)}))
+    meter = Meter(callbacks)
     engine._callbacks = meter
     _steps(engine, x, y, step_s, round(WARM_S / step_s))
     meter.cpu_s.clear()

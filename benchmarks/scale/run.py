@@ -39,9 +39,7 @@ from outsize.planner.search.search import search
 from outsize.report.wording import sentence
 
 HERE: Final = Path(__file__).parent
-LAUNCH = (
-    "import sys; from outsize.train.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
-)
+LAUNCH = "import sys; from outsize.ops.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
 # The batches of torchgpipe's figures for eight devices; microbatches up to theirs.
 BATCHES: Final = {"resnet101": 5400, "amoebanet-d-18": 1280, "unet-5": 640}
 SIZES: Final = {"resnet101": (9, 18, 36), "amoebanet-d-18": (10, 20, 40), "unet-5": (4, 8, 16)}

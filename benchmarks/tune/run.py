@@ -16,7 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 _LAUNCHER = (
-    "import sys; from outsize.train.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+    "import sys; from outsize.ops.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
 )
 TARGETS = {"over_best": 1.03, "real_steps": 5}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 _LAUNCHER = (
-    "import sys; from outsize.train.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+    "import sys; from outsize.ops.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
 )
 TORCH = {"resnet50-24x96x96": "2,3,4,6,8,12", "resnet50-64x128x128": "2,4,8,16"}
 FORUM = {

@@ -23,7 +23,7 @@ from systems import engine_system, in_turns, joined, plan_of, timed
 import outsize
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
-from outsize.train.launch.launch import leave
+from outsize.train.world.world import leave
 
 SCHEDULES = ("1f1b", "zero-bubble")  # under gpipe a step of two stages takes as long as under 1f1b
 FINALISTS = 3

@@ -18,7 +18,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import outsize
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
-from outsize.train.launch.launch import World, join
+from outsize.train.world.join import join
+from outsize.train.world.world import World
 
 Lap = Callable[[], None]
 System = tuple[nn.Module, Lap]

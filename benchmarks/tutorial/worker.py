@@ -17,7 +17,7 @@ from cases import CASES
 from systems import engine_system, forum_systems, in_turns, joined, torch_system
 
 import outsize
-from outsize.train.launch.launch import leave
+from outsize.train.world.world import leave
 
 
 def main() -> None:

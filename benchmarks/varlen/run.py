@@ -22,7 +22,7 @@ import torch
 HERE = Path(__file__).parent
 TARGET = 1.7
 _LAUNCHER = (
-    "import sys; from outsize.train.launch.launch import run_script; "
+    "import sys; from outsize.ops.launch.launch import run_script; "
     "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 )
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.capture.models.imports import import_transformers
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 MOST, BUCKET, SEQUENCES, MICROBATCHES, STEPS = 256, 16, 2, 16, 4
 WIDTH, LAYERS, WORDS = 192, 4, 1024

@@ -10,9 +10,9 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
-from outsize.run.watchdog.options import WatchOptions
-from outsize.run.watchdog.progress import Progress
-from outsize.run.watchdog.watcher import Watchdog, WatchedRun
+from outsize.ops.watchdog.options import WatchOptions
+from outsize.ops.watchdog.watcher import Watchdog, WatchedRun
+from outsize.run.progress import Progress
 
 STEPS, BEATS = 100_000, 2_000
 

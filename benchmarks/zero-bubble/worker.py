@@ -29,7 +29,8 @@ from outsize.ir.cluster import make_cluster
 from outsize.ir.plan import Plan
 from outsize.train.engine.factory import agreed, make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto")
 TIGHT = "auto, memory of 1f1b"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize import api
-from outsize.train.launch.launch import run_script
+from outsize.ops.launch.launch import run_script
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "parity"))

@@ -25,19 +25,7 @@ importlib.import_module("outsize.capture")
 importlib.import_module("outsize.schedules.families")
 
 if TYPE_CHECKING:
-    from outsize.api import (
-        check,
-        estimate,
-        fit,
-        largest,
-        largest_batch,
-        measure,
-        parallelize,
-        plan,
-        rank_clusters,
-        resume,
-        tune,
-    )
+    from outsize.api import check, estimate, fit, largest, largest_batch, measure, plan
     from outsize.errors import OutsizeError
     from outsize.ir.answers.verdict import Verdict
     from outsize.ir.cluster import Cluster
@@ -47,6 +35,9 @@ if TYPE_CHECKING:
     from outsize.ir.schedule import Schedule
     from outsize.ir.timeline import Timeline
     from outsize.ir.units.tensor_styles import TensorStyles
+    from outsize.ops.renting import rank_clusters
+    from outsize.ops.training import parallelize, resume
+    from outsize.ops.tuning import tune
     from outsize.run.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from outsize.train.batch.batch import microbatch
     from outsize.train.engine.callbacks import Callback
@@ -63,13 +54,13 @@ _HOME = {
     "largest_batch": "outsize.api",
     "measure": "outsize.api",
     "microbatch": "outsize.train.batch.batch",
-    "parallelize": "outsize.api",
+    "parallelize": "outsize.ops.training",
     "plan": "outsize.api",
-    "rank_clusters": "outsize.api",
-    "resume": "outsize.api",
+    "rank_clusters": "outsize.ops.renting",
+    "resume": "outsize.ops.training",
     "tensor_parallel": "outsize.train.tensor_parallel",
     "tensor_styles": "outsize.train.tensor_parallel",
-    "tune": "outsize.api",
+    "tune": "outsize.ops.tuning",
     "Callback": "outsize.train.engine.callbacks",
     "Cluster": "outsize.ir.cluster",
     "ColumnParallelLinear": "outsize.run.tensor_parallel.linear",

@@ -106,8 +106,10 @@ def _serve(device_type: str, module: str, answers: IO[str]) -> None:
 def _rank(rank: int, request: dict[str, Any]) -> None:
     import torch
 
-    from outsize.train.launch.launch import World, join, leave, take_place
-    from outsize.train.launch.spec import PER_DEVICE, SHARED_DEVICE
+    from outsize.ops.launch.spec import SHARED_DEVICE
+    from outsize.train.world.join import join, take_place
+    from outsize.train.world.variables import PER_DEVICE
+    from outsize.train.world.world import World, leave
 
     if request["device_type"] == "sim":
         choose_order(request["order"])

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
-from outsize.api.device_checks.models import TIED
 from outsize.ir.plan import Plan, ScheduleName
+from outsize.ops.doctor.models import TIED
 from outsize.program.tensor_parallel.share import Share
 from outsize.program.tree import map_leaves
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup
@@ -41,7 +41,7 @@ from outsize.train.check.compare import (
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.stage_factory import StageFactory
-from outsize.train.launch.launch import World
+from outsize.train.world.world import World
 
 WIDTH, SAMPLES = 16, 8
 

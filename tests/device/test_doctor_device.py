@@ -15,12 +15,12 @@ import pytest
 import torch
 from accelerators import everywhere
 
-from outsize.api.device_checks import figures
-from outsize.api.device_checks.check_place import CheckPlace
-from outsize.api.device_checks.table import CHECKS
 from outsize.device.host_waits import count_host_waits
 from outsize.ir.cluster_file import load_cluster
-from outsize.train.launch.world import World
+from outsize.ops.doctor import figures
+from outsize.ops.doctor.check_place import CheckPlace
+from outsize.ops.doctor.table import CHECKS
+from outsize.train.world.world import World
 
 SIMDEV = Path(__file__).parents[1] / "simdev"
 LONG = {"schedules_alone", "steps", "features"}  # features: on the CPU in test_doctor_gpu.py

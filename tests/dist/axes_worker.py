@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import outsize
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import make_cluster
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 WORDS, WIDTH, CLASSES, STEPS = 4096, 16, 8, 3
 Found = dict[str, Any]

@@ -28,7 +28,7 @@ import psutil
 from elastic_worker import train
 from patience import free_port
 
-from outsize.train.launch.spec import COPIES
+from outsize.train.world.variables import COPIES
 
 HERE = Path(__file__).parent
 OUTSIZE = "from outsize.cli import main; main()"

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import outsize
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 SIZE = 16
 

@@ -29,7 +29,8 @@ import outsize
 from outsize.ir.plan import Plan
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 NAME: Final = "gpt2"
 MESHES: Final = ("dp_replicate", "dp_shard", "tp")

@@ -33,7 +33,8 @@ from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 CLIP, SEED, STEPS = 0.5, 5, 2
 

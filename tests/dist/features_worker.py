@@ -39,7 +39,8 @@ from outsize.train.crew.crew import ProcessCrew
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions, MakeOptimizer
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

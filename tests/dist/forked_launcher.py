@@ -17,7 +17,7 @@ from typing import final
 from forked_python import preload
 from patience import until
 
-from outsize.train.launch.launch import run_script
+from outsize.ops.launch.launch import run_script
 
 
 @final

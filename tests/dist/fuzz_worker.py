@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from fuzz_cases import Case, differing, plain, plan_of, restore, split
 from recorded_once import always_recorded
 
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 
 def main(folder: Path, seeds: list[int]) -> None:

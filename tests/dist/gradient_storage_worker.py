@@ -16,7 +16,8 @@ from test_gradient_storage import SHARING, batch, built, plain_gradients, plan_o
 
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 

@@ -28,7 +28,8 @@ from test_guards_moving import Annealed
 from outsize.device import futex
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 FORWARD = ("number", "list", "namespace", "class", "function", "context variable")
 WRITTEN = (

@@ -26,7 +26,8 @@ from outsize.policies.weights import OF_SEVERAL, Weights
 from outsize.run.host.residency import Residency
 from outsize.run.moves.host import HostMoves
 from outsize.train.engine.factory import make_engine
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 MICROBATCHES = 3
 # Stages, of which each of two ranks has every second one, and what they recompute.

@@ -27,7 +27,7 @@ from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.variants.results import evaluating
 
 HERE = Path(__file__).parent
-DRIVER = "import sys; from outsize.train.launch.launch import run_script; "
+DRIVER = "import sys; from outsize.ops.launch.launch import run_script; "
 DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 
 Done = subprocess.CompletedProcess[str]

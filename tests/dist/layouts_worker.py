@@ -37,7 +37,8 @@ from outsize.train.check.reference import reference_step
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 STEPS, MICROBATCHES, CLIP = 3, 4, 0.5
 DTYPES: Final = {"fp32": torch.float32, "fp64": torch.float64}

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.train.batch.loss_weights import UnknownShares
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 SAMPLES, LENGTH, CLASSES, MICROBATCHES = 8, 5, 7, 4
 DRAW = torch.Generator().manual_seed(11)

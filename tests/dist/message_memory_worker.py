@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import outsize
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 
 class Tied(nn.Module):

@@ -16,7 +16,8 @@ from torch import nn
 
 import outsize
 from outsize.run.weights.freed import FreedWeight
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"stages": 2, "microbatches": 2},

@@ -40,8 +40,9 @@ from outsize.train.check.reference import reference_step
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import agreed, make_engine
 from outsize.train.engine.options import EngineOptions, MakeOptimizer, RankOptions
-from outsize.train.launch import handshake
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world import handshake
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 MICROBATCHES, REPLICAS = 4, 2
 ALL = sys.argv[4:] == ["all"]  # pytest --all; else each model in one precision

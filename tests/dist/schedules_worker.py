@@ -19,7 +19,8 @@ from outsize.ir.plan import Plan, ScheduleName
 from outsize.train.check.compare import TrainingSnapshot, adamw, compare, engine_snapshot
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 RANKS = 4
 

@@ -21,7 +21,8 @@ from torch.nn import functional
 
 import outsize
 from outsize.errors import BadOption
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 WORDS = 31
 

@@ -18,7 +18,8 @@ from shapes_runs import differing, engine_of, plain_step, steps_of
 
 from outsize.run.transport.process_group import ProcessTransport
 from outsize.train.crew import crew
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 NEAR = ("gpt2 interleaved", "narrow_resnet18 1f1b")  # others: tests/parity/test_shapes.py
 FAR = ("gpt2 interleaved",)

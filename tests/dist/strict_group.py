@@ -40,7 +40,7 @@ from patience import PATIENCE_S
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from outsize.train.launch.rendezvous import loopback_interface
+from outsize.train.world.rendezvous import loopback_interface
 
 # The device to which a bound group of these tests claims to belong; no tensor lives there.
 BOUND: Final = torch.device("cuda", 0)

@@ -23,8 +23,8 @@ from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.errors import BadOption, NotCapturable
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from outsize.train.launch.launch import join
 from outsize.train.tensor_parallel import tensor_parallel, traffic
+from outsize.train.world.join import join
 
 Numbers = dict[str, Tensor]
 

@@ -18,8 +18,9 @@ import outsize
 from outsize.errors import BadOption, RankFailed
 from outsize.ir.answers.verdict import Verdict
 from outsize.train.check import check, worker
-from outsize.train.launch.forks import run_in_forks
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.world import leave
 
 pytestmark = pytest.mark.dist
 X, Y = torch.randn(8, 4), torch.randint(0, 3, (8,))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from outsize.demo import main
-from outsize.demo.job import TrainingRecipe
-from outsize.demo.show import check_extras
+from outsize.cli.demo import main
+from outsize.cli.demo.job import TrainingRecipe
+from outsize.cli.demo.show import check_extras
 from outsize.errors import ModelNotImportable
 from outsize.ir.formatting import seconds_text
 from outsize.ir.plan import Plan

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
-from outsize.train.launch.fork_server import ForkServer, can_serve_forks
+from outsize.ops.launch.fork_server import ForkServer, can_serve_forks
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(not can_serve_forks(), reason="forks are served on Linux")]
 SCRIPT = "import signal, sys; sys.exit(signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL)"

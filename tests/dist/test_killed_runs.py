@@ -19,7 +19,7 @@ from outsize.cli.processes.job import FinishedRun, RunJob, RunOutcome
 from outsize.cli.processes.run_worker import train
 from outsize.ir.answers.request import PlanRequest
 from outsize.run.checkpoint.read import CheckpointReader
-from outsize.train.launch.launch import join
+from outsize.train.world.join import join
 
 pytestmark = [
     pytest.mark.dist,

@@ -32,7 +32,8 @@ JOINED = (
     PREAMBLE
     + """
 import torch, torch.distributed as dist
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 world = join()
 ones = torch.ones(2)
 dist.all_reduce(ones)

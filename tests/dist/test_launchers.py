@@ -152,7 +152,7 @@ def test_processes_that_are_many_and_have_no_rank_say_so(folder: Path) -> None:
 
 def test_two_processes_by_hand_with_open_mpis_variables(folder: Path) -> None:
     (folder / "join.py").write_text(
-        "import torch, torch.distributed as dist\nfrom outsize.train.launch.launch import join\n"
+        "import torch, torch.distributed as dist\nfrom outsize.train.world.join import join\n"
         "world = join()\n"
         "from outsize.errors import BadPlan\n"
         "sum = torch.tensor([1.0 + world.rank])\ndist.all_reduce(sum)\nimport os\n"
@@ -170,7 +170,7 @@ def test_what_ends_one_machine_is_said_on_all(folder: Path, agents: list[ForkedL
     """The other one's rank waits in `join` for half an hour if nobody tells it."""
     (folder / "train.py").write_text(
         "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no data on this host')\n"
-        "from outsize.train.launch.launch import join\njoin()\n"
+        "from outsize.train.world.join import join\njoin()\n"
     )
     port = free_port()
     for node in (0, 1):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.train.engine.loss_watch import NonFiniteLoss
-from outsize.train.launch.forks import run_in_forks
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.world import leave
 
 pytestmark = pytest.mark.dist
 X, Y = torch.randn(8, 4), torch.randint(0, 3, (8,))

@@ -23,8 +23,8 @@ from launches import run
 from other_systems import hide_proc
 from patience import PATIENCE_S
 
-from outsize.api.health import doctor
 from outsize.device import futex
+from outsize.ops.doctor.health import doctor
 from outsize.run.transport.groups import RankGroup
 from outsize.run.transport.process_group import TransportGroups
 from outsize.run.transport.same_host import SameHostTransport, connect
@@ -129,9 +129,9 @@ again = outsize.parallelize(
     optimizer=lambda weights: torch.optim.AdamW(weights), resume="saved",
 )
 assert again.step(x, target=y).loss == engine.step(x, target=y).loss
-from outsize.api.health import doctor
+from outsize.ops.doctor.health import doctor
 print(doctor().system)
-from outsize.train.launch.launch import run_script
+from outsize.ops.launch.launch import run_script
 try:
     run_script(["train.py"], 2)
 except BadOption as error:

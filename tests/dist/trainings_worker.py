@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from recorded_once import always_recorded
 from trainings import TRAININGS, differing
 
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
 
 
 def main(folder: Path) -> None:

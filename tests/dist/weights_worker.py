@@ -34,7 +34,8 @@ from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.run.weights.safetensors import INDEX, SINGLE, WeightFiles
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 WIDTH, LAYERS = 3072, 8
 FOLDER = Path(sys.argv[1])

@@ -41,7 +41,8 @@ from outsize.train.check.compare import TrainingSnapshot, adamw, compare, engine
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import World, join, leave
+from outsize.train.world.join import join
+from outsize.train.world.world import World, leave
 
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 MICROBATCHES = (3, 4)

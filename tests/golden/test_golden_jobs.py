@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from cluster_jobs import job
 
-from outsize.report.jobs.engines import Engine, Scheduler, job_text
+from outsize.ops.jobs.engines import Engine, Scheduler, job_text
 
 ENDINGS: Mapping[Engine, str] = {
     "slurm": "sh",

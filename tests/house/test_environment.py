@@ -12,7 +12,11 @@ import pytest
 
 from house import PACKAGE, parse, sources, spot
 
-OWNERS = {*sources(PACKAGE / "cli"), PACKAGE / "train" / "launch" / "launch.py"}
+OWNERS = {
+    *sources(PACKAGE / "cli"),
+    PACKAGE / "ops" / "launch" / "launch.py",
+    PACKAGE / "train" / "world" / "join.py",
+}
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

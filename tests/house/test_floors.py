@@ -20,9 +20,11 @@ from house import ROOT
 LINT = "from importlinter.cli import lint_imports_command as main; main(['--no-cache', '--no-logo'])"
 PACKAGES = (
     *(
+        "api",
         "train",
         "report",
         "integrations",
+        "ops",
         "planner",
         "capture",
         "run",
@@ -43,6 +45,7 @@ ACYCLIC = "No two neighbours import each other"
 NO_TORCH = "The thinking wing never reaches torch"
 THINKING = "The thinking wing never imports the doing wing"
 DOING = "The doing wing never imports the planner or the report"
+CORE = "What plans and trains never imports the operations software"
 PLOTTER = "matplotlib is imported by report/plots.py alone"
 
 # (files to plant, the contract they break)
@@ -56,6 +59,7 @@ PLANTS = [
     ({"report/near.py": "import tiny.run.far", "run/far.py": "import torch.nn"}, NO_TORCH),
     ({"report/near.py": "import tiny.run"}, THINKING),
     ({"train/near.py": "def late():\n    import tiny.planner"}, DOING),
+    ({"train/near.py": "import tiny.run.far", "run/far.py": "import tiny.ops.watchdog"}, CORE),
     ({"report/tables/plan_tables.py": "import matplotlib.pyplot"}, PLOTTER),
 ]
 

@@ -13,9 +13,9 @@ import pytest
 from patience import PATIENCE_S, until
 from run_states import LAUNCH, STATE
 
-from outsize.cli.processes import dashboard
 from outsize.files import run_folders
 from outsize.files.run_folders import RunFolder
+from outsize.ops.publish import dashboard
 from outsize.report.html.live import LiveFacts, live_part
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -15,8 +15,9 @@ import outsize
 from outsize.errors import ModelNotImportable
 from outsize.integrations import loggers
 from outsize.integrations.loggers import MLflow, ScalarLogger, TensorBoard, WeightsAndBiases
-from outsize.train.launch.forks import run_in_forks
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.world import leave
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 3)
 NAMES = {"loss", "lr", "grad_norm", "step_s", "bubble", "memory/rank0", "planned_memory/rank0"}

@@ -39,7 +39,7 @@ TESTS = {
     ],
     "matplotlib, pyyaml, highspy, torchdata": [
         "tests/unit/report/test_plots.py",
-        "tests/unit/report/jobs/test_published_fields.py",
+        "tests/unit/ops/jobs/test_published_fields.py",
         "tests/benchmarks/test_integer_program.py",
         f"{LOADERS}[3-stateful]",
     ],

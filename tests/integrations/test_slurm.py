@@ -17,7 +17,7 @@ from slurm_cluster import NoSlurm, Slurm, missing, slurm
 
 from outsize.ir.answers.job import ClusterJob, JobRequest, JobSize
 from outsize.ir.plan import Axes
-from outsize.report.jobs.engines import Engine, job_text
+from outsize.ops.jobs.engines import Engine, job_text
 
 pytestmark = [
     pytest.mark.dist,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from forked_python import preload, reset_malloc
 from patience import WHOLE_S
 
-from outsize.train.launch.rendezvous import loopback_interface
+from outsize.train.world.rendezvous import loopback_interface
 
 
 def on_ranks(folder: Path, count: int, work: Callable[[dist.ProcessGroup], Any]) -> list[Any]:

@@ -19,7 +19,7 @@ LONG = ("04_two_resnets.py",)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = "05_train_script.py"
 OUTSIZE_RUN = (
-    "import sys; from outsize.train.launch.launch import run_script; sys.exit(run_script(sys.argv[2:], 2))"
+    "import sys; from outsize.ops.launch.launch import run_script; sys.exit(run_script(sys.argv[2:], 2))"
 )
 LAUNCHERS = {
     "outsize run": ("-c", OUTSIZE_RUN, "--"),

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outsize.api import job_request, job_request_of_plans, plan
-from outsize.api.jobs import node_of, with_nodes
+from outsize.api import plan
 from outsize.errors import BadOption, BadPlan, NoFeasiblePlan
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.plan import Plan
+from outsize.ops.jobs.requests import job_request, job_request_of_plans, node_of, with_nodes
 
 
 def model() -> nn.Module:

@@ -11,10 +11,10 @@ from shared_captures import each_model_captured_once
 from torch import Tensor, nn
 
 import outsize
-from outsize.api import renting
 from outsize.errors import BadOption
 from outsize.ir.answers.ranking import ClusterRanking
 from outsize.ir.cluster import parse_cluster
+from outsize.ops import renting
 
 CLUSTERS = ("1xl4", "1xh100-80gb", "1x0.36GB")
 PRICES = {"l4": 0.8, "h100-80gb": 30.0}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.api.tuning import _mean, counts_to_tune
 from outsize.errors import BadOption
+from outsize.ops.tuning import _mean, counts_to_tune
 
 
 def test_one_process_is_told_what_to_type() -> None:

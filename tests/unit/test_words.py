@@ -7,13 +7,14 @@ from typing import Any, get_args
 
 import typer
 
-from outsize.api.options import CheckOptions, FitOptions, ParallelizeOptions, PlanOptions, TuneOptions
+from outsize.api.options import CheckOptions, FitOptions, PlanOptions, TuneOptions
 from outsize.cli.app import make_app
 from outsize.errors.words import OPTIONS, VALUES, nearest, spoken, value_here
 from outsize.ir.answers.request import PlanRequest
+from outsize.ops.training import RunOptions
 from outsize.train.batch.loss_weights import Counting
 
-ALL_OPTIONS: Any = (CheckOptions, FitOptions, ParallelizeOptions, PlanOptions, TuneOptions)
+ALL_OPTIONS: Any = (CheckOptions, FitOptions, PlanOptions, RunOptions, TuneOptions)
 
 
 def test_every_option_and_flag_is_there() -> None:

@@ -25,7 +25,7 @@ OUTSIZE: Final = str(Path(__file__).parents[2] / "src" / "outsize")
 
 # Functions of outsize, or files of torch below them, that pickle, and why no stranger writes what they read.
 ALLOWED: Final = {
-    "train/check/check.py:_launch": "a live model, where nothing can be forked: in a folder of mode 0700",
+    "train/check/check.py:_send": "a live model, where nothing can be forked: in a folder of mode 0700",
     "train/check/worker.py:_loaded": "reads that file; the folder belongs to the same user",
     "integrations/transformers.py:_save_rng_state": "a file of the Trainer, by the Trainer",
     "integrations/transformers.py:_load_optimizer_and_scheduler": "the same",

@@ -4,9 +4,7 @@ graph  = capture(model, args, kwargs)                    what is it made of
 costs  = estimate(graph, cluster) | measure(model, ...)  what does each unit cost
 plan   = plan(model, args, kwargs, cluster="2xcpu")      how to split it
 report = check(model, args, kwargs, stages=3)            does the split compute the same
-engine = parallelize(model, args, kwargs, plan=plan)     run it
-engine = resume(folder, model, args, kwargs)             go on from a checkpoint
-tuned  = tune(model, args, kwargs)                       which one is really fastest
+engine = parallelize(model, args, kwargs, plan=plan)     run it; `ops` has it watched and published
 """
 
 from __future__ import annotations
@@ -15,20 +13,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outsize.api.jobs import job_request, job_request_of_plans
     from outsize.api.planning import capture, estimate, fit, measure, outlook, plan, price
-    from outsize.api.renting import rank_clusters
-    from outsize.api.running import check, parallelize, resume
+    from outsize.api.running import check, parallelize
     from outsize.api.sizes import largest, largest_batch
-    from outsize.api.tuning import tune
 
 __all__ = [
     "capture",
     "check",
     "estimate",
     "fit",
-    "job_request",
-    "job_request_of_plans",
     "largest",
     "largest_batch",
     "measure",
@@ -36,20 +29,12 @@ __all__ = [
     "parallelize",
     "plan",
     "price",
-    "rank_clusters",
-    "resume",
-    "tune",
 ]
 _HOME = {
     "check": "running",
-    "job_request": "jobs",
-    "job_request_of_plans": "jobs",
     "largest": "sizes",
     "largest_batch": "sizes",
     "parallelize": "running",
-    "rank_clusters": "renting",
-    "resume": "running",
-    "tune": "tuning",
 }
 
 

@@ -9,7 +9,6 @@ folder, so that an attempt that follows reads its plan.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,9 +25,10 @@ from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Plan
 from outsize.planner.search.search import search
+from outsize.program.source_line import warn_user
 from outsize.train.checkpoint.checkpoints import ResumeNote, layout_of
-from outsize.train.launch.model_facts import digest_of, facts_of
 from outsize.train.measure.training_case import TrainingCase
+from outsize.train.world.model_facts import digest_of, facts_of
 
 PLANS: Final = "plans"
 # A run of thousands of ranks may have many sizes; the nearest ones come next.
@@ -136,26 +136,23 @@ def _tell(plan: Plan, request: PlanRequest, run: ElasticRun, refused: OutsizeErr
     """Says where the plan is not what was asked for, or does not keep the bits."""
     before = run.before
     if before is not None and before.axes.world_size != run.ranks:
-        warnings.warn(
+        warn_user(
             f"the plan was for {before.axes.world_size} ranks, and the run has {run.ranks}: "
             f"planned again, {layout_of(plan)}",
             ResumeNote,
-            stacklevel=6,
         )
     asked = {"pp": request.stages or 1, **request.mesh(1).model_dump(exclude={"pp"})}
     unmet = [name for name, degree in asked.items() if degree > 1 and getattr(plan.axes, name) != degree]
     if unmet or (request.stages == 1 and plan.axes.pp > 1):
         wishes = ", ".join(f"{name} {asked[name]}" for name in unmet or ["pp"])
-        warnings.warn(
+        warn_user(
             f"{wishes} does not fit {run.ranks} ranks and is given up: {layout_of(plan)}",
             ResumeNote,
-            stacklevel=6,
         )
     if run.prefers_exact and not plan.bit_identical and not request.has_group_axes:
-        warnings.warn(
+        warn_user(
             f"no exact layout has {run.ranks} ranks ({refused}); losses agree within rounding from here",
             ResumeNote,
-            stacklevel=6,
         )
 
 

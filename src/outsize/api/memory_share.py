@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -16,8 +15,9 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.formatting import bytes_text, percent_text
 from outsize.ir.hardware.memory_share import checked_share, split_share, with_share
 from outsize.ir.plan import Plan
+from outsize.program.source_line import warn_user
 from outsize.train.crew.crew import Crew
-from outsize.train.launch.launch import World
+from outsize.train.world.world import World
 
 
 @final
@@ -68,9 +68,8 @@ class MemoryShare:
                 )
             context_bytes = 0 if on_cpu else max((row.context_bytes for row in rows), default=0)
             if not limit_memory(device, max(1, allowed_bytes - context_bytes)):
-                warnings.warn(
+                warn_user(
                     f"{percent_text(share)} of {device} is planned, and nothing here holds the run to it",
                     ShareNote,
-                    stacklevel=3,
                 )
         return allowed_bytes

@@ -22,7 +22,6 @@ from outsize.ir.answers.request import LayoutOptions, PlanRequest, RequestOption
 from outsize.ir.base import first_problem
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
 from outsize.policies.activations import KEEP, Recompute
-from outsize.run.watchdog.options import OnHang
 from outsize.schedules.families import FORWARD
 from outsize.schedules.planned import read, written
 
@@ -143,7 +142,10 @@ OnOutOfMemory = Literal["raise", "replan"]
 
 
 class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
-    """The options of `parallelize`; `optimizer` and `weights` are the run's and no options of a plan."""
+    """The options of `parallelize`; `optimizer` and `weights` are the run's and no options of a plan.
+
+    `outsize.parallelize` has those of who observes a run besides (ops/training.py).
+    """
 
     optimizer: MakeOptimizer | None
     clip_norm: float | None
@@ -160,13 +162,9 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     compiled: bool | str | None
     device_graphs: bool | str
     backend: str | None
-    hang_timeout: float
-    on_hang: OnHang
     on_oom: OnOutOfMemory
     counting: Counting
     callbacks: Sequence[Callback]
-    publish: bool
-    total_steps: int | None
     memory_share: float | None
 
 

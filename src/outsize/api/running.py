@@ -32,7 +32,7 @@ from outsize.capture.measure.local_cluster import cluster_of_run, find_cluster
 from outsize.capture.models.planned_precision import warn_of_precision
 from outsize.capture.recording.fallbacks import insist_on_module
 from outsize.device.accelerators import CPU, device_type, is_accelerator
-from outsize.errors import BadCheckpoint, BadOption
+from outsize.errors import BadOption
 from outsize.errors.arguments import path_of, shown
 from outsize.ir.answers.compilation import GraphUse
 from outsize.ir.answers.request import LayoutOptions, PlanRequest
@@ -47,9 +47,9 @@ from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
 from outsize.policies.activations import KEEP
 from outsize.program.objects import model_copy
+from outsize.program.source_line import warn_user
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.stage.batchnorm import use_local_statistics
-from outsize.run.watchdog.options import WatchOptions
 from outsize.run.weights.load import load_weights, source_for
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.families import DEFAULT
@@ -58,20 +58,18 @@ from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import SplitTable
 from outsize.train.batch.wrapped_models import insist_on_unwrapped
 from outsize.train.check.check import Question, enough_steps, verify
-from outsize.train.checkpoint.checkpoints import ResumeNote, newest_checkpoint, newest_folder
+from outsize.train.checkpoint.checkpoints import ResumeNote, newest_checkpoint
 from outsize.train.checkpoint.weights import CheckpointWeights
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_for, places_of
-from outsize.train.engine.callbacks import Callback
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import agreed, make_engine
 from outsize.train.engine.options import EngineOptions, RankOptions
-from outsize.train.launch.handshake import shake_hands
-from outsize.train.launch.launch import World, join
-from outsize.train.launch.watch import watch
 from outsize.train.measure.training_case import TrainingCase
-from outsize.train.publishing.publisher import publisher_of
 from outsize.train.ranks.tensor_parallel import insist_on_bits
+from outsize.train.world.handshake import shake_hands
+from outsize.train.world.join import join
+from outsize.train.world.world import World
 
 # A check without a plan splits a model into this many stages and microbatches.
 STAGES: Final = 2
@@ -91,48 +89,8 @@ def parallelize(
 ) -> Engine:
     """Returns an engine that trains by the plan: under torchrun a process per stage, else all stages here.
 
-    Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
-    freed. Without a plan one is made on rank 0, by the options of `plan`; where one process is all there is,
-    it is exact (`exact=True`). The other options:
-
-    - `loss_fn`, `target`, `batch_dims`: as for `plan`.
-    - `optimizer`: gets this rank's parameters and returns a torch optimizer (`engine.optimizer`).
-    - `devices`: `["cuda:0", "cuda:1"]` runs in this process, with a rank on each device; name a device
-      several times for several ranks on it. A plan made for such devices needs none. Batches may be on any.
-    - `clip_norm`: clips by the norm of all gradients, for which an optimizer on the host waits.
-    - `clipping`: "speculative" does not wait, and undoes a step where the norm was too large: the same bits,
-      for 12 more bytes per parameter on the host (AdamW); "exact" by default.
-    - `scaler`: a GradScaler of torch.
-    - `counting`: by what a microbatch counts in the batch's loss: "auto" by what the loss is a mean over,
-      "samples", or "sum" where losses of microbatches are added as they are (the loss has divided by a count
-      of the whole batch).
-    - `callbacks`: objects of `outsize.Callback`, the same on every rank; rank 0 calls them.
-    - `publish`: True lets `outsize top` see a run that `outsize run` has not started (it publishes each).
-    - `total_steps`: how many steps the run will have, from which `outsize top` knows the time left.
-    - `memory_share`: how much of each device's memory the run is planned for, and held to: 0.5.
-    - `own_batches`: each replica passes its own samples alone (`engine.batch_sampler`).
-    - `seed`: the seed of random numbers in the model; 0 by default.
-    - `weights`: a .safetensors file, an index, or a folder with one, for a model on meta: every rank reads
-      its own tensors only.
-    - `offload_folder`: the folder for the files of weights, gradients or states that a plan puts on the host.
-    - `resume`: a folder of `engine.save`: goes on from its newest complete checkpoint, which may be of
-      another layout; begins where there is none. Without a plan, that of the checkpoint is used if it fits.
-    - `checkpoint`: the folder in which the run will save itself (that of `resume` by default): what could not
-      go on from there, such as an optimizer whose `state_dict()` lacks something, is an error now.
-    - `captures`: how many shapes of a microbatch keep their recorded programs.
-    - `compiled`: a backend of torch.compile for the stages' functions: "inductor" (or True) fuses kernels,
-      "aot_eager" keeps every bit. "auto" compiles where devices are expected to wait for their host
-      (`engine.compilation` says why), and runs a stage as it is where that fails. False (default): never.
-    - `device_graphs`: True records each stage's forward and backward as graphs of its device (CUDA graphs)
-      after two steps, and replays them, which keeps every bit; a stage that cannot be recorded runs as it is,
-      with a warning. "auto" does so where devices are expected to wait for their host. `engine.device_graphs`
-      says what was recorded, and its bytes. False (default): never.
-    - `backend`: torch's name of the communication backend ("mpi", "nccl"); by default gloo for CPUs and the
-      device's own. A process group that exists already is used as it is.
-    - `hang_timeout`: after so many seconds without progress ranks find out whom they wait for (10, and five
-      steps at least); 0: never. `on_hang`: "end" ends a run that cannot go on, "wait" only says so.
-    - `on_oom`: "replan" plans again at the next start, for less memory, where a device of this run ran out of
-      it, and goes on from the newest checkpoint in `resume`; "raise" (default) only raises.
+    `outsize.parallelize` (ops/training.py) explains the options. It is this function with two callbacks more:
+    one that watches the ranks, and one that publishes the run; here nobody does.
 
     Raises WorldMismatch, ModelMismatch, BadPlan, UnsupportedPlan, BadOption, BadWeights, UnknownDevice,
     BadCheckpoint.
@@ -187,7 +145,6 @@ def parallelize(
         replace(
             _decided(engine_options, options, case, plan),
             on_out_of_memory=None if room is None else partial(room.shrink, plan),
-            callbacks=_callbacks(options, world, plan),
         ),
         RankOptions(
             places=places_for(plan, named) if group is None else None,
@@ -199,29 +156,8 @@ def parallelize(
     replica_count = engine.crew.replicas.count if engine.crew.replicas.own_batches else 1
     engine.prepare(case.batch.resized(max(1, plan.batch_size // replica_count)))
     _go_on(engine, options, saved)
-    watch(engine.crew.progress, world, _watch_options(options, world))
+    engine.begin(world)
     return engine
-
-
-def resume(
-    folder: str | Path,
-    model: nn.Module,
-    args: Args = (),
-    kwargs: Kwargs | None = None,
-    *,
-    plan: Plan | None = None,
-    **options: Unpack[ParallelizeOptions],
-) -> Engine:
-    """Returns an engine that goes on from the newest complete checkpoint in `folder`, of any layout.
-
-    It is `parallelize(..., resume=folder)`, but for a folder without a checkpoint, which is an error.
-    `engine.steps` says where it goes on. Raises BadCheckpoint and as `parallelize`.
-    """
-    if newest_folder(path_of(folder, "folder", "outsize.resume('run', model, (x,), ...)")) is None:
-        raise BadCheckpoint(
-            f"no complete checkpoint in {folder}", next_step=f"ls {folder}; engine.save({str(folder)!r})"
-        )
-    return parallelize(model, args, kwargs, plan=plan, **{**options, "resume": folder})
 
 
 @reads_options(CheckOptions)
@@ -355,14 +291,6 @@ def _decided(
     return replace(engine_options, compiled=compilation.backend, compilation=compilation)
 
 
-def _callbacks(options: ParallelizeOptions, world: World, plan: Plan) -> list[Callback]:
-    """Returns the user's callbacks, and what publishes the run."""
-    publisher = publisher_of(
-        world.published, options.get("publish", False), world.rank, plan, options.get("total_steps")
-    )
-    return [*options.get("callbacks", ()), *([] if publisher is None else [publisher])]
-
-
 def _saved(
     folder: str | Path | None, world: World, host: dist.ProcessGroup | None
 ) -> CheckpointReader | None:
@@ -371,13 +299,12 @@ def _saved(
         return None
     saved = newest_checkpoint(folder, host)
     if saved is None and world.rank == 0:
-        warnings.warn(f"no checkpoint in {folder}: the run begins at step 0", ResumeNote, stacklevel=4)
+        warn_user(f"no checkpoint in {folder}: the run begins at step 0", ResumeNote)
     if saved is not None and not saved.values.get("weights", True) and world.rank == 0:
-        warnings.warn(
+        warn_user(
             f"{saved.folder} was saved without weights, so those of the model stay: "
             "engine.load_weights(FOLDER)",
             ResumeNote,
-            stacklevel=4,
         )
     return saved
 
@@ -408,14 +335,6 @@ def _saved_plan(
     is_here = is_accelerator(plan.stages[0].device) == is_accelerator(kind)
     ranks = plan.axes.group_size == 1 if group is None else plan.axes.world_size == group.size()
     return plan if ranks and is_here and not asked else None
-
-
-def _watch_options(options: ParallelizeOptions, world: World) -> WatchOptions:
-    """Returns the watchdog's options: those given here, else those of the launcher. Raises BadOption."""
-    launched = world.watch
-    return WatchOptions(
-        options.get("hang_timeout", launched.timeout_s), options.get("on_hang", launched.on_hang)
-    )
 
 
 def _here(world: World, kind: str) -> Cluster | int | str:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Final, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from outsize.api.running import parallelize
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadOption
 from outsize.integrations.lightning_processes import RankStrategy
@@ -39,6 +38,8 @@ from outsize.integrations.split_options import options_of
 from outsize.integrations.training_step import TrainingStep, loss_in, names_in, reads_batch_number
 from outsize.integrations.update import Lookahead, Update
 from outsize.ir.plan import Plan
+from outsize.ops.training import parallelize
+from outsize.program.source_line import warn_user
 from outsize.train.batch.batch import microbatch
 from outsize.train.engine.engine import Engine
 
@@ -125,9 +126,8 @@ class OutsizeStrategy(RankStrategy):
         """Builds the engine on a batch."""
         trainer, reason = self._module.trainer, self._why_live()
         if reason is not None and self.is_global_zero:
-            warnings.warn(
+            warn_user(
                 f"{reason}, so it runs in its own Python, and the batches of an update one by one",
-                stacklevel=2,
             )
         self._step = TrainingStep(self._module, is_recorded=reason is None)
         count, batch_size = trainer.accumulate_grad_batches, microbatch(batch).size

@@ -18,7 +18,8 @@ from outsize.capture.models.imports import import_package
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
 from outsize.run.transport.control_messages import all_gather_values
-from outsize.train.launch.launch import World, join, take_rank
+from outsize.train.world.join import join, take_rank
+from outsize.train.world.world import World
 
 if TYPE_CHECKING:
     from lightning.pytorch import callbacks, strategies

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from outsize.api.running import parallelize
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadCheckpoint, BadOption
 from outsize.integrations.model_calls import ModelAnswer, OwnWeights, SplitModel, arguments_of_call
 from outsize.integrations.split_options import Split, options_of
+from outsize.ops.training import parallelize
 from outsize.run.stage.rng import borrowed_generators
 from outsize.train.batch.batch import Batch, microbatch
 from outsize.train.engine.engine import Engine

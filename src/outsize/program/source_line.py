@@ -10,6 +10,7 @@ import os
 import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -38,6 +39,17 @@ def calling_line() -> str:
     while frame is not None and _is_passed_through(frame.f_code.co_filename, "<"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns as `warnings.warn`, at the nearest line outside torch, Python and outsize.
+
+    It is looked for because a fixed `stacklevel` is wrong as soon as another function lies between.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame is not None and _is_passed_through(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def frames_outside_outsize(error: BaseException) -> list[traceback.FrameSummary]:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 import outsize
 import simdev
-from outsize.api.device_checks.models import TIED
 from outsize.capture.measure import units
 from outsize.capture.measure.links import measure_links
 from outsize.device.clock import clock_of
 from outsize.device.streams import TorchStreams
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
+from outsize.ops.doctor.models import TIED
 from outsize.run.host.copy_lane import CopyLane, OffloadedStorage
 from outsize.run.interpreter.multi_device import MultiDevice
 from outsize.run.moves import activations
@@ -38,8 +38,8 @@ from outsize.train.crew import hosted
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.loss_watch import LossWatch
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.world import World
 from outsize.train.measure.round_trip import make_wire
+from outsize.train.world.world import World
 
 ORDERS: Final = ("lazy", "seed1", "seed2", "seed3", "seed4")
 MICROBATCHES: Final = 4

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+import outsize
 import outsize.errors
 import outsize.ir.cluster
 from outsize.program.source_line import (
@@ -93,3 +96,13 @@ def test_an_error_names_the_line_of_a_script_in_such_a_folder(tmp_path: Path, fo
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert "outsize.errors" in done.stderr
     assert f"{script}:6" in done.stderr.splitlines()[-1]
+
+
+def test_a_warning_names_the_line_that_called_outsize(tmp_path: Path) -> None:
+    """However many functions of outsize lie between: a checkpoint is looked for five calls below."""
+    model, x = torch.nn.Linear(4, 3), torch.ones(4, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outsize.parallelize(model, (x,), loss_fn=torch.Tensor.sum, stages=1, resume=tmp_path)
+    (note,) = [one for one in caught if "no checkpoint in" in str(one.message)]
+    assert note.filename == __file__

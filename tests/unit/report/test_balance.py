@@ -11,8 +11,8 @@ from run_states import LAUNCH, NOW, STATE
 
 from outsize.ir.answers.run_state import RunOnMachine
 from outsize.ir.answers.runs.recorded_run import RecordedRun, RunStep
+from outsize.ops.publish.prometheus import prometheus_text
 from outsize.report.html.page import PageFacts, render
-from outsize.report.prometheus import prometheus_text
 from outsize.report.tables.plan_tables import run_facts
 from outsize.report.tables.runs import run_tables
 from outsize.run.expert_parallel.collectives import ExpertLoad

@@ -31,7 +31,6 @@ import os
 import pathlib
 import re
 import sysconfig
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -79,7 +78,7 @@ from outsize.capture.guards.symbolic_numbers import PlantedNumbers, is_symbolic
 from outsize.capture.guards.values import is_container, parts_of
 from outsize.program.objects import Path, Scope, apply, fits, walk
 from outsize.program.python_reads import LOSS
-from outsize.program.source_line import is_outsize_file
+from outsize.program.source_line import is_outsize_file, warn_user
 from outsize.program.weights.of_loss import modules_held
 
 
@@ -320,10 +319,9 @@ class ReadTrace:
                 self._events.switch(on=False)
             self._frames.clear()
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            warnings.warn(
+            warn_user(
                 f"what Python reads behind {place} is not guarded, because its trace ended with "
                 f"{type(error).__name__}: {error}; a value that changes there is not noticed",
-                stacklevel=2,
             )
 
     def on_exception(self, frame: FrameType) -> None:

@@ -9,7 +9,6 @@ and replaced at the next save; a save is atomic (files/replace.py), the last of 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, final
@@ -18,6 +17,7 @@ from pydantic import Field, ValidationError
 
 from outsize.files.replace import replace_text
 from outsize.ir.base import Record, first_problem
+from outsize.program.source_line import warn_user
 
 VERSION: Final = 1
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -67,7 +67,7 @@ class ProfileCache:
         """Maps unit keys to timings; empty, with a warning, when the file is not what it should be."""
         timings, trouble = self._read()
         if trouble:
-            warnings.warn(f"the unit times in {self.path} are not used: {trouble}", stacklevel=2)
+            warn_user(f"the unit times in {self.path} are not used: {trouble}")
         return timings
 
     def save(self, timings: Mapping[str, Timing]) -> None:
@@ -77,7 +77,7 @@ class ProfileCache:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(self.path, merged.model_dump_json())
         except OSError as error:
-            warnings.warn(f"unit times are not kept: {error}", stacklevel=2)
+            warn_user(f"unit times are not kept: {error}")
 
     def _read(self) -> tuple[dict[str, Timing], str]:
         """Returns the timings, or none of them and the reason."""

@@ -7,7 +7,6 @@ user is told where a model of torchvision is asked for (`TorchvisionNote`), and 
 from __future__ import annotations
 
 import importlib
-import warnings
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
@@ -17,6 +16,7 @@ import torch
 
 from outsize.capture.models import torchvision_operators
 from outsize.errors import ModelNotImportable
+from outsize.program.source_line import warn_user
 
 
 @final
@@ -32,7 +32,7 @@ def import_torchvision() -> ModuleType:
     package = import_package("torchvision", extra="vision")
     unfit = unfit_torchvision()
     if unfit is not None:
-        warnings.warn(f"{unfit}. Next: outsize doctor", TorchvisionNote, stacklevel=2)
+        warn_user(f"{unfit}. Next: outsize doctor", TorchvisionNote)
     return package
 
 

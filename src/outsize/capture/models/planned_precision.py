@@ -5,7 +5,6 @@ A precision is something that a plan assumes: only the user's own code converts 
 
 from __future__ import annotations
 
-import warnings
 from typing import final
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from outsize.capture.fakes.precision import EIGHT_BITS, IN_BF16
 from outsize.ir.plan import Plan
+from outsize.program.source_line import warn_user
 
 
 @final
@@ -30,19 +30,17 @@ def warn_of_precision(plan: Plan, model: nn.Module, *, speaks: bool = True) -> N
     floating = [p for p in model.parameters() if p.is_floating_point()]
     wide = [p for p in floating if p.dtype.itemsize > torch.bfloat16.itemsize]
     if 2 * sum(p.numel() for p in wide) > sum(p.numel() for p in floating):
-        warnings.warn(
+        warn_user(
             f"the plan is for {plan.precision}, and {len(wide)} of {len(floating)} parameters are "
             f"{wide[0].dtype}: they take {wide[0].dtype.itemsize} bytes each where it has 2; "
             "model.bfloat16() before parallelize, or plan without precision",
             PrecisionNote,
-            stacklevel=3,
         )
     elif plan.precision == EIGHT_BITS and not any(_is_swapped(module) for module in model.modules()):
-        warnings.warn(
+        warn_user(
             "the plan is for fp8, and no layer of the model computes in 8 bits; "
             "torchao.float8.convert_to_float8_training(model) before parallelize",
             PrecisionNote,
-            stacklevel=3,
         )
 
 

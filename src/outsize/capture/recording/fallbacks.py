@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -49,7 +48,7 @@ from outsize.capture.recording.weight_cache import own_weight_cache
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
 from outsize.program.python_reads import LOSS
 from outsize.program.replaying.modes import Modes, current_modes
-from outsize.program.source_line import raising_line
+from outsize.program.source_line import raising_line, warn_user
 from outsize.program.tape import Ref, Tape
 from outsize.program.tree import map_tensors, tensors_in, with_copied_tensors
 from outsize.program.weights.of_loss import loss_modules, plain_model, with_loss
@@ -164,11 +163,10 @@ def _rule_of(loss_fn: LossFn | None, options: TapeOptions) -> LeafRule:
 @functools.cache
 def _say_what_is_not_seen() -> None:
     version = ".".join(map(str, sys.version_info[:2]))
-    warnings.warn(
+    warn_user(
         f"what a forward reads is not traced on Python {version}: numbers and texts in the attributes of "
         "modules and of `config` are compared before each step, other values keep what they were when the "
         "forward was recorded, and the loss function is called at each microbatch; use Python 3.11 to 3.13",
-        stacklevel=3,
     )
 
 
@@ -266,7 +264,7 @@ def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torc
 def _said(notes: tuple[str, ...], rule: LeafRule) -> tuple[str, ...]:
     """Says, where the recording is to run, what of the forward will not be done."""
     for note in notes if rule.guards_reads else ():
-        warnings.warn(f"{note}; move that code into a submodule, or out of the forward", stacklevel=2)
+        warn_user(f"{note}; move that code into a submodule, or out of the forward")
     return notes
 
 

@@ -30,9 +30,11 @@ from outsize.cli.processes.tune_worker import cluster, device_type, pin, quieten
 from outsize.cli.screen import Screen
 from outsize.device.accelerators import current_device, synchronize
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
+from outsize.ops.training import parallelize
+from outsize.ops.tuning import tune
 from outsize.program.tree import map_leaves
 from outsize.schedules.families import GPIPE, SEQUENTIAL
-from outsize.train.launch.launch import World
+from outsize.train.world.world import World
 
 Step = Callable[[], None]
 
@@ -51,7 +53,7 @@ def tutorial(job: TutorialJob, world: World) -> TutorialOutcome:
     with screen.working(f"building {job.model}"):
         inputs = make_model_input(job.model, job.input, job.batch, seed=job.seed)
     with screen.bar("tuning") as progress:
-        tuned = api.tune(
+        tuned = tune(
             *inputs.call, **inputs.loss, cluster=cluster(world), trials=job.trials, progress=progress
         )
     plan = tuned.plan
@@ -100,7 +102,7 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _engine(inputs: ModelInput, plan: Plan) -> Step:
     model, args, kwargs = inputs.call
-    engine = api.parallelize(copy.deepcopy(model), args, kwargs, **inputs.loss, plan=plan, optimizer=_sgd)
+    engine = parallelize(copy.deepcopy(model), args, kwargs, **inputs.loss, plan=plan, optimizer=_sgd)
     target = inputs.objective.target
     return lambda: _ignore(engine.step(*args, target=target, **kwargs))
 

@@ -29,7 +29,7 @@ class CheckJob(Record):
 
 @final
 class CheckOutcome(Record):
-    """Holds what rank 0 found (api/device_checks/place.py)."""
+    """Holds what rank 0 found (ops/doctor/check_place.py)."""
 
     figures: dict[str, float]
     wrong: tuple[str, ...] | None
@@ -64,9 +64,10 @@ def _run(job: CheckJob, folder: JobFolder) -> None:
     from outsize.device.accelerators import REPEATABLE, device_type
 
     os.environ.update(REPEATABLE)
-    from outsize.api.device_checks.check_place import CheckPlace
-    from outsize.api.device_checks.table import CHECKS
-    from outsize.train.launch.launch import join, leave
+    from outsize.ops.doctor.check_place import CheckPlace
+    from outsize.ops.doctor.table import CHECKS
+    from outsize.train.world.join import join
+    from outsize.train.world.world import leave
 
     world = join(device_type())
     check = next(check for check in CHECKS if check.name == job.check)

@@ -19,7 +19,7 @@ from outsize.cli.processes.job import JobFolder
 from outsize.ir.answers.device_report import CheckResult
 
 if TYPE_CHECKING:
-    from outsize.api.device_checks.table import DeviceCheck
+    from outsize.ops.doctor.table import DeviceCheck
 
 _LAST_CHARACTERS: Final = 600
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, final
 
+from outsize.files.private_folder import private_folder
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.answers.runs.recorded_run import RecordedRun, RunStep
 from outsize.ir.answers.utilisation import Idle, Utilisation
@@ -21,7 +22,6 @@ from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.report.wording import idle_next_step, idle_sentence
-from outsize.train.launch.spec import private_folder
 
 
 @final

@@ -19,8 +19,8 @@ from outsize.files.run_folders import RunFolder
 from outsize.ir.base import Record
 from outsize.ir.formatting import whole_number
 from outsize.ir.hardware.devices import places_in
-from outsize.run.watchdog.options import WatchOptions
-from outsize.train.launch.launch import LaunchSpec, launch, processes_for
+from outsize.ops.launch.launch import LaunchSpec, launch, processes_for
+from outsize.ops.watchdog.options import WatchOptions
 
 PROCESSES = 2
 _OUTCOME: TypeAdapter[RunOutcome | FinishedRun] = TypeAdapter(RunOutcome | FinishedRun)

@@ -45,8 +45,9 @@ def main(folder: Path, repeats: int) -> None:
 
     from outsize.capture.measure.links import measure_links
     from outsize.device.accelerators import CPU, current_device, device_count, device_type
-    from outsize.train.launch.launch import join, leave
     from outsize.train.measure.round_trip import make_wire
+    from outsize.train.world.join import join
+    from outsize.train.world.world import leave
 
     has_devices = device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     world = join(device_type() if has_devices else CPU)

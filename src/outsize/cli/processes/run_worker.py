@@ -1,7 +1,7 @@
 """Runs one process of `outsize run MODEL`: builds the model, agrees on a plan, trains, writes the figures to
 a file.
 
-It is started by cli/processes/launch.py under train/launch/launch.py as `python -m
+It is started by cli/processes/launch.py under ops/launch/launch.py as `python -m
 outsize.cli.processes.run_worker FOLDER`; rank 0 has the terminal and shows the bars.
 """
 
@@ -34,6 +34,8 @@ from outsize.errors import OutsizeError
 from outsize.ir.base import Record
 from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
+from outsize.ops.publish.recorder import RunRecorder
+from outsize.ops.training import parallelize
 from outsize.planner.advice.overview import Outlook
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.transport.control_messages import broadcast_json
@@ -41,11 +43,10 @@ from outsize.train.checkpoint.checkpoints import newest_folder
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine
-from outsize.train.launch.launch import World, join, leave
-from outsize.train.launch.spec import devices_needed
-from outsize.train.launch.world import device_type_for, visible_accelerators
 from outsize.train.measure.units import is_timed_here
-from outsize.train.publishing.recorder import RunRecorder
+from outsize.train.world.join import join
+from outsize.train.world.variables import devices_needed
+from outsize.train.world.world import World, device_type_for, leave, visible_accelerators
 
 _OUTLOOK = TypeAdapter(Outlook)
 
@@ -199,7 +200,7 @@ def _engine(job: RunJob, inputs: ModelInput, plan: Plan) -> Engine:
     def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=job.lr, fused=plan.streams or None)
 
-    return api.parallelize(
+    return parallelize(
         *inputs.call,
         **inputs.loss,
         plan=plan,

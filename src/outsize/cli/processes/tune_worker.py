@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from outsize import api
 from outsize.cli.model_input import make_model_input
 from outsize.cli.processes.job import JobFolder, TuneJob
 from outsize.cli.processes.run_worker import serve
@@ -19,7 +18,8 @@ from outsize.device import accelerators
 from outsize.device.accelerators import CPU, device_count
 from outsize.device.cores import usable_cores
 from outsize.ir.answers.tuned import Tuned
-from outsize.train.launch.launch import World
+from outsize.ops import tuning
+from outsize.train.world.world import World
 
 
 def main(folder: JobFolder) -> None:
@@ -37,7 +37,7 @@ def tune(job: TuneJob, world: World) -> Tuned:
         inputs = make_model_input(job.model, job.input, job.batch, seed=job.seed)
     steps = itertools.count(1)
     with screen.bar("tuning") as progress:  # laps of the profile first, then real steps
-        return api.tune(
+        return tuning.tune(
             *inputs.call,
             **inputs.loss,
             cluster=cluster(world),

@@ -18,7 +18,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Fewer steps and smaller mo
 
 def demo(out: Out = Path("demo-out"), quick: Quick = False, json: options.Json = False) -> None:
     """Plan, check and train a GPT-2 on real text and a ResNet-50 on real images, over two processes."""
-    from outsize.demo import main
+    from outsize.cli.demo import main
 
     # Under --json the demo's own tables go to stderr.
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():

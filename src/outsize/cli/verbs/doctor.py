@@ -19,8 +19,8 @@ from outsize.errors import BadOption
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from outsize.api.device_checks.table import DeviceCheck
     from outsize.ir.answers.device_report import DeviceReport
+    from outsize.ops.doctor.table import DeviceCheck
 
 WIDTH: Final = 256
 Gpu = Annotated[bool, typer.Option("--gpu", help="Check the accelerators here: numbers, memory, seconds.")]
@@ -57,7 +57,7 @@ def doctor(
         return
     if nproc is not None or only is not None or out is not None:
         raise BadOption("--nproc, --only and --out belong to --gpu", next_step="outsize doctor --gpu")
-    from outsize.api.health import doctor
+    from outsize.ops.doctor.health import doctor
 
     with screen.working("examining this machine"):
         health = doctor(os.environ)
@@ -77,11 +77,11 @@ def _report(
 
     Raises BadOption where there is no accelerator, or no check of a name.
     """
-    from outsize.api.device_checks.measured_cluster import measured_cluster
-    from outsize.api.health import doctor
     from outsize.cli.processes.device_checks import run_checks
     from outsize.device.accelerators import accelerator_type, device_count, spoken
     from outsize.ir.answers.device_report import CheckResult, DeviceReport
+    from outsize.ops.doctor.health import doctor
+    from outsize.ops.doctor.measured_cluster import measured_cluster
 
     kind, count = accelerator_type(), device_count()
     if kind is None:
@@ -111,7 +111,7 @@ def _report(
 
 
 def _chosen(only: str | None) -> tuple[DeviceCheck, ...]:
-    from outsize.api.device_checks.table import CHECKS
+    from outsize.ops.doctor.table import CHECKS
 
     if only is None:
         return CHECKS

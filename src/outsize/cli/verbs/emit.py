@@ -27,7 +27,7 @@ from outsize.cli.screen import Screen
 from outsize.errors import BadOption
 from outsize.ir.answers.job import DNS_LABEL
 from outsize.ir.formatting import whole_number
-from outsize.report.jobs.engines import Engine, Scheduler
+from outsize.ops.jobs.engines import Engine, Scheduler
 
 if TYPE_CHECKING:
     from outsize.api.options import OutlookOptions
@@ -144,7 +144,7 @@ def emit(
     the engine starts it again.
     """
     from outsize.ir.answers.job import ClusterJob
-    from outsize.report.jobs.engines import job_text
+    from outsize.ops.jobs.engines import job_text
 
     if share_gpus and (engine, scheduler) != ("kubernetes", "kai"):
         raise BadOption(
@@ -207,7 +207,7 @@ def _plans(paths: Sequence[Path] | None) -> list[Plan]:
 
 def _request_of_plans(plans: Sequence[Plan], nodes: str, cluster: str | None) -> JobRequest:
     """Returns the request of a script whose model is not known. Raises BadOption without a plan."""
-    from outsize.api import job_request_of_plans
+    from outsize.ops.jobs.requests import job_request_of_plans
 
     if not plans:
         raise BadOption(
@@ -221,7 +221,7 @@ def _request(
     inputs: ModelInput, asked: OutlookOptions, plans: Sequence[Plan], nodes: str, cluster: str | None
 ) -> JobRequest:
     """Returns the request of a model that is planned here. Raises BadOption for several plans."""
-    from outsize.api import job_request
+    from outsize.ops.jobs.requests import job_request
 
     if len(plans) > 1:
         raise BadOption(

@@ -186,12 +186,12 @@ def _deliver_largest(screen: Screen, max: str, size: ModelSize, asked: FitOption
 
 
 def _ranked(inputs: ModelInput, asked: FitOptions, devices: str, prices: str | None) -> ClusterRanking:
-    from outsize import api
+    from outsize.ops.renting import rank_clusters
 
     wanted: FitOptions = {**asked, **inputs.loss}
     wanted.pop("cluster", None)
     named = [name.strip() for name in devices.split(",") if name.strip()]
-    return api.rank_clusters(*inputs.call, devices=named, prices=options.prices_in(prices), **wanted)
+    return rank_clusters(*inputs.call, devices=named, prices=options.prices_in(prices), **wanted)
 
 
 def _deliver_ranking(screen: Screen, ranking: ClusterRanking, top: int) -> None:

@@ -29,9 +29,9 @@ from outsize.errors import BadOption
 from outsize.files.run_folders import RunFolder
 from outsize.ir.answers.request import LayoutOptions
 from outsize.ir.hardware.memory_share import checked_share
-from outsize.run.watchdog.options import WatchOptions
+from outsize.ops.launch.launch import processes_for
+from outsize.ops.watchdog.options import WatchOptions
 from outsize.train.checkpoint.interval import SaveInterval
-from outsize.train.launch.launch import processes_for
 
 STEPS: Final = 10
 _PROCESSES: Final = "Processes (torchrun's flags, before TARGET)"
@@ -379,7 +379,7 @@ def run(
 
 def _dashboard(port: int) -> Callable[[RunFolder | None], AbstractContextManager[None]]:
     """Returns what serves the run's page. Raises BadOption."""
-    from outsize.cli.processes import dashboard
+    from outsize.ops.publish import dashboard
 
     return dashboard.dashboard(port, os.environ.get(dashboard.TOKEN), dashboard.say)
 

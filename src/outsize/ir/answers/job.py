@@ -1,6 +1,6 @@
 """Defines a job of a cluster: the numbers of nodes that have a plan, and how the run is started on them.
 
-outsize emit ENGINE TARGET  ->  JobRequest (api/jobs.py)  ->  ClusterJob  ->  report/jobs writes the file
+outsize emit ENGINE TARGET -> JobRequest (ops/jobs/requests.py) -> ClusterJob -> ops/jobs writes the file
 """
 
 from __future__ import annotations

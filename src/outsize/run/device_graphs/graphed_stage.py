@@ -25,7 +25,6 @@ Oracle: tests/device/test_graphs_device.py, on the simulated device and on a GPU
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -39,6 +38,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from outsize.device.graphs import DeviceGraph, DrawStates, GraphRecorder, Memory, has_graphs
 from outsize.ir.answers.compilation import StageGraphs
+from outsize.program.source_line import warn_user
 from outsize.program.weights.lookup import weight_named
 from outsize.run.device_graphs.static_values import (
     ValueLayout,
@@ -104,7 +104,7 @@ class DeviceGraphs:
     def refuse(self, stage: int, reason: str) -> None:
         """Says once why a stage runs without graphs."""
         if stage not in self._reasons and self._speaks:
-            warnings.warn(f"stage {stage} runs without device graphs: {reason}", NotRecorded, stacklevel=2)
+            warn_user(f"stage {stage} runs without device graphs: {reason}", NotRecorded)
         self._reasons.setdefault(stage, reason)
 
 

@@ -16,13 +16,13 @@ tests/parity/test_compiled_draws.py.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from outsize.program.source_line import warn_user
 from outsize.run.stage.rng import Seed
 from outsize.run.stage.seeded_draws import SeededDraws, seed_at
 
@@ -74,10 +74,9 @@ class StageCompiler:
                     raise
                 now[0] = function
                 reason = str(error).strip().partition("\n")[0]
-                warnings.warn(
+                warn_user(
                     f"{function.__name__} runs as it is, since {self.backend} cannot compile it: {reason}",
                     CompilationFailed,
-                    stacklevel=2,
                 )
                 return function(*values)
 

@@ -18,7 +18,6 @@ seeded faults.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from typing import Final, final
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from outsize.device.streams import Stream, StreamEvent, Streams
 from outsize.errors import BoundaryMismatch
+from outsize.program.source_line import warn_user
 from outsize.run.transport.wire_layout import WireLayout, packed_bytes
 
 # So many copies may be under way before the oldest source is freed; so many page-locked staging buffers
@@ -234,10 +234,9 @@ def checked_link(streams: Streams, source: str, destination: str) -> DeviceLink:
     if not (streams.is_host(source) or streams.is_host(destination)):
         staged = DeviceLink(streams, source, destination, _ThroughHost(streams, source, destination))
         if not _wrong_bytes(streams, source, staged):
-            warnings.warn(
+            warn_user(
                 f"{what} ({numbers}): they go through the host instead, which is slower. Peer-to-peer copies "
                 "behind an IOMMU do this; disable it, or the ACS of the PCIe bridges",
-                stacklevel=2,
             )
             return staged
     raise BoundaryMismatch(what, numbers=numbers, next_step="train with other devices, and test this one")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption, ExampleRejected
 from outsize.errors.arguments import shown
+from outsize.program.source_line import warn_user
 from outsize.program.tree import Steps, tensors_in
 from outsize.run.stage.to_device import TapeHome
 from outsize.train.batch.batch import Batch, Dims, evaluating_loss
@@ -190,12 +191,11 @@ def warn_of_tables(batch: Batch, rejection: Rejection, asked: Asked) -> None:
         whole = (*dims[:place], None, *dims[place + 1 :])
         is_asked = owner not in asked and tensor.is_floating_point()
         if is_asked and rejection(_grown(replace(batch, dims=whole))) is None:
-            warnings.warn(
+            warn_user(
                 f"argument {owner!r} {tuple(tensor.shape)} is split along dim {dims[place]}, because it has "
                 "as many rows as there are samples; the model takes it whole as well. Say which: "
                 f"batch_dims={{{owner!r}: None}} for a table, {{{owner!r}: {dims[place]}}} for samples",
                 SplitTable,
-                stacklevel=2,
             )
 
 
@@ -207,12 +207,11 @@ def _warn_of_lists(batch: Batch, rejection: Rejection, asked: Asked) -> None:
         is_asked = steps in listed and owner not in asked and all(isinstance(n, int | float) for n in value)
         whole = replace(batch, listed=tuple(other for other in listed if other != steps))
         if is_asked and rejection(_grown(whole)) is None:
-            warnings.warn(
+            warn_user(
                 f"argument {owner!r}, {len(value)} numbers, is split, because there are as many samples; the "
                 f"model takes it whole as well. Say which: batch_dims={{{owner!r}: None}} for a setting, "
                 f"{{{owner!r}: 0}} for a number of each sample",
                 SplitTable,
-                stacklevel=3,
             )
 
 

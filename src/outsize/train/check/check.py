@@ -24,7 +24,7 @@ from outsize.capture.fakes.untouched import taken_back
 from outsize.capture.graph.build import Captured
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn
-from outsize.errors import BadOption, ExampleRejected, OutsizeError, RankFailed, ReplayMismatch
+from outsize.errors import BadOption, ExampleRejected, OutsizeError, ReplayMismatch
 from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE, Verdict
 from outsize.ir.plan import Plan
 from outsize.program.objects import model_copy
@@ -38,6 +38,7 @@ from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.checks import insist_on_loss, insist_on_values
 from outsize.train.batch.loss_weights import UnknownShares
+from outsize.train.check import worker
 from outsize.train.check.compare import (
     Differences,
     PlainLoop,
@@ -58,9 +59,8 @@ from outsize.train.check.worker import SENDABLE, Ambient, Payload, run_rank
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.forks import can_fork, run_in_forks
-from outsize.train.launch.launch import run_script
 from outsize.train.variants.variant import Variants
+from outsize.train.world.local_ranks import can_fork, run_in_forks, run_in_interpreters
 
 # So many steps are compared where a model or loss keeps state from call to call.
 STATEFUL_STEPS = 3
@@ -287,7 +287,7 @@ def _engine(question: Question) -> Engine:
 def _over_processes(question: Question, batches: Sequence[Batch]) -> list[TrainingSnapshot]:
     """Returns the snapshots of a run with a process for each rank: forks of this one where they can compute.
 
-    Elsewhere the processes are launched, and the model is sent to them.
+    Elsewhere they are new interpreters, and the model is sent to them.
     """
     ranks = question.plan.axes.world_size
     plan = by_blocks(question.plan, question.planned.graph)
@@ -298,12 +298,12 @@ def _over_processes(question: Question, batches: Sequence[Batch]) -> list[Traini
         if can_fork():
             run_in_forks(ranks, lambda: run_rank((_copied(question.model), *rest), Path(folder)))
         else:
-            _launch(ranks, (question.model, *rest), Path(folder))
+            _send(ranks, (question.model, *rest), Path(folder))
         parts = [read_value(Path(folder) / f"rank{rank}.values") for rank in range(ranks)]
     return [merge(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
 
-def _launch(ranks: int, payload: Payload, folder: Path) -> None:
+def _send(ranks: int, payload: Payload, folder: Path) -> None:
     try:
         torch.save(payload, folder / "question.pt")
     except Exception as error:
@@ -312,11 +312,7 @@ def _launch(ranks: int, payload: Payload, folder: Path) -> None:
             numbers=f"{type(error).__name__}: {error}",
             next_step=SENDABLE,
         ) from error
-    code = run_script(["outsize.train.check.worker", str(folder)], ranks, module=True)
-    if code:
-        raise RankFailed(
-            "a process of the check failed", numbers=f"exit code {code}", next_step="see its traceback above"
-        )
+    run_in_interpreters(ranks, worker.__name__, str(folder))
 
 
 def _first_divergence(

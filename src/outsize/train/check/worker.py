@@ -27,8 +27,8 @@ from outsize.train.batch.loss_weights import UnknownShares
 from outsize.train.check.compare import adamw, engine_snapshots
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import join, leave
-from outsize.train.launch.world import visible_accelerators
+from outsize.train.world.join import join
+from outsize.train.world.world import leave, visible_accelerators
 
 
 @final
@@ -63,7 +63,7 @@ SENDABLE = "define them at the top level of an importable module, or check in on
 
 
 def main(folder: Path) -> None:
-    """Runs as `python -m outsize.train.check.worker FOLDER` under a launcher."""
+    """Runs as `python -m outsize.train.check.worker FOLDER` as a rank."""
     torchvision_operators.install()  # what is unpickled may import torchvision
     run_rank(_loaded(folder / "question.pt"), folder)
 
@@ -91,13 +91,11 @@ def _loaded(file: Path) -> Payload:
     try:
         return torch.load(file, weights_only=False)
     except (AttributeError, ImportError) as error:  # a class of a script or a notebook
-        unsent = BadOption(
+        raise BadOption(
             "the model, batch or loss function cannot be rebuilt in another process",
             numbers=f"{type(error).__name__}: {error}",
             next_step=SENDABLE,
-        )
-        unsent.shared = True
-        raise unsent from error
+        ) from error
 
 
 if __name__ == "__main__":

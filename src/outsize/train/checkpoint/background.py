@@ -22,7 +22,7 @@ from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import PartFacts
 from outsize.run.checkpoint.overwrite import MappedWriter
 from outsize.run.checkpoint.write import abandon, publish, write_part
-from outsize.run.watchdog.stacks import SAVER
+from outsize.run.progress import SAVER
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.progress import SaveProgress, shown
 

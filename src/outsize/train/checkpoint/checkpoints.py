@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,6 +35,7 @@ from torch.utils.data import Dataset, IterableDataset
 from outsize.errors import BadOption
 from outsize.errors.arguments import insist_on_whole_number
 from outsize.ir.plan import Plan
+from outsize.program.source_line import warn_user
 from outsize.program.values.tensor_bits import flat_bytes
 from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import published, step_of
@@ -268,20 +268,18 @@ class Checkpoints:
     def _warn_of_schedulers(self, optimizer: Optimizer | None) -> None:
         scheduled = optimizer is not None and any("initial_lr" in g for g in groups_of(optimizer))
         if scheduled and not self._attached.objects and self._held.crew.global_rank == 0:
-            warnings.warn(
+            warn_user(
                 "the optimizer's learning rate scheduler is not saved: engine.attach(scheduler=scheduler)",
                 ResumeNote,
-                stacklevel=6,
             )
 
     def _warn_of_one_layout(self, optimizers: Mapping[str, Facts]) -> None:
         kinds = [facts["class"] for facts in optimizers.values() if is_of_layout(facts)]
         if kinds and self._held.crew.global_rank == 0:
-            warnings.warn(
+            warn_user(
                 f"{', '.join(kinds)} keeps a state of all weights of a rank together: this run goes on in "
                 "the same layout only",
                 ResumeNote,
-                stacklevel=6,
             )
 
     def _own_chunks(self, tensors: Mapping[str, Tensor], apart: Sequence[str]) -> list[Chunk]:
@@ -407,12 +405,11 @@ class Checkpoints:
         elif self._held.crew.global_rank == 0:
             own = "" if name == OWN else f" {name.partition('/')[2]!r}"
             there = ", ".join(each["class"] for each in saved.values()) or "none"
-            warnings.warn(
+            warn_user(
                 f"{self._resumed.folder} has no optimizer{own}, so {optimizer.kind} starts anew (step "
                 f"{self._resumed.step}; optimizers: {there}). Next: weights={str(self._resumed.folder)!r} "
                 "without resume=, if that is meant",
                 ResumeNote,
-                stacklevel=5,
             )
 
     def _random(self, saved: CheckpointReader, below: str) -> dict[str, Tensor]:
@@ -433,15 +430,12 @@ class Checkpoints:
         if self._held.crew.global_rank:
             return
         if changed is not None:
-            warnings.warn(
-                f"{changed} has another code than when {saved.folder} was saved", ResumeNote, stacklevel=5
-            )
+            warn_user(f"{changed} has another code than when {saved.folder} was saved", ResumeNote)
         if layout_of(before) != layout_of(now):
-            warnings.warn(
+            warn_user(
                 f"going on at step {saved.values['steps']} from {saved.folder} with {layout_of(now)}; "
                 f"it was saved with {layout_of(before)}",
                 ResumeNote,
-                stacklevel=5,
             )
 
     # -- what else is saved ------------------------------------------------------------------------------
@@ -472,7 +466,7 @@ class Checkpoints:
             return
         state = saved.values["also"].get(name)
         if state is None:
-            warnings.warn(f"{saved.folder} has no {name!r}; it starts anew", ResumeNote, stacklevel=4)
+            warn_user(f"{saved.folder} has no {name!r}; it starts anew", ResumeNote)
             return
         rank, ranks = self._held.crew.global_rank, 0 if "same" in state else len(state["by_rank"])
         if ranks and ranks != _ranks(self._group):
@@ -493,10 +487,9 @@ class Checkpoints:
         """Says once, at the first step, which objects of the checkpoint were not attached again."""
         if self._unclaimed and self._held.crew.global_rank == 0:
             names = ", ".join(f"{name}=..." for name in self._unclaimed)
-            warnings.warn(
+            warn_user(
                 f"the checkpoint has more than was asked for: engine.attach({names})",
                 ResumeNote,
-                stacklevel=3,
             )
         self._unclaimed = []
 

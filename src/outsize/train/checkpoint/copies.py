@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import final
 
 from outsize.train.checkpoint.interval import SaveInterval
-from outsize.train.launch.launch import peer_copies
+from outsize.train.world.join import peer_copies
 
 
 @final

@@ -8,7 +8,6 @@ loop:  engine.step(...)        engine.checkpoint("run", every="10m")
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Protocol, final
 import torch.distributed as dist
 
 from outsize.errors import NotSaved, Preempted
+from outsize.program.source_line import warn_user
 from outsize.run.transport.control_messages import broadcast_json
 from outsize.train.checkpoint.copies import CopyRule, copy_rule
 from outsize.train.checkpoint.interval import SaveInterval
@@ -87,7 +87,7 @@ class StepCopier:
             self._has_room = False
             if self._is_first:
                 text = f"the run goes on without copies in memory: {error}"
-                warnings.warn(text, CopyNote, stacklevel=4)
+                warn_user(text, CopyNote)
 
 
 @final

@@ -27,8 +27,8 @@ from outsize.run.weights.source import WeightSource
 from outsize.train.checkpoint.regions import Division, Located, Region, Sizes, located
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.weight_ownership import Ownership
-from outsize.train.launch.model_facts import facts_of
 from outsize.train.ranks.divided_weights import DividedWeights
+from outsize.train.world.model_facts import facts_of
 
 MODEL: Final = "model"
 BUFFERS: Final = "buffers"

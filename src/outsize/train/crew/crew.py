@@ -44,6 +44,7 @@ from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.base import Moves, Resident
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.moves.fsdp import Fill, ShardedWeights
+from outsize.run.progress import Progress
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.stage.cut import Cut
@@ -51,7 +52,6 @@ from outsize.run.transport.base import CHANNELS, Transport
 from outsize.run.transport.control_messages import all_gather_json, all_gather_values
 from outsize.run.transport.process_group import SENDS_AHEAD, TransportGroups
 from outsize.run.transport.same_host import connect
-from outsize.run.watchdog.progress import Progress
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
 from outsize.schedules.message import wires

@@ -6,7 +6,6 @@ the step where they use it too (tied weights). A weight that no program has used
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
+from outsize.program.source_line import warn_user
 from outsize.program.values.shared_storage import overlapping
 from outsize.program.values.wrapper_tensors import plain_parts
 from outsize.program.weights.of_loss import of_loss
@@ -70,7 +70,7 @@ class Ownership:
         if sharded:
             self._shard(sharded, notes)
         for note in notes if self._crew.global_rank == 0 else ():
-            warnings.warn(note, stacklevel=2)
+            warn_user(note)
         if self._crew.device is not None and self._crew.device.type == "cpu":
             keep_freed_memory()
 

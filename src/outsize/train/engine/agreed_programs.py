@@ -20,9 +20,9 @@ from outsize.program.tape import Modes, Ref, Weight
 from outsize.program.tree import map_leaves
 from outsize.train.batch.batch import Batch
 from outsize.train.crew.crew import Crew
-from outsize.train.launch.model_facts import text_of
 from outsize.train.ranks.program_agreement import WHOLE, ProgramAgreement, ProgramCard
 from outsize.train.variants.variant import ProgramChange, Variant
+from outsize.train.world.model_facts import text_of
 
 _SHOWN = 80
 

@@ -3,7 +3,7 @@
     outsize.parallelize(model, (x,), ..., callbacks=[MyCallback()])
 
 Every rank has the same callbacks, because the facts of a step are gathered from all ranks; rank 0 alone calls
-them. Nothing is gathered for steps that no callback wants (`every`, `every_s`).
+them, but for `on_start`. Nothing is gathered for steps that no callback wants (`every`, `every_s`).
 
     rank 0's clock   |0.0 s      |0.5 s            |1.0 s                           |2.0 s
     steps            1           2  3              4  5  6  7                       8  ...
@@ -32,12 +32,23 @@ from outsize.device.accelerators import is_accelerator, peak_bytes
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
+from outsize.run.progress import Progress, Straggler
 from outsize.run.transport.control_messages import all_gather_json
-from outsize.run.watchdog.stragglers import Straggler
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.optimizer_groups import learning_rate
+from outsize.train.world.world import World
 
 _TELLING_SHARE: Final = 0.01
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StartFacts:
+    """A run that begins: its plan, this process's place in it, and where its engine says what it does."""
+
+    plan: Plan
+    world: World
+    progress: Progress
 
 
 @final
@@ -97,14 +108,18 @@ class ReplanFacts:
 
 
 class Callback(Protocol):
-    """Is told what happens; override what you need. Rank 0 alone calls it.
+    """Is told what happens; override what you need. But for `on_start`, rank 0 alone calls it.
 
-    `every` is how many steps are between two calls of `on_step`; where `every_s` is above 0, about so many
-    seconds are, and telling takes at most a hundredth of the time.
+    `every` is how many steps are between two calls of `on_step`, 0 for none at all; where `every_s` is above
+    0, about so many seconds are, and telling takes at most a hundredth of the time. What `on_start` has set
+    counts.
     """
 
     every: int = 1
     every_s: float = 0.0
+
+    def on_start(self, facts: StartFacts) -> None:
+        """Is called by every rank when its engine is ready, and has gone on from a checkpoint if it does."""
 
     def on_step(self, facts: StepFacts) -> None:
         """Is called after an update of the weights."""
@@ -153,9 +168,22 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback], crew: Crew, plan: Plan) -> None:
         self._callbacks, self._crew, self._plan = tuple(callbacks), crew, plan
-        self._clocks = [_Clock(one.every_s) if one.every_s > 0 else None for one in self._callbacks]
+        self._clocks = self._made_clocks()
         self._told: tuple[int, float] | None = None  # the last step that was told, and when that was over
         self._telling_s = 0.0
+
+    def _made_clocks(self) -> list[tuple[Callback, _Clock | None]]:
+        """Returns the callbacks that are told of steps, with the clocks of those that have one."""
+        of_steps = [one for one in self._callbacks if one.every]
+        return [(one, _Clock(one.every_s) if one.every_s > 0 else None) for one in of_steps]
+
+    def start(self, world: World) -> None:
+        """Tells all on every rank that the run begins; each may then say that it wants no steps."""
+        facts = StartFacts(self._plan, world, self._crew.progress)
+        for callback in self._callbacks:
+            if hasattr(callback, "on_start"):  # One that is like a Callback, but none, may not know it.
+                callback.on_start(facts)
+        self._clocks = self._made_clocks()
 
     def after_step(
         self,
@@ -169,7 +197,7 @@ class Callbacks:
         """Tells those that want this step; all ranks call this together."""
         due = [
             (callback, clock)
-            for callback, clock in zip(self._callbacks, self._clocks, strict=True)
+            for callback, clock in self._clocks
             if (step % callback.every == 0 if clock is None else clock.is_due(step))
         ]
         if not due:

@@ -36,12 +36,12 @@ from outsize.program.replaying.modes import outside_autocast
 from outsize.program.tree import map_tensors
 from outsize.program.weights.of_loss import loss_parts, with_loss
 from outsize.run.by_module.run import OwnedRun
+from outsize.run.progress import watched
 from outsize.run.stage.compile import insist_on_backend
 from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.transport.control_messages import all_gather_json
-from outsize.run.watchdog.progress import watched
 from outsize.run.weights.pretrained_names import is_pretrained
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.batch.batch import Batch, as_target, microbatches_in
@@ -99,6 +99,7 @@ from outsize.train.ranks.expert_parallel import divided_ranks
 from outsize.train.ranks.tensor_parallel import insist_on_whole
 from outsize.train.variants.results import BatchLoss, EvalResult, StepResult, evaluating
 from outsize.train.variants.variant import RecordingOptions
+from outsize.train.world.world import World
 
 DEFAULTS: Final = EngineOptions()
 SHARD_BYTES: Final = 5_000_000_000
@@ -546,6 +547,10 @@ class Engine:
     def on_saving(self, tell: Callable[[SaveProgress], None]) -> None:
         """Sets what is called with the progress of a save."""
         self._checkpoints.background.tell = tell
+
+    def begin(self, world: World) -> None:
+        """Tells the callbacks that the run begins; `parallelize` does so once the engine is ready."""
+        self._callbacks.start(world)
 
     def resume(self, root: str | Path) -> int | None:
         """Goes on from the newest complete checkpoint in `root`; returns its steps, or None where there is

@@ -16,7 +16,6 @@ step itself has written (timm's Adafactor finds its own for each weight) is the 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outsize.errors import WorldMismatch
+from outsize.program.source_line import warn_user
 from outsize.run.tensor_parallel.collectives import local_of
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.train.crew.optimizer_groups import learning_rates
@@ -129,12 +129,11 @@ class UpdateWatch:
         """Warns where the weights have had no other since the last step."""
         if self._versions and not self._is_said and _versions(parameters) == self._versions:
             self._is_said = True
-            warnings.warn(
+            warn_user(
                 "two steps have run and nothing has changed the weights: the engine has no optimizer. Next: "
                 "parallelize(..., optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)), or "
                 "step(..., update=False) to add up gradients alone",
                 NothingUpdates,
-                stacklevel=4,
             )
 
 

@@ -6,7 +6,6 @@ by a later step, once it is there, so that the host never waits for it.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import final
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize.device.readback import HostCopy
+from outsize.program.source_line import warn_user
 from outsize.train.batch.batch import Batch
 
 
@@ -48,7 +48,7 @@ def warn_of_loss(
     step: int, parts: Sequence[Batch], named: Iterable[tuple[str, Tensor]], place: str | None
 ) -> None:
     """Warns of the loss of a step: of the data, the weights, or the place where it became NaN or infinite."""
-    warnings.warn(_words(step, parts, named, place), NonFiniteLoss, stacklevel=3)
+    warn_user(_words(step, parts, named, place), NonFiniteLoss)
 
 
 def _words(step: int, parts: Sequence[Batch], named: Iterable[tuple[str, Tensor]], place: str | None) -> str:

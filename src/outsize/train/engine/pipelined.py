@@ -10,7 +10,6 @@ its instructions read, so inputs and targets are never sent between ranks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 from outsize.ir.answers.compilation import StageGraphs
 from outsize.ir.plan import Plan
 from outsize.program.generate import naming_instructions
+from outsize.program.source_line import warn_user
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import Calls, DeferredStatistics
@@ -206,14 +206,13 @@ class Pipelined(Executor):
         each = [variant.shares for variant in variants]
         doubt, unexpected = doubt_of(each, counted), unexpected_of(each)
         if unexpected is not None and not self._warned_of_trial and self._crew.global_rank == 0:
-            warnings.warn(f"{trial_text(unexpected)}; its tape decided", UnknownShares, stacklevel=2)
+            warn_user(f"{trial_text(unexpected)}; its tape decided", UnknownShares)
         self._warned_of_trial |= unexpected is not None
         if doubt is not None and not self._warned and self._crew.global_rank == 0:
-            warnings.warn(
+            warn_user(
                 f"the share of each microbatch in the loss cannot be derived: {doubt}; they count by their "
                 "samples, which may not give the loss of the whole batch. outsize check shows by how much",
                 UnknownShares,
-                stacklevel=2,
             )
         self._warned |= doubt is not None
 

@@ -13,7 +13,6 @@ them costs.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,6 +25,7 @@ from outsize.device.memory_limit import free_bytes
 from outsize.errors import BadOption
 from outsize.ir.formatting import bytes_text
 from outsize.ir.plan import Axes, Plan
+from outsize.program.source_line import warn_user
 from outsize.run.tensor_parallel.collectives import local_of, shard_like
 from outsize.run.weights.freed import FreedWeight, bare
 from outsize.train.batch.checks import made_optimizer, refused_closure
@@ -114,12 +114,11 @@ class OptimizerPlacing:
         widest = max(found, key=lambda each: _REACHES.index(each.reach))
         unknown = next((each.unknown for each in found if each.unknown), None)
         if unknown is not None and is_spread and mesh.rank == 0:
-            warnings.warn(
+            warn_user(
                 "what the optimizer's steps depend on was not found out by a trial on small weights "
                 f"({unknown}), so one rank steps all weights. Next: a factory that takes any parameters, "
                 "such as optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
                 OwnerNote,
-                stacklevel=4,
             )
         return replace(widest, draws=any(each.draws for each in found), unknown=unknown)
 

@@ -13,7 +13,6 @@ well. So is a number on which Python decides differently all the time.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -22,6 +21,7 @@ from outsize.capture.guards.check import ChangedRead
 from outsize.capture.guards.symbolic_numbers import is_number
 from outsize.capture.guards.values import short
 from outsize.program.python_reads import LOSS, PythonRead, ValuePlace
+from outsize.program.source_line import warn_user
 
 StagesOf = Callable[[str], set[int]]
 Key = tuple[object, ...]  # the route of a place
@@ -121,4 +121,4 @@ class ChangedValues:
             read: PythonRead = each.read
             change = f"{read.label} {short(read.value)} -> {short(each.value)}"
             where = read.where.rpartition(os.sep)[2]
-            warnings.warn(f"{change}, {where}: {consequence}", stacklevel=2)
+            warn_user(f"{change}, {where}: {consequence}")

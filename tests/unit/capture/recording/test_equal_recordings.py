@@ -19,7 +19,7 @@ from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.errors import NotCapturable
 from outsize.program.tree import map_leaves
 from outsize.train.engine.agreed_programs import _by_place
-from outsize.train.launch.model_facts import digest_of, facts_of
+from outsize.train.world.model_facts import digest_of, facts_of
 
 
 class Gate(nn.Module):

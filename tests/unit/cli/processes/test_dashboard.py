@@ -13,10 +13,10 @@ import pytest
 from patience import PATIENCE_S
 from run_states import LAUNCH, STATE, TIMELINE
 
-from outsize.cli.processes.dashboard import RunHistory, dashboard
 from outsize.errors import BadOption
 from outsize.files import run_folders
 from outsize.files.run_folders import RunFolder
+from outsize.ops.publish.dashboard import RunHistory, dashboard
 
 TOKEN = "a1" * 10
 

@@ -18,7 +18,7 @@ from outsize.cli.processes.job import RunJob, RunOutcome
 from outsize.cli.screen import Screen
 from outsize.errors import UnknownDevice
 from outsize.ir.answers.request import PlanRequest
-from outsize.train.launch.world import World
+from outsize.train.world.world import World
 
 
 @pytest.mark.parametrize("measured", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outsize import demo
+from outsize.cli import demo
 
 Outsize = Callable[..., Any]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from outsize import __version__
-from outsize.api import health
 from outsize.cli.app import run
 from outsize.device import futex
+from outsize.ops.doctor import health
 from outsize.train.variants.variant import KEPT
 
 

@@ -19,16 +19,6 @@ import pytest
 import torch
 from patience import PATIENCE_S
 
-from outsize.api import health
-from outsize.api.device_checks import measured_cluster as clusters
-from outsize.api.device_checks import numbers, plain_loop
-from outsize.api.device_checks.check_place import CheckPlace
-from outsize.api.device_checks.measured_cluster import measured_cluster
-from outsize.api.device_checks.models import MODELS
-from outsize.api.device_checks.plain_loop import Trained, Training
-from outsize.api.device_checks.table import CHECKS, DeviceCheck
-from outsize.api.health import doctor
-from outsize.api.running import parallelize
 from outsize.cli.app import run
 from outsize.cli.processes import device_checks
 from outsize.cli.processes.device_checks import run_checks
@@ -38,10 +28,19 @@ from outsize.ir.answers.device_report import CheckResult, DeviceReport
 from outsize.ir.cluster_file import load_cluster
 from outsize.ir.graph import Work
 from outsize.ir.hardware.devices import TABLE
+from outsize.ops.doctor import health, numbers, plain_loop
+from outsize.ops.doctor import measured_cluster as clusters
+from outsize.ops.doctor.check_place import CheckPlace
+from outsize.ops.doctor.health import doctor
+from outsize.ops.doctor.measured_cluster import measured_cluster
+from outsize.ops.doctor.models import MODELS
+from outsize.ops.doctor.plain_loop import Trained, Training
+from outsize.ops.doctor.table import CHECKS, DeviceCheck
+from outsize.ops.training import parallelize
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import seconds
 from outsize.report.tables.device_report import device_report_tables
-from outsize.train.launch.world import World
+from outsize.train.world.world import World
 
 WIDTH = 16
 HERE = CheckPlace(World(0, 1, 0, None), torch.device("cpu"), WIDTH)

@@ -14,7 +14,7 @@ from outsize.cli.processes.launch import LaunchPlace
 from outsize.cli.verbs.run import _FOR_TORCHRUN  # pyright: ignore[reportPrivateUsage]
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.answers.utilisation import Idle
-from outsize.train.launch.spec import LaunchSpec
+from outsize.ops.launch.spec import LaunchSpec
 
 Outsize = Callable[..., Any]
 Calls = list[tuple[list[str], int, dict[str, Any]]]

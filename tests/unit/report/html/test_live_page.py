@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 from run_states import LAUNCH, NOW, STATE, TIMELINE
 
 from outsize.ir.answers.run_state import RunDevice, RunOnMachine
+from outsize.ops.publish.prometheus import prometheus_text
 from outsize.report.html.live import LiveFacts, LossPoint, live_page, live_part, loss_svg, memory_svg
-from outsize.report.prometheus import prometheus_text
 
 HOSTILE = LAUNCH.model_copy(update={"command": "<script>alert(1)</script>"})
 LOSSES = (LossPoint(1, 4.0), LossPoint(9, 3.0), LossPoint(40, 2.5))

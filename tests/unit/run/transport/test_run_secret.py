@@ -14,9 +14,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from outsize.errors import BadOption, RankFailed
+from outsize.ops.launch.meetings import SealedBackend, meeting_point
 from outsize.run.transport.run_secret import SECRET, RunSecret, SealedStore, sealed_store
-from outsize.train.launch.meetings import SealedBackend, meeting_point
-from outsize.train.launch.rendezvous import ATTEMPT, meet, served_store
+from outsize.train.world.rendezvous import ATTEMPT, meet, served_store
 
 OURS, THEIRS = RunSecret("a" * 32), RunSecret("b" * 32)
 FORGED = "not sealed by the run's secret"

@@ -32,8 +32,7 @@ from outsize.train.checkpoint.copies import copy_rule
 from outsize.train.checkpoint.loaders.loader_states import LoaderNote
 from outsize.train.checkpoint.module_states import merged_states
 from outsize.train.engine.engine import Engine
-from outsize.train.launch.launch import COPIES
-from outsize.train.launch.spec import PeerCopies
+from outsize.train.world.variables import COPIES, PeerCopies
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (8,), generator=torch.Generator().manual_seed(1))

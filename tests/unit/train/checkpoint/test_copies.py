@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from outsize.errors import BadOption, NotSaved
+from outsize.ops.launch import spec
+from outsize.ops.launch.spec import LaunchSpec, copies_folder
 from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.write import begin, publish, write_part
 from outsize.train.checkpoint.checkpoints import newest_folder
 from outsize.train.checkpoint.copies import copy_rule
 from outsize.train.checkpoint.interval import SaveInterval
 from outsize.train.checkpoint.timer import CopyNote, SaveRule, StepSaver
-from outsize.train.launch import spec
-from outsize.train.launch.launch import COPIES
-from outsize.train.launch.spec import LaunchSpec, PeerCopies, copies_folder
+from outsize.train.world.variables import COPIES, PeerCopies
 
 
 @pytest.fixture

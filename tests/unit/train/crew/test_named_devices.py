@@ -24,7 +24,7 @@ from outsize.train.crew import devices
 from outsize.train.crew.devices import in_process_ranks, places_for, places_of
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import RankOptions
-from outsize.train.launch.launch import World
+from outsize.train.world.world import World
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 6)
 

@@ -14,8 +14,9 @@ from torch import nn
 import outsize
 from outsize.errors import BadWeights
 from outsize.train.engine.callbacks import CheckpointFacts, EvaluationFacts, ReplanFacts, StepFacts
-from outsize.train.launch.forks import run_in_forks
-from outsize.train.launch.launch import join, leave
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.world import leave
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(8) % 3

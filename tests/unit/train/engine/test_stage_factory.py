@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import outsize
-from outsize.api.device_checks.models import TIED
+from outsize.ops.doctor.models import TIED
 from outsize.train.engine.stage_factory import StageFactory
 
 WIDTH = 16

@@ -22,7 +22,6 @@ loader, its samplers or its dataset have of their own are saved with it.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, final
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import BadOption
+from outsize.program.source_line import warn_user
 from outsize.train.batch.sampler import ReplicaBatches
 from outsize.train.checkpoint.generators import (
     LoopGenerators,
@@ -105,12 +105,11 @@ class CountedLoader:
         is_behind = self._is_drawing and self._yielded > 0 and not is_waiting
         state |= {"loader": self._before if is_behind else self._state(), "drop": int(is_behind)}
         if is_waiting:
-            warnings.warn(
+            warn_user(
                 "a batch was drawn that no step has used, and it will not come again: the loader's own "
                 f"state is behind it (batch {self._yielded} of pass {self._epoch}). Next: save after "
                 "engine.step",
                 LoaderNote,
-                stacklevel=2,
             )
         return state
 
@@ -274,4 +273,4 @@ def _warn_of(verdict: LoaderVerdict, loader: Any) -> None:
             "persistent_workers=False, or draws that follow from the index"
         )
     if said:
-        warnings.warn(said, LoaderNote, stacklevel=5)
+        warn_user(said, LoaderNote)
