@@ -32,7 +32,7 @@ from typing import Any, Final, Self, final
 
 from outsize.errors import OutsizeError
 from outsize.files.replace import replace_text
-from outsize.program.source_line import users_frame
+from outsize.program.source_line import is_outsize_file, users_frame
 
 _LOST_CONNECTION = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|gloo/transport"
@@ -40,7 +40,7 @@ _LOST_CONNECTION = re.compile(
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out|Timeout")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|(can't|Cannot) allocate memory")
-_ENTRY_FILES = ("runpy", "<frozen runpy>", str(Path(__file__).with_name("worker.py")))
+_RUNPY = ("runpy", "<frozen runpy>")
 
 
 @final
@@ -212,7 +212,12 @@ def _is_lost_connection(call_stack: str) -> bool:
 
 
 def _user_frames(tb: TracebackType | None) -> TracebackType | None:
-    """Returns `tb` from the first frame that is neither runpy's nor the worker entry's."""
-    while tb is not None and tb.tb_frame.f_code.co_filename.endswith(_ENTRY_FILES):
-        tb = tb.tb_next
-    return tb
+    """Returns `tb` from where the target of the run begins: after the frames that lead to it by runpy."""
+    begin = tb
+    while tb is not None:
+        filename = tb.tb_frame.f_code.co_filename
+        is_runpy = filename.endswith(_RUNPY)
+        if not is_runpy and not is_outsize_file(filename):
+            break
+        begin, tb = tb.tb_next if is_runpy else begin, tb.tb_next
+    return begin

@@ -188,7 +188,8 @@ def _run_rank(folder: Path, rank: int, ranks: int, work: Callable[[], None]) -> 
 
 def _end_with_parent() -> None:
     """Ends this process when the one that has started it is gone."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # Not sys.stdin, whose lock this thread would hold when the interpreter ends.
+        pass
     os._exit(1)
 
 
