@@ -52,19 +52,19 @@ OTHER_MEANINGS = {
         "train/checkpoint/weights.py",
         "train/crew/apply_named.py",
         "train/engine/by_modules.py",
-        "train/launch/handshake.py",
+        "train/world/handshake.py",
         "train/ranks/program_agreement.py",
     },
     # How full a device is, as the head of a column; the long form of the demo.
     "full": {
-        "demo/trained_job.py",
+        "cli/demo/trained_job.py",
         "report/tables/fit.py",
         "report/tables/plan_tables.py",
         "report/tables/ranking.py",
     },
     # The host's processor as a cause, its figures, its process group, and a word of a table.
     "host": {
-        "api/device_checks/measured_cluster.py",
+        "ops/doctor/measured_cluster.py",
         "ir/answers/compilation.py",
         "planner/advice/compilation.py",
         "planner/advice/device_graphs.py",
