@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from collective_bytes import collective_bytes
 from launches import said_by
 from tensor_models import MODELS, NO_DOUBLE, RARE
 from tensor_worker import EXTENTS, HOOKED, record_cases
@@ -15,7 +16,6 @@ from outsize.capture.graph.build import build_graph
 from outsize.capture.graph.tensor_parallel import with_styles
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.graph import ModelGraph
-from outsize.planner.costs.collectives import collective_bytes
 
 pytestmark = pytest.mark.dist
 

@@ -148,12 +148,6 @@ def all_devices() -> list[torch.device]:
     return [] if kind is None else [torch.device(kind, index) for index in range(device_count())]
 
 
-def set_current(device: torch.device) -> None:
-    """Makes an accelerator's device the one that new work goes to; of the CPU there is only one."""
-    if is_accelerator(device):
-        torch.accelerator.set_device_index(device)
-
-
 def synchronize(device: torch.device) -> None:
     """Waits until the device has done everything that was launched on it; the CPU has always."""
     if is_accelerator(device):

@@ -24,11 +24,6 @@ _REQUIRED = ("memory_bytes", "flops_per_s", "bytes_per_s", "source")
 _EXAMPLE = '{"devices": ["a100-40gb", "a100-40gb"], "inner": "nvlink3", "outer": "ib200"}'
 
 
-def save_cluster(cluster: Cluster, path: str | Path) -> None:
-    """Writes the complete record as JSON."""
-    cluster.write(path)
-
-
 def load_cluster(path: str | Path) -> Cluster:
     """Reads a cluster file.
 

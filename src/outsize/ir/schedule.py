@@ -9,7 +9,7 @@ gradient, `SEND_F / RECV_F` activations, `SEND_B / RECV_B` gradients, `UNSHARD /
 left goes to the host), `FETCH_F / FETCH_B` (what a forward or a backward needs comes back). The stage is
 always the one that performs the action. A transfer whose other end is not the neighbouring stage names it:
 `0SEND_F3@2` is stage 0 sending microbatch 3's skip edge to stage 2. The CSV form has one line per rank,
-actions in order: what is simulated is what is run. ¦
+actions in order: what is simulated is what is run.
 """
 
 from __future__ import annotations

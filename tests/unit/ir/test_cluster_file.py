@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.cluster import KINDS, parse_cluster
-from outsize.ir.cluster_file import load_cluster, save_cluster
+from outsize.ir.cluster_file import load_cluster
 from outsize.ir.hardware.devices import TABLE
 from outsize.ir.hardware.links import LINKS, NETWORKS
 
@@ -30,7 +30,7 @@ def written(folder: Path, content: object) -> Path:
 @given(st.lists(part, min_size=1, max_size=2).map("+".join), st.sampled_from(["", "@ib200", "@2xeth25"]))
 def test_a_saved_cluster_is_the_one_that_is_loaded(tmp_path: Path, devices: str, network: str) -> None:
     cluster = parse_cluster(devices + network)
-    save_cluster(cluster, tmp_path / "c.json")
+    cluster.write(tmp_path / "c.json")
     assert load_cluster(tmp_path / "c.json") == cluster
 
 

@@ -186,9 +186,17 @@ class SharedRendezvous(DynamicRendezvousHandler):
             keep_alive_interval=parameters.get_as_int("keep_alive_interval", 5) or 5,
             keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt", 3) or 3,
         )
-        settings: RendezvousSettings = handler.settings
-        handler._op_executor = _QuietExecutor(handler._this_node, handler._state_holder, settings)
+        handler._record_no_changes()
         return handler
+
+    def _record_no_changes(self) -> None:
+        """Puts a quiet executor in the place of torch's, for which torch has no public way.
+
+        Where a torch keeps its executor elsewhere, this changes nothing: its agents are slower, and as right.
+        """
+        if isinstance(getattr(self, "_op_executor", None), _DistributedRendezvousOpExecutor):
+            settings: RendezvousSettings = self.settings
+            self._op_executor = _QuietExecutor(self._this_node, self._state_holder, settings)
 
     def _record(
         self, message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None

@@ -55,16 +55,6 @@ def collective_s(kind: Collective, size_bytes: int, ranks: Sequence[int], cluste
     return min(flat_s, _hierarchical_s(kind, size_bytes, group)) if by_levels else flat_s
 
 
-def collective_bytes(kind: Collective, size_bytes: int, n: int) -> int:
-    """Returns the bytes that a rank of n sends at least, rounded up; for a broadcast, what the root sends."""
-    if n < 2:
-        return 0
-    if kind == "broadcast":
-        return size_bytes
-    times = 2 if kind == "all_reduce" else 1
-    return -(-times * (n - 1) * size_bytes // n)
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class _Wire:

@@ -101,10 +101,6 @@ class Dag:
         """Returns the weight of a set."""
         return sum(self.weights[u] for u in members(units))
 
-    def is_downset(self, units: Units) -> bool:
-        """Returns whether the predecessors of all members are members."""
-        return all(self.before[u] & ~units == 0 for u in members(units))
-
     def forced(self, stages: int, limit: int) -> tuple[list[Units], list[Units]]:
         """Returns for s in 0..stages what D_s contains at least and at most when no stage is above
         `limit`.

@@ -423,10 +423,6 @@ class CostTables:
         how = layout.schedule, layout.microbatches
         return Fleet(kinds, held, self.work(layout), how, saves_memory(recompute))
 
-    def _groups_like(self, layout: Layout) -> list[Cluster]:
-        """Returns for each kind that has such groups all devices of it."""
-        return [self._like(device) for device in self._kinds_of(layout)] if self.unequal else [self._cluster]
-
     def _kinds_of(self, layout: Layout) -> Sequence[Device]:
         """Returns a device of each kind that has such groups."""
         groups = grouped(self._cluster, layout.group) if self.unequal else None

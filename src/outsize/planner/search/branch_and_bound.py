@@ -32,8 +32,9 @@ from outsize.planner.partition.stage_weights import Demand
 from outsize.policies.activations import Recompute, by_units, whole_stage
 
 # One search prices at most this many layouts; the gap accounts for the others.
-MOST_TRIED: Final = 24
-FEW: Final = 24
+MOST_PRICED: Final = 24
+# Of at most this many all are priced, none is pruned, so that a plan has alternatives to compare with.
+MOST_COMPARED: Final = 24
 # The best cut is moved when the next bound has this share of its step: moves seldom bring more.
 SOON: Final = 0.95
 # A bound this much above what has to be beaten is above it whatever the rounding of sums is.
@@ -146,14 +147,14 @@ class BranchAndBound:
         """Prices what may win, by ascending lower bound."""
         queue, self._asked = _Queue(self, layouts), len(layouts)
         self._compares &= not any(map(self._cost_tables.is_arranged, layouts))
-        while queue.layouts_wait and not self._over(queue.least_s):
+        while queue.layouts_wait and not self._is_finished(queue.least_s):
             if self._polishes(queue.least_s):
                 continue
             if (least := queue.pop()) is None:
                 continue
             if not self._cost_tables.has_pieces(least[0]):
                 self._floors.append(least[1])  # The bound holds, but none of its cuts can be priced.
-            elif not self._try(*least):
+            elif not self._price_or_reject(*least):
                 self._slower.append((least[1], least[0]))
         return self._result(queue)
 
@@ -161,7 +162,7 @@ class BranchAndBound:
         """Moves the cut of the best layout, as the search does in its end, where that may show that nothing
         from this bound on can win; returns whether its step became shorter.
         """
-        if not self._estimates or self._few():
+        if not self._estimates or self._prices_all:
             return False
         at = min(range(len(self._estimates)), key=lambda place: self._estimates[place].step_s)
         best = self._estimates[at]
@@ -173,7 +174,7 @@ class BranchAndBound:
     def _result(self, queue: _Queue) -> SearchResult:
         waiting = queue.waiting
         floors = (*self._floors, *(floor_s for floor_s, _ in waiting))
-        few = (*self._slower, *waiting) if self._asked <= FEW else ()
+        few = (*self._slower, *waiting) if self._asked <= MOST_COMPARED else ()
         return SearchResult(
             tuple(self._estimates),
             tuple(self._rejected),
@@ -188,28 +189,30 @@ class BranchAndBound:
             least = queue.pop()
         return inf if least is None else least[1]
 
-    def _over(self, floor_s: float) -> bool:
-        """Returns whether to stop; a few layouts are always priced for comparison."""
+    def _is_finished(self, floor_s: float) -> bool:
+        """Returns whether the search ends with the layouts that wait; a few are always priced."""
         if not self._estimates:
-            return floor_s == inf or self._beaten(floor_s)
-        enough = len(self._estimates) >= MOST_TRIED and not self._few()
-        return enough or self._beaten(floor_s)
+            return floor_s == inf or self._is_pruned(floor_s)
+        enough = len(self._estimates) >= MOST_PRICED and not self._prices_all
+        return enough or self._is_pruned(floor_s)
 
-    def _beaten(self, floor_s: float) -> bool:
-        """Returns whether nothing above this bound can win, and enough was priced for comparison."""
-        return not self._few() and floor_s > self._close_s()
+    def _is_pruned(self, floor_s: float) -> bool:
+        """Returns whether a layout with this lower bound is pruned, because it cannot win."""
+        return not self._prices_all and floor_s > self._cutoff_s()
 
     def most_pipeline_s(self, layout: Layout) -> float:
         """Returns the seconds of a pipeline beyond which its layout cannot win."""
-        beyond_s = inf if self._few() else self._close_s()
+        beyond_s = inf if self._prices_all else self._cutoff_s()
         return beyond_s if beyond_s == inf else SURELY * beyond_s - self._cost_tables.update_s(layout)
 
-    def _close_s(self) -> float:
-        """Returns the seconds beyond which nothing wins."""
+    def _cutoff_s(self) -> float:
+        """Returns the seconds beyond which a layout is pruned: it would not be close to the best one yet."""
         return min(self._most_s, CLOSE * min((f.step_s for f in self._estimates), default=inf))
 
-    def _few(self) -> bool:
-        return self._compares and self._asked <= FEW
+    @property
+    def _prices_all(self) -> bool:
+        """Returns whether the layouts are so few that all are priced for comparison, none is pruned."""
+        return self._compares and self._asked <= MOST_COMPARED
 
     def refuted(self, layout: Layout) -> bool:
         """Returns whether it is seen at once that nothing fits, block by block recompute included."""
@@ -252,16 +255,16 @@ class BranchAndBound:
         together_s = max(pipeline_s, self._cost_tables.collectives_s(layout))
         return together_s + self._cost_tables.update_s(layout)
 
-    def _try(self, layout: Layout, floor_s: float) -> bool:
+    def _price_or_reject(self, layout: Layout, floor_s: float) -> bool:
         """Prices or rejects a layout; returns False where it was given up because it cannot win."""
-        most_s = inf if self._few() else self._close_s()
+        most_s = inf if self._prices_all else self._cutoff_s()
         if not self._cost_tables.may_be_arranged(layout):
             self._floors.append(floor_s)
             return True
         if self._cost_tables.unequal:  # Not all orders of unequal devices are tried.
             floor_s = max(floor_s, self._floor_below(layout, most_s))
             self._floors.append(floor_s)
-            if self._beaten(floor_s):
+            if self._is_pruned(floor_s):
                 return False
         return self._reject(layout) if self.refuted(layout) else self._cut(layout, floor_s, most_s)
 
@@ -270,7 +273,7 @@ class BranchAndBound:
         return True
 
     def _cut(self, layout: Layout, floor_s: float, most_s: float) -> bool:
-        """Prices the best cut of a layout; returns as `_try`."""
+        """Prices the best cut of a layout; returns as `_price_or_reject`."""
         best, least_s, pipeline = None, inf, None
         for demand in self._cost_tables.demands(layout):
             if demand is None and (best is not None or least_s < inf):
@@ -302,7 +305,7 @@ class BranchAndBound:
         """Returns the best cut of a layout, and a lower bound of all its cuts: infinite where none fits."""
         layout = tables[0].pipeline.layout
         known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
-        if known_s < inf and self._beaten(known_s):
+        if known_s < inf and self._is_pruned(known_s):
             return None, known_s
         tried = [self._priced(candidate, most_s) for candidate in tables]
         priced = [
@@ -323,14 +326,15 @@ class BranchAndBound:
         """Returns the tables; block by block recompute is tried where only it may help."""
         by_blocks = self._by_blocks(layout)
         if not by_blocks or not self._cost_tables.refuted(layout, self._unselective):
-            tables = self._asking(layout, self._unselective, floor_s, demand)
+            tables = self._stage_prices(layout, self._unselective, floor_s, demand)
             if not by_blocks or not all(each.may_gain(most_s) for each in tables):
                 return tables
-        return self._asking(layout, self._recompute, floor_s, demand)
+        return self._stage_prices(layout, self._recompute, floor_s, demand)
 
-    def _asking(
+    def _stage_prices(
         self, layout: Layout, recompute: Sequence[Recompute], floor_s: float, demand: Demand | None
     ) -> list[StagePrices]:
+        """Returns the tables of a layout's pipelines that may use these ways to recompute."""
         pipelines = self._cost_tables.pipelines(layout, recompute)
         return [StagePrices(replace(pipeline, demand=demand), floor_s) for pipeline in pipelines]
 

@@ -42,6 +42,7 @@ from outsize.program.tensor_parallel.rule_step import (
     Shape,
     Step,
     op_name,
+    ruled,
 )
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tree import leaves
@@ -131,12 +132,9 @@ def _function(call: RuleInput, ranks: int) -> RowStep:
 
 def _by_rule(call: RuleInput, rule: Rule) -> RowStep:
     try:
-        return rule(call)
+        return ruled(rule, call)
     except NeedsParts as parted:
         raise NotPropagated("it takes some rows apart from others") from parted
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # Functions are called in many forms; one that its rule does not know is not followed.
-        raise NotPropagated(f"there is no rule for such a {op_name(call.instruction)}") from error
 
 
 def _ndims(call: RuleInput) -> dict[str, int]:

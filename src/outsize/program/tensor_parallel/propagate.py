@@ -26,6 +26,7 @@ from outsize.program.tensor_parallel.rule_step import (
     Step,
     WrappedCall,
     op_name,
+    ruled,
 )
 from outsize.program.tensor_parallel.share import Share
 from outsize.program.tree import leaves
@@ -209,7 +210,7 @@ _ACTIVATIONS = (
 
 
 def follow(call: RuleInput, module: nn.Module | None) -> Step:
-    """Returns the step of an instruction with some sharded operands. Raises NotPropagated and Parted."""
+    """Returns the step of an instruction with some sharded operands. Raises NotPropagated and NeedsParts."""
     if module is not None and runs_own_code(module):
         raise NotPropagated(f"{type(module).__name__} has hooks or a forward of its own")
     if isinstance(call.instruction.target, WrappedCall):
@@ -219,11 +220,7 @@ def follow(call: RuleInput, module: nn.Module | None) -> Step:
     rule = RULES.get(op_name(call.instruction)) if module is None else _rule_of_module(module)
     if rule is None:
         raise NotPropagated(f"there is no rule for {op_name(call.instruction)}")
-    try:
-        return rule(call)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # Functions are called in many forms; one that its rule does not know is not followed.
-        raise NotPropagated(f"there is no rule for such a {op_name(call.instruction)}") from error
+    return ruled(rule, call)
 
 
 def _rule_of_module(module: nn.Module) -> Callable[[RuleInput], Step]:

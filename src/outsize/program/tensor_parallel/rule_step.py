@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from outsize.program.tape import Instruction, Meta, Ref, Weight
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tree import leaves
 
+T = TypeVar("T")
 Operand = Ref | Weight
 Shape = tuple[int, ...]
 Rewrite = Callable[[RankPosition], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -76,8 +77,12 @@ class RuleInput:
         return self.shares.get(operand.slot) if isinstance(operand, Ref) else None
 
     def shape(self, operand: Operand) -> Shape:
-        """Returns the shape of an operand on one device."""
-        return self.metas[operand.slot].shape if isinstance(operand, Ref) else self.weights[operand.name]
+        """Returns the shape of an operand on one device. Raises NotPropagated where it is not known."""
+        if isinstance(operand, Ref):
+            return self.metas[operand.slot].shape
+        if not isinstance(operand, Weight) or operand.name not in self.weights:
+            raise NotPropagated(f"{operand!r} is no tensor whose shape is known")
+        return self.weights[operand.name]
 
     def results(self) -> list[Shape]:
         """Returns the shapes of the slots that the instruction defines."""
@@ -122,6 +127,18 @@ class WrappedCall(ABC):
     @abstractmethod
     def follow(self, call: RuleInput) -> Step:
         """Returns the step of the call with some sharded operands. Raises NotPropagated."""
+
+
+def ruled(rule: Callable[[RuleInput], T], call: RuleInput) -> T:
+    """Returns what a rule says of a call. Raises NotPropagated, also for a form of the call that it does not
+    know.
+    """
+    try:
+        return rule(call)
+    except (IndexError, TypeError, ValueError) as error:
+        # Functions are called in many forms: an argument by its name is not at its place, None is no dim, and
+        # fewer are unpacked than there are. What else a rule raises is a bug in it, which must be seen.
+        raise NotPropagated(f"there is no rule for such a {op_name(call.instruction)}") from error
 
 
 def inner_call(instruction: Instruction) -> Instruction:

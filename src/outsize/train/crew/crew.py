@@ -3,7 +3,7 @@
 `LocalCrew` is all ranks in one process, which take turns (most tests, and `outsize check`). `ProcessCrew` is
 one rank per process over a group that is passed in. The engine uses both through one interface.
 
-Each object holds those to its right and none to its left; nobody sets another's attributes:
+Each object holds those to its right and none to its left:
 
     Engine ─┬─ Executor (Pipelined or ByModules) ─┬─ Variants        recorded and cut programs
             │                                     ├─ StageFactory    makes stages of them

@@ -825,7 +825,9 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _offset_device(device: str, offset: int) -> str:
-    """Returns the name of the device `places` after `device`; a plan names the first device of each stage."""
+    """Returns the name of the device `offset` places after `device`: a plan names the first device of each
+    stage.
+    """
     kind, _, number = device.rpartition(":")
     first = whole_number(number)
     return f"{device}+{offset}" if first is None else f"{kind}:{first + offset}"

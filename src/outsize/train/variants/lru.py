@@ -31,6 +31,6 @@ class LruCache(Generic[Key, Value]):
         return self._values[key]
 
     def drop(self, is_dropped: Callable[[Key], bool]) -> None:
-        """Drops the keys for which `gone` holds."""
+        """Drops the keys for which `is_dropped` holds."""
         for key in [key for key in self._values if is_dropped(key)]:
             del self._values[key]

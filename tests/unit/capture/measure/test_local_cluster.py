@@ -11,7 +11,6 @@ from played_devices import play_gpus
 from outsize.capture.measure.local_cluster import cluster_of_run, device_kind, find_cluster
 from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.cluster import parse_cluster
-from outsize.ir.cluster_file import save_cluster
 from outsize.ir.hardware.devices import GIB
 
 
@@ -68,7 +67,7 @@ def test_a_run_has_a_device_for_each_process(
 
 def test_a_cluster_in_a_file_is_called_like_the_file(tmp_path: Path) -> None:
     path = tmp_path / "lab.json"
-    save_cluster(parse_cluster("2xv100+2xa100"), path)
+    parse_cluster("2xv100+2xa100").write(path)
     found = find_cluster(str(path))
     assert found.name == str(path)
     assert found.devices == parse_cluster("2xv100+2xa100").devices

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from collective_bytes import collective_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster, Link, Part, make_cluster
-from outsize.planner.costs.collectives import Collective, collective_bytes, collective_s
+from outsize.planner.costs.collectives import Collective, collective_s
 
 KINDS = get_args(Collective)
 kinds = st.sampled_from(KINDS)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collective_bytes import collective_bytes
 from forked import on_ranks
 from safetensors.torch import save_file
 from splits import captured
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 import outsize
 from outsize.errors import BadOption
 from outsize.ir.plan import Axes, Plan
-from outsize.planner.costs.collectives import collective_bytes
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.sharded import UnshardedBytes, largest_adjacent_blocks
 from outsize.policies.weights import Weights

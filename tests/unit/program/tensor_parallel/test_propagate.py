@@ -1,0 +1,52 @@
+"""What a rule does not know of a call is not followed; what is wrong in a rule is not hidden so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.recording.fallbacks import record
+from outsize.program.context_parallel import rules
+from outsize.program.tape import Ref
+from outsize.program.tensor_parallel import propagate
+from outsize.program.tensor_parallel.rule_step import NotPropagated, RuleInput, Step, op_name
+from outsize.program.tensor_parallel.share import Share
+
+
+class Glue(nn.Module):
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(8, 8), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x))
+
+
+def last_call(act: Callable[[Tensor], Tensor]) -> RuleInput:
+    """The last call of a model, with the first dim of its operand divided."""
+    tape = record(Glue(act), (torch.zeros(4, 8),), {})
+    call = RuleInput(tape.instructions[-1], tape.metas, {}, {})
+    shares = {ref.slot: Share(0, (4,)) for ref in call.operands() if isinstance(ref, Ref)}
+    return RuleInput(call.instruction, tape.metas, shares, {})
+
+
+def test_a_form_that_a_rule_does_not_know_is_not_followed() -> None:
+    assert propagate.follow(last_call(lambda x: torch.softmax(x, 1)), None).out == (Share(0, (4,)),)
+    with pytest.raises(NotPropagated, match="no rule for such a softmax"):
+        propagate.follow(last_call(lambda x: torch.softmax(input=x, dim=1)), None)
+
+
+@pytest.mark.parametrize("bug", [KeyError("h"), AttributeError("h"), ZeroDivisionError("h")], ids=repr)
+def test_a_bug_in_a_rule_is_seen(bug: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(call: RuleInput) -> Step:
+        raise bug
+
+    call = last_call(torch.tanh)
+    monkeypatch.setattr(propagate, "RULES", {op_name(call.instruction): broken})
+    with pytest.raises(type(bug)):
+        propagate.follow(call, None)
+    with pytest.raises(type(bug)):
+        rules.follow_rows(call, None, 2)
