@@ -32,6 +32,8 @@ settings.load_profile("suite")
 
 GOLDEN = Path(__file__).parent / "golden"
 SECONDS = Path(__file__).parent / "seconds.json"
+FEWEST_EXAMPLES = 3
+_SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps what `@settings` has said
 STARTED = {"programs": 0}
 AT_START = pytest.StashKey[tuple[float, int]]()
 
@@ -72,7 +74,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, leaves out tests marked `full`, and rows that `sample` does not name.
+    """Without --all, leaves out tests marked `full` and rows that `sample` does not name, and draws fewer
+    examples for properties.
 
     Workers of pytest-xdist take the longest files first, and before them those whose seconds are not known: a
     long one at the end would keep one worker busy alone. Tests of the simulated device have their time limits
@@ -86,12 +89,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         taken = {item for of_one_test in rows.values() for item in _sampled(of_one_test)}
         config.hook.pytest_deselected(items=[item for item in items if item not in taken])
         items[:] = [item for item in items if item in taken]
+        for function in {getattr(item, "obj", None) for item in items}:
+            _draw_fewer_examples(function)
     for item in items:
         if item.get_closest_marker("sim") and not sim_process.is_child():
             item.add_marker(pytest.mark.timeout(0), append=False)
     if hasattr(config, "workerinput"):
         seconds = {config.rootpath / name: s for name, s in json.loads(SECONDS.read_text()).items()}
         items.sort(key=lambda item: -seconds.get(item.path, inf))
+
+
+def _draw_fewer_examples(function: Any) -> None:
+    """Halves the number of examples of a property; those of two or three stay."""
+    given: settings | None = getattr(function, _SETTINGS, None)
+    if given is not None and given.max_examples > FEWEST_EXAMPLES:
+        fewer = max(FEWEST_EXAMPLES, given.max_examples // 2)
+        setattr(function, _SETTINGS, settings(given, max_examples=fewer))
 
 
 def _sampled(rows: list[pytest.Item]) -> list[pytest.Item]:
