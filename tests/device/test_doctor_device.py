@@ -35,7 +35,11 @@ ALONE = [
 
 @pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
 @pytest.mark.parametrize("check", ALONE)
-def test_a_check_of_one_process(check: object, device: str) -> None:
+def test_a_check_of_one_process(check: object, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the simulated device, whose seconds mean nothing, with two laps of shallow models."""
+    if device.startswith("sim"):
+        monkeypatch.setattr(figures, "DEPTHS", (1, 3))
+        monkeypatch.setattr(CheckPlace.seconds, "__defaults__", (2,))
     found = check.run(CheckPlace(World(0, 1, 0, None), torch.device(device), 16))  # pyright: ignore[reportAttributeAccessIssue]
     assert not found.wrong
     assert found.figures or found.missing

@@ -39,6 +39,7 @@ def encoder() -> nn.Module:
 
 
 @pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.sample("tp2-sharded2", "states2")
 def test_every_mesh_has_the_numbers_of_one_process(mesh: str) -> None:
     double = mesh == "sharded2"
     dtype = torch.float64 if double else torch.float32

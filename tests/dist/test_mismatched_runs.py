@@ -181,6 +181,15 @@ def launches() -> list[Any]:
 
 
 @pytest.mark.parametrize(("launch", "case"), launches())
+@pytest.mark.sample(
+    "outsize_run-value-submodule",
+    "outsize_run-mesh",
+    "outsize_run-clipped",
+    "outsize_run-batch",
+    "outsize_run-outsize",
+    "outsize_run-plans",
+    "outsize_run-loss",
+)
 def test_one_error_from_rank_0_and_all_have_ended(
     folder: Path, launch: Callable[[Path, str, int], tuple[list[int], str]], case: str
 ) -> None:

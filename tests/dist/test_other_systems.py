@@ -63,6 +63,7 @@ CASES: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize(
     ("hidden", "hides"), [*((name, {0, 1}) for name in CASES), ("no memfd_create", {1})], ids=str
 )
+@pytest.mark.sample("all is there", "no memfd_create", "no futex")
 def test_two_processes_give_the_same_bits(tmp_path: Path, hidden: str, hides: set[int]) -> None:
     cpu = torch.device("cpu")
 

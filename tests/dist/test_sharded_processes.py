@@ -164,6 +164,7 @@ def work(cases: list[tuple[str, torch.dtype, Plan, Numbers]], group: dist.Proces
         ("resident", 1, 2, [("gpt2", SINGLE)]),
     ],
 )
+@pytest.mark.sample("sharded-1-1", "sharded-2-1", "resident-1-2")
 def test_plans_over_shards_give_the_numbers_of_one_process(
     tmp_path: Path, weights: Weights, pp: int, replicate: int, cases: list[tuple[str, torch.dtype]]
 ) -> None:

@@ -106,6 +106,7 @@ def trained(_: Joined) -> Any:
     ],
     ids=["bound", "unbound", "of another device"],
 )
+@pytest.mark.sample("unbound", "bound")
 def test_numbers_of_the_host_go_over_a_group_of_their_own(tmp_path: Path, rules: Strict) -> None:
     """Clipping, overflow, agreement and replicas, where the run's group takes tensors of a device alone."""
     losses, weights = plain()

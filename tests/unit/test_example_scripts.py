@@ -57,6 +57,7 @@ def test_an_example_prints_its_out(name: str, request: pytest.FixtureRequest) ->
 
 @pytest.mark.dist
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.sample("outsize run")
 def test_the_script_prints_the_same_over_processes(launcher: str) -> None:
     assert printed(*LAUNCHERS[launcher], SCRIPT) == (EXAMPLES / SCRIPT).with_suffix(".out").read_text(
         encoding="utf-8"
