@@ -29,7 +29,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -159,17 +161,32 @@ def with_tests(mutants: list[Mutant], budget_s: float) -> list[Mutant]:
 
 
 def judged(mutant: Mutant, clone: Path, limit_s: float) -> dict[str, Any]:
-    """Runs the tests on the mutant, and says which one failed first."""
+    """Runs the tests on the mutant, and says which one failed first; files that fail without the mutant, too,
+    are left out.
+    """
+    begin, tests = time.perf_counter(), mutant.tests
+    while True:
+        with changed(mutant, clone):
+            caught, by = in_fork(partial(run_tests, clone, tests), limit_s)
+        red = by.partition("::")[0]
+        if red not in tests or not in_fork(partial(run_tests, clone, (by,)), limit_s)[0]:
+            break
+        tests = tuple(test for test in tests if test != red)
+    taken_s = round(time.perf_counter() - begin, 1)
+    return {**asdict(mutant), "tests": tests, "caught": caught, "by": by, "seconds": taken_s}
+
+
+@contextmanager
+def changed(mutant: Mutant, clone: Path) -> Iterator[None]:
+    """Has the mutant in the clone within the context."""
     path = clone / mutant.file
     text = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(text), encoding="utf-8")
     os.utime(path, (time.time(), 60 * random.getrandbits(24)))  # no compiled file is as old
-    begin = time.perf_counter()
     try:
-        caught, by = in_fork(lambda said: run_tests(clone, mutant.tests, said), limit_s)
+        yield
     finally:
         path.write_text(text, encoding="utf-8")
-    return {**asdict(mutant), "caught": caught, "by": by, "seconds": round(time.perf_counter() - begin, 1)}
 
 
 def in_fork(work: Callable[[Path], int], limit_s: float) -> tuple[bool, str]:
