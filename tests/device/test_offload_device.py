@@ -17,7 +17,7 @@ from accelerators import WHILE_IT_WORKS, everywhere, width_on
 from torch import nn
 
 import outsize
-from outsize.ir.hardware.devices import LARGE_WORKSPACE
+from outsize.ir.hardware.devices import MIB, figure_of
 from outsize.ir.plan import Plan
 from outsize.policies.weights import HOSTED, Weights
 
@@ -141,7 +141,7 @@ def test_a_model_larger_than_what_is_allowed(weights: Weights, share: float, dev
     torch.accelerator.reset_peak_memory_stats()
     engine.step(x, target=y)
     size = sum(p.nbytes for p in engine.model.parameters())
-    matmul_bytes = LARGE_WORKSPACE if device == "cuda" else 0
+    matmul_bytes = round(figure_of("cublas_workspace_mib", "h200") * MIB) if device == "cuda" else 0
     assert all(p.device.type == "cpu" and p.is_pinned() for p in engine.model.parameters())
     own_bytes = torch.accelerator.max_memory_allocated() - others_bytes
     assert own_bytes < share * size + matmul_bytes
