@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, final
 
 import typer
 from typer.core import TyperGroup
@@ -67,26 +68,46 @@ def run(arguments: Sequence[str]) -> int:
     return returned if isinstance(returned, int) else 0
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class _Verb:
+    """A verb's function, the group in which help shows it, and a line of at most 58 characters about it."""
+
+    function: Callable[..., Any]
+    group: str
+    line: str
+    name: str | None = None
+
+
+_DECIDE, _RUN, _LOOK_AFTER = "Decide", "Run", "Look after"
+_VERBS: Final = (
+    _Verb(fit, _DECIDE, "Does training MODEL fit? YES, NO, or YES IF with a change"),
+    _Verb(plan, _DECIDE, "Split MODEL over the devices, and say why so"),
+    _Verb(explain_plan, _DECIDE, "Why a plan is as it is, and what would be faster", "explain-plan"),
+    _Verb(compare, _DECIDE, "What differs between two plans or runs"),
+    _Verb(measure, _DECIDE, "Time MODEL's units on this machine, for its plan"),
+    _Verb(run_verb, _RUN, "Run a script over processes, or train MODEL some steps"),
+    _Verb(check, _RUN, "Train MODEL split and plain; compare all numbers' bits"),
+    _Verb(tune, _RUN, "Find the fastest split of MODEL here by real steps"),
+    _Verb(trace, _RUN, "Trace a step, predicted and measured, for Perfetto"),
+    _Verb(emit, _RUN, "Write a job file for Slurm, Kubernetes, Ray, ..."),
+    _Verb(demo, _RUN, "Train a GPT-2 and a ResNet-50 over two processes"),
+    _Verb(bench, _RUN, "Measure an experiment here: outsize bench tutorial"),
+    _Verb(top, _LOOK_AFTER, "Show the runs on this machine, against their plans"),
+    _Verb(scale, _LOOK_AFTER, "Let a run go on with COUNT processes"),
+    _Verb(doctor, _LOOK_AFTER, "Show devices, versions and limits, and what is missing"),
+    _Verb(explain, _LOOK_AFTER, "Explain an error code, offline"),
+)
+
+
 def make_app() -> typer.Typer:
     """Returns the application with all verbs."""
     app = typer.Typer(cls=Verbs, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(outsize)
-    app.command()(fit)
-    app.command()(measure)
-    app.command()(plan)
-    app.command()(check)
-    app.command(cls=RunCommand)(run_verb)
-    app.command()(tune)
-    app.command()(emit)
-    app.command()(bench)
-    app.command()(trace)
-    app.command()(explain)
-    app.command("explain-plan")(explain_plan)
-    app.command()(compare)
-    app.command()(demo)
-    app.command()(doctor)
-    app.command()(top)
-    app.command()(scale)
+    for verb in _VERBS:
+        kind = RunCommand if verb.function is run_verb else None
+        how: Any = {"rich_help_panel": verb.group, "short_help": verb.line}
+        app.command(verb.name, cls=kind, **how)(verb.function)
     return app
 
 

@@ -94,6 +94,19 @@ def test_what_the_model_prints_does_not_spoil_the_json(outsize: Outsize) -> None
     assert "the model speaks" in answer.err
 
 
+def test_help_fits_a_screen_of_80_by_40_in_three_groups(
+    outsize: Outsize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = outsize("--help").out.splitlines()
+    assert len(lines) <= 39  # and the prompt
+    assert max(map(len, lines)) <= 80
+    heads = [line.split()[1] for line in lines if line.startswith("╭")]
+    assert heads == ["Options", "Decide", "Run", "Look"]
+    verbs = [line.split()[1] for line in lines if line.startswith("│ ") and line[2].islower()]
+    assert len(verbs) == len(set(verbs)) == 16  # each has one line of its own
+
+
 def test_help_loads_neither_torch_nor_the_planner_and_answers_at_once() -> None:
     code = "import sys; from outsize.cli.app import run; run(['plan', '--help']); "
     code += "print(len(sys.modules)); "
