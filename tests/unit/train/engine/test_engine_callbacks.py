@@ -13,7 +13,13 @@ from torch import nn
 
 import outsize
 from outsize.errors import BadWeights
-from outsize.train.engine.callbacks import CheckpointFacts, EvaluationFacts, ReplanFacts, StepFacts
+from outsize.train.engine.callbacks import (
+    CheckpointFacts,
+    EvaluationFacts,
+    ReplanFacts,
+    StartFacts,
+    StepFacts,
+)
 from outsize.train.world.join import join
 from outsize.train.world.local_ranks import run_in_forks
 from outsize.train.world.world import leave
@@ -71,6 +77,49 @@ def test_a_callback_is_told_what_happens(tmp_path: Path) -> None:
     assert evaluated == EvaluationFacts(2, float(engine.evaluate(X, target=Y).loss or 0))
     assert saved == CheckpointFacts(2, folder)
     assert [type(f) for f in second.facts if isinstance(f, StepFacts)] == [StepFacts]
+
+
+@final
+class Begun(outsize.Callback):
+    """Writes on each rank that its run begins, and wants no steps."""
+
+    every = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_start(self, facts: StartFacts) -> None:
+        world = facts.world
+        (self.folder / f"{world.rank} of {world.world_size}").write_text(f"{facts.plan.microbatches}")
+
+    def on_step(self, facts: StepFacts) -> None:
+        raise AssertionError("it wants none")
+
+
+def test_each_rank_is_told_that_the_run_begins(tmp_path: Path) -> None:
+    def work() -> None:
+        world = join()
+        engine = engine_of(mlp(), callbacks=[Begun(tmp_path)])
+        engine.step(X, target=Y)
+        leave(world)
+
+    run_in_forks(2, work)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0 of 2": "4", "1 of 2": "4"}
+
+
+def test_what_is_like_a_callback_is_told_of_steps_alone() -> None:
+    """Whoever wrote one before `on_start` was there goes on."""
+
+    @final
+    class Own:
+        every, every_s, steps = 1, 0.0, 0
+
+        def on_step(self, facts: StepFacts) -> None:
+            self.steps = facts.step
+
+    own: Any = Own()
+    engine_of(mlp(), callbacks=[own]).step(X, target=Y)
+    assert own.steps == 1
 
 
 def test_an_accumulated_step_is_told_when_it_is_taken() -> None:
