@@ -97,9 +97,10 @@ def _cells(costs: list[Cost]) -> str:
 
 
 def record(run: Run) -> None:
-    """Writes the seconds of each file of the run that is still there."""
-    found = {name: round(cost.seconds, 1) for name, cost in sorted(run.files.items())}
-    found = {name: seconds for name, seconds in found.items() if (ROOT / name).exists()}
+    """Writes the seconds of each file of the run; those of files that did not run stay."""
+    found: dict[str, float] = json.loads(SECONDS.read_text())
+    found |= {name: round(cost.seconds, 1) for name, cost in run.files.items()}
+    found = {name: found[name] for name in sorted(found) if (ROOT / name).exists()}
     SECONDS.write_text(json.dumps(found, indent=1) + "\n")
 
 
