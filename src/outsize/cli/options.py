@@ -40,6 +40,11 @@ def _remember(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
+def _helped(policy: weights.WeightPolicy) -> str:
+    """Returns a policy with what it means: `resident, gathered once per step`."""
+    return f"{policy.name}, {policy.help}"
+
+
 def _argument(help: str, metavar: str) -> Any:
     return typer.Argument(help=help, metavar=metavar, show_default=False)
 
@@ -112,9 +117,9 @@ Recompute = Annotated[
     activations.Recompute | None,
     typer.Option(
         "--recompute",
-        help="What happens to activations until the backward. none: they stay on the device; full: all are "
-        "recomputed; selective: some units' are, where memory is short (the default of plan); "
-        "offload: they are stored on the host.",
+        help="What happens to activations until the backward. "
+        + "; ".join(f"{policy.name}: {policy.help}" for policy in activations.activation_policies())
+        + ".",
     ),
 ]
 BatchNorm = Annotated[
@@ -190,11 +195,10 @@ WeightPlace = Annotated[
     weights.Weights | None,
     typer.Option(
         "--weights",
-        help="Where weights are stored. With --dp-shard: sharded, gathered block by block (default), or "
-        "resident, gathered once per step. On one device, the host's memory holds: host-optimizer, the "
-        "optimizer's states; host, also weights and gradients, which are copied stage by stage; "
-        "host-activations, also values between stages (default: the fastest that fits, where the device is "
-        "too small).",
+        help=f"Where weights are stored. With --dp-shard: {_helped(weights.SHARDED)} (default), or "
+        f"{_helped(weights.RESIDENT)}. On one device, the host's memory holds: "
+        + "; ".join(_helped(policy) for policy in weights.weight_policies() if policy.on_host)
+        + " (default: the fastest that fits, where the device is too small).",
     ),
 ]
 Inference = Annotated[

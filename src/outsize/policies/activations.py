@@ -41,6 +41,7 @@ class ActivationPolicy:
     searched        the policies that the search offers a stage where this one is asked for, preferred first
     text            what a report says of a stage or a plan that does so; empty for the plain backward
     block_text      the same where all units of a stage do so
+    help            what the command line says of it
     share_text      what a table says of how much of a stage is recomputed
     """
 
@@ -55,6 +56,7 @@ class ActivationPolicy:
     text: str
     block_text: str
     share_text: str
+    help: str
 
     @property
     def offloads(self) -> bool:
@@ -79,6 +81,7 @@ KEEP: Final = ActivationPolicy(
     text="",
     block_text="",
     share_text="none",
+    help="they stay on the device",
 )
 RECOMPUTE: Final = ActivationPolicy(
     name="full",
@@ -90,6 +93,7 @@ RECOMPUTE: Final = ActivationPolicy(
     text="all recomputed",
     block_text="all recomputed",
     share_text="all",
+    help="all are recomputed",
 )
 SELECTIVE: Final = ActivationPolicy(
     name="selective",
@@ -100,6 +104,7 @@ SELECTIVE: Final = ActivationPolicy(
     text="some recomputed",
     block_text="all recomputed block by block",
     share_text="some units",
+    help="some units' are, where memory is short (the default of plan)",
 )
 OFFLOAD: Final = ActivationPolicy(
     name="offload",
@@ -109,6 +114,7 @@ OFFLOAD: Final = ActivationPolicy(
     text="activations on the host",
     block_text="activations on the host",
     share_text="on the host",
+    help="they are stored on the host",
 )
 # What the search offers a stage where nothing is asked for, the preferred one first.
 OPEN: Final = SELECTIVE.searched
@@ -116,7 +122,7 @@ OPEN: Final = SELECTIVE.searched
 WHOLE_STAGE: Final[tuple[Recompute, ...]] = (KEEP.name, RECOMPUTE.name)
 
 _POLICIES: Final[Mapping[str, ActivationPolicy]] = MappingProxyType(
-    {policy.name: policy for policy in (KEEP, SELECTIVE, RECOMPUTE, OFFLOAD)}
+    {policy.name: policy for policy in (KEEP, RECOMPUTE, SELECTIVE, OFFLOAD)}
 )
 
 

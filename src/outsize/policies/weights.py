@@ -55,6 +55,7 @@ class WeightPolicy:
     activations     the one policy of activations that runs with it; None where several do
     leaner          the policy that needs less of the device, which an error proposes
     text            what a report says of it; empty where a stage's devices hold all
+    help            what the command line says of it
     """
 
     name: Weights
@@ -69,6 +70,7 @@ class WeightPolicy:
     activations: Recompute | None = None
     leaner: Weights | None = None
     text: str
+    help: str
 
     @property
     def on_host(self) -> bool:
@@ -114,6 +116,7 @@ RESIDENT: Final = WeightPolicy(
     gathers_once=True,
     actions=_GATHERS,
     text="",
+    help="gathered once per step",
 )
 SHARDED: Final = WeightPolicy(
     name="sharded",
@@ -121,6 +124,7 @@ SHARDED: Final = WeightPolicy(
     shards_weights=True,
     actions=_GATHERS,
     text="weights sharded",
+    help="gathered block by block",
 )
 HOST_OPTIMIZER: Final = WeightPolicy(
     name="host-optimizer",
@@ -130,6 +134,7 @@ HOST_OPTIMIZER: Final = WeightPolicy(
     gradient_copies=1,
     actions=_LOADS,
     text="optimizer on the host",
+    help="the optimizer's states",
 )
 HOST: Final = WeightPolicy(
     name="host",
@@ -140,6 +145,7 @@ HOST: Final = WeightPolicy(
     actions=_LOADS,
     leaner="host-activations",
     text="weights on the host",
+    help="also weights and gradients, which are copied stage by stage",
 )
 HOST_ACTIVATIONS: Final = WeightPolicy(
     name="host-activations",
@@ -151,6 +157,7 @@ HOST_ACTIVATIONS: Final = WeightPolicy(
     # What stages receive is on the host, and they compute the rest from it.
     activations=RECOMPUTE.name,
     text="weights and activations on the host",
+    help="also values between stages",
 )
 
 _POLICIES: Final[Mapping[str, WeightPolicy]] = MappingProxyType(
