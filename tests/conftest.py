@@ -74,23 +74,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, leaves out tests marked `full` and rows that `sample` does not name, and draws fewer
-    examples for properties.
+    """Without --all, leaves out tests marked `full`, as are rows that `sample` does not name, and draws fewer
+    examples for properties. With --all those properties are marked `full`, too.
 
     Workers of pytest-xdist take the longest files first, and before them those whose seconds are not known: a
     long one at the end would keep one worker busy alone. Tests of the simulated device have their time limits
     in the process that runs them.
     """
-    if not config.getoption("--all"):
-        usual = [item for item in items if not item.get_closest_marker("full")]
-        rows = defaultdict[str, list[pytest.Item]](list)
-        for item in usual:
-            rows[item.nodeid.partition("[")[0]].append(item)
-        taken = {item for of_one_test in rows.values() for item in _sampled(of_one_test)}
-        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
-        items[:] = [item for item in items if item in taken]
-        for function in {getattr(item, "obj", None) for item in items}:
-            _draw_fewer_examples(function)
+    everything = config.getoption("--all")
+    if not sim_process.is_child():  # which gets the rows that were chosen
+        _mark_rows_left_out(items)
+    for item in items if everything else ():
+        if _examples(item) > FEWEST_EXAMPLES:
+            item.add_marker("full")
+    if not everything:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        for function in {getattr(item, "obj", None) for item in items if _examples(item) > FEWEST_EXAMPLES}:
+            given: settings = getattr(function, _SETTINGS)
+            fewer = max(FEWEST_EXAMPLES, given.max_examples // 2)
+            setattr(function, _SETTINGS, settings(given, max_examples=fewer))
     for item in items:
         if item.get_closest_marker("sim") and not sim_process.is_child():
             item.add_marker(pytest.mark.timeout(0), append=False)
@@ -99,12 +102,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: -seconds.get(item.path, inf))
 
 
-def _draw_fewer_examples(function: Any) -> None:
-    """Halves the number of examples of a property; those of two or three stay."""
-    given: settings | None = getattr(function, _SETTINGS, None)
-    if given is not None and given.max_examples > FEWEST_EXAMPLES:
-        fewer = max(FEWEST_EXAMPLES, given.max_examples // 2)
-        setattr(function, _SETTINGS, settings(given, max_examples=fewer))
+def _examples(item: pytest.Item) -> int:
+    """How many examples a property draws at most; 0 for other tests."""
+    given: settings | None = getattr(getattr(item, "obj", None), _SETTINGS, None)
+    return 0 if given is None else given.max_examples
+
+
+def _mark_rows_left_out(items: list[pytest.Item]) -> None:
+    """Marks rows that `sample` leaves out as `full`."""
+    rows = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if not item.get_closest_marker("full"):
+            rows[item.nodeid.partition("[")[0]].append(item)
+    for of_one_test in rows.values():
+        taken = set(_sampled(of_one_test))
+        for item in of_one_test:
+            if item not in taken:
+                item.add_marker("full")
 
 
 def _sampled(rows: list[pytest.Item]) -> list[pytest.Item]:
