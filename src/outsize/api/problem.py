@@ -105,8 +105,9 @@ class SearchProblem:
         opens_meshes = request.opens_axes(cluster) and not request.exact and bool(counts)
         whole = case.taken(-(-size // counts[0]), needed, case.recorded_whole) if opens_meshes else None
         if whole is not None:
-            model = whole.graph, roofline(whole.graph, cluster.devices[0])
-            opens_meshes = not exceeds_all_devices(*model, optimizer_bytes(request.optimizer), cluster)
+            profile = roofline(whole.graph, cluster.devices[0])
+            optimizer = optimizer_bytes(request.optimizer)
+            opens_meshes = not exceeds_all_devices(whole.graph, profile, optimizer, cluster)
         graph_at = source.graphs(case, request.mesh(1), opens_meshes)
         for count in counts:
             graph = case.taken(-(-size // count), needed, graph_at)

@@ -282,12 +282,12 @@ def _decided(
     if AUTO not in asked:
         return engine_options
     cluster = cluster_of(options.get("cluster") or plan.cluster)
-    facts = case.captured(plan.microbatch_size).graph, plan, cluster.devices[0]
+    graph, device = case.captured(plan.microbatch_size).graph, cluster.devices[0]
     if asked[1] == AUTO:
-        engine_options = replace(engine_options, device_graphs=graph_use_of(*facts))
+        engine_options = replace(engine_options, device_graphs=graph_use_of(graph, plan, device))
     if asked[0] != AUTO:
         return engine_options
-    compilation = compilation_of(*facts)
+    compilation = compilation_of(graph, plan, device)
     return replace(engine_options, compiled=compilation.backend, compilation=compilation)
 
 

@@ -92,8 +92,9 @@ class RankStrategy(strategies.Strategy, ABC):
     def setup_environment(self) -> None:
         """Joins the processes of the run."""
         if self._starts_processes() and self._world is None:
-            place = self.cluster_environment.main_address, self.cluster_environment.main_port
-            take_rank(self.local_rank, len(self.parallel_devices or ()), *place)
+            environment = self.cluster_environment
+            count = len(self.parallel_devices or ())
+            take_rank(self.local_rank, count, environment.main_address, environment.main_port)
         self._world = join(self.root_device.type)
         rank_zero.rank_zero_only.rank = self.global_rank
         super().setup_environment()

@@ -44,8 +44,8 @@ class Pace:
 
     def on_a_core(self) -> Pace:
         """Returns the step as it would have been on a machine that has a core for the rank at any time."""
-        own = max(0.0, self.compute_s - self.compute_wait_s), max(0.0, self.input_s - self.input_wait_s)
-        return Pace(self.step, *own)
+        compute_s = max(0.0, self.compute_s - self.compute_wait_s)
+        return Pace(self.step, compute_s, max(0.0, self.input_s - self.input_wait_s))
 
 
 Cause = Literal["compute", "input", "link"]
@@ -178,8 +178,9 @@ class Progress:
             self.step += 1
             if self._kept:
                 runner = self.runner if len(self._kept) == 1 else None
-                own_code = self._input_s, self._input_wait_s
-                self.sampled.append(StepSample(self.step - 1, *own_code, tuple(self._kept), runner))
+                self.sampled.append(
+                    StepSample(self.step - 1, self._input_s, self._input_wait_s, tuple(self._kept), runner)
+                )
                 self.samples -= 1
         self._kept, self._ended_s = [], time.perf_counter()
         self._next_is_sampled = self.samples_now

@@ -152,8 +152,7 @@ def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None, wanted: WantedSi
             if server is not None:
                 stack.callback(server.close)
             show = _reporter(spec, config.max_restarts, codes)
-            size = spec.least, spec.nproc_per_node
-            attempts = Attempts(show, _say, wanted, *size, server, meeting, secret)
+            attempts = Attempts(show, _say, wanted, spec.least, spec.nproc_per_node, server, meeting, secret)
             agent = Agent(worker, logs, args.shutdown_timeout, attempts)
             stack.callback(agent.kill)  # whatever happens below, nothing is left running
             result: Any = agent.run()

@@ -107,9 +107,14 @@ class FixedMeeting(StaticTCPRendezvous):
         """Returns torch's own handler with that change; one of another kind as it is."""
         if type(handler) is not StaticTCPRendezvous:
             return handler
-        timeout_s = int(handler.timeout.total_seconds())
-        place = handler.master_addr, handler.master_port, handler.rank, handler.world_size
-        return cls(*place, handler.run_id, timeout_s)
+        return cls(
+            handler.master_addr,
+            handler.master_port,
+            handler.rank,
+            handler.world_size,
+            handler.run_id,
+            int(handler.timeout.total_seconds()),
+        )
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Returns the rendezvous. Raises BadOption for a port in use, RankFailed for one out of reach."""

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
 
@@ -46,6 +46,15 @@ from outsize.schedules.family import ChainLaw
 
 # Sums of floats differ by less than this, whatever their order is.
 ROUNDED: Final = 1 + 1e-9
+
+
+@final
+class ChainShape(NamedTuple):
+    """Names what a chain's step is made of: its schedule, its stages and its microbatches."""
+
+    schedule: ScheduleName
+    stages: int
+    microbatches: int
 
 
 @final
@@ -103,19 +112,19 @@ class ChainBound:
         before: Seconds,
         passes: tuple[Seconds, Seconds],
         slack_s: float,
-        how: tuple[ScheduleName, int, int],
+        shape: ChainShape,
         room: Room | None = None,
         queue: Queue | None = None,
     ) -> None:
         self._forward, self._backward = passes
-        schedule, self._stages, self._m = how
+        schedule, self._stages, self._m = shape
         self._family = family_of(schedule)
         self._total = self._forward + self._backward
         self._before: list[float] = before.tolist()
         self._slack_s, self._room = slack_s, room
         self._units = len(self._before) - 1
         law = self._family.chain
-        self._collectives = None if queue is None or law is None else _Collectives(queue, law, how)
+        self._collectives = None if queue is None or law is None else _Collectives(queue, law, shape)
 
     def reaches(self, limit_s: float) -> bool:
         """Returns whether the last stage reaches the end."""
@@ -223,8 +232,8 @@ class ChainBound:
 class _Collectives:
     """Bounds the stages of an unbroken chain by the collectives of their weights."""
 
-    def __init__(self, queue: Queue, law: ChainLaw, how: tuple[ScheduleName, int, int]) -> None:
-        schedule, self._stages, self._m = how
+    def __init__(self, queue: Queue, law: ChainLaw, shape: ChainShape) -> None:
+        schedule, self._stages, self._m = shape
         self._family, self._law, self._queue = family_of(schedule), law, queue
         self._total: list[float] = (queue.forward + queue.backward).tolist()
         # The stage of a path may hide as much again at its end.

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import ScheduleName
-from outsize.planner.bounds.chain import ChainBound, Queue, Room
+from outsize.planner.bounds.chain import ChainBound, ChainShape, Queue, Room
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.schedules.families import family_of
 from outsize.schedules.family import StagePath
@@ -148,17 +148,15 @@ class PrefixTimes:
         low_s = self.least_s(ranks, microbatches)
         if family_of(schedule).bound_is_work:
             return StepBound(low_s)
-        reaching = partial(self._reaching, (schedule, stages, microbatches), room, queue)
+        reaching = partial(self._reaching, ChainShape(schedule, stages, microbatches), room, queue)
         return StepBound(low_s, reaching, room is not None)
 
-    def _reaching(
-        self, how: tuple[ScheduleName, int, int], room: Room | None, queue: Queue | None
-    ) -> Callable[[float], bool]:
+    def _reaching(self, shape: ChainShape, room: Room | None, queue: Queue | None) -> Callable[[float], bool]:
         """Returns a function limit -> whether the stages reach the end, none of them above the limit."""
         if not self.unbroken:
-            return partial(self._reaches, *how)
-        before = self.before_forward if family_of(how[0]).forwards_lead else self.before
-        return ChainBound(before, (self.forward, self.backward), self.slack_s, how, room, queue).reaches
+            return partial(self._reaches, *shape)
+        before = self.before_forward if family_of(shape.schedule).forwards_lead else self.before
+        return ChainBound(before, (self.forward, self.backward), self.slack_s, shape, room, queue).reaches
 
     def _reaches(self, schedule: ScheduleName, stages: int, microbatches: int, limit_s: float) -> bool:
         """Returns the same where chains break off."""

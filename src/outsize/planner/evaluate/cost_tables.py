@@ -361,8 +361,8 @@ class CostTables:
 
     def floor_without_memory_s(self, layout: Layout) -> float:
         """Returns a lower bound of the step of any cut on equal devices, whatever it holds."""
-        how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
-        return self.work(layout).floor_s(*how)
+        pp = layout.axes.pp
+        return self.work(layout).floor_s(layout.schedule, layout.stages, pp, layout.microbatches)
 
     def floor_s(self, layout: Layout, recompute: Sequence[Recompute], most_s: float = inf) -> float:
         """Returns a lower bound of the step of any cut that fits, with a stage on each device, in these
@@ -384,8 +384,10 @@ class CostTables:
         """Returns the same as a bound that is sharpened as far as it is needed; on unequal devices it is."""
         if self._fleet(layout, recompute) is not None:
             return StepBound(self.floor_s(layout, recompute))
-        how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
-        return self.work(layout).bound(*how, self._room(layout, recompute), self._queue(layout))
+        room, queue = self._room(layout, recompute), self._queue(layout)
+        return self.work(layout).bound(
+            layout.schedule, layout.stages, layout.axes.pp, layout.microbatches, room, queue
+        )
 
     def _fleet(self, layout: Layout, recompute: Sequence[Recompute] = (KEEP.name,)) -> Fleet | None:
         """Returns unequal groups as a fleet; None where all are equal, or seconds depend on where a
@@ -574,8 +576,8 @@ class CostTables:
             if layout.hosted and layout.microbatch_ranks == 1:
                 # With recompute a unit computes for longer and waits for less: a lower bound takes the
                 # minimum of both.
-                where = self._blocks_of(layout, device), layout, self._cluster
-                seconds = fastest([fetching(*where, again) for again in (False, True)])
+                blocks = self._blocks_of(layout, device)
+                seconds = fastest([fetching(blocks, layout, self._cluster, again) for again in (False, True)])
             self._costs[key] = seconds
         return self._costs[key]
 

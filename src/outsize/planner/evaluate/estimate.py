@@ -197,7 +197,7 @@ def _memories(
     layout, runs = pipeline.layout, tuple(pairwise(bounds))
     key = layout.schedule_key()
     if layout.chunks == 1 and not layout.actions:
-        states = states_by_stage(*key[:4])
+        states = states_by_stage(*key.without_actions)
         return tuple(_account(*of) for of in zip(cases, runs, states, strict=True))
     stage_edges = frozenset[Edge](), frozenset[Edge]()
     if layout.actions:
@@ -228,9 +228,13 @@ def _worst_states(
 ) -> tuple[InFlightState, ...]:
     """Returns the joint state in which the stages of a device hold most together."""
     here = (case.ranges.of_run(*run) for case, run in zip(cases, runs, strict=True))
-    parts = np.array([component_table(ranges, schedule_key[2]) for ranges in here])
-    along_edges = bool(schedule_key[-1])
-    by_rank = states_along_edges(schedule_key, along) if along_edges else states_by_rank(*schedule_key[:4])
+    parts = np.array([component_table(ranges, schedule_key.microbatches) for ranges in here])
+    along_edges = bool(schedule_key.actions)
+    by_rank = (
+        states_along_edges(schedule_key, along)
+        if along_edges
+        else states_by_rank(*schedule_key.without_actions)
+    )
     return by_rank[rank].at(int(np.argmax(by_rank[rank].bytes_at(parts))))
 
 

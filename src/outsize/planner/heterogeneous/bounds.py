@@ -395,8 +395,16 @@ class Crossing:
         self, ranks: int, fixed: Seconds, graded: Seconds, saved: Seconds, updating: Seconds
     ) -> GroupBytes:
         """Returns all bytes on one of the `ranks` devices that share values."""
-        boundary = self.received / ranks, self.sent / ranks, self.crossing / ranks, self.acting_bytes / ranks
-        return GroupBytes(fixed, graded, saved, updating, *boundary)
+        return GroupBytes(
+            fixed,
+            graded,
+            saved,
+            updating,
+            self.received / ranks,
+            self.sent / ranks,
+            self.crossing / ranks,
+            self.acting_bytes / ranks,
+        )
 
 
 def _fits(

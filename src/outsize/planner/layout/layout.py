@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import gcd
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, Part
@@ -41,10 +41,24 @@ from outsize.ir.schedule import Kind, placed
 from outsize.policies.weights import HOSTED, RESIDENT, SHARDED, WeightPolicy, Weights, weight_policy
 from outsize.schedules.families import family_of, preferred
 
-ScheduleKey = tuple[ScheduleName, int, int, int, tuple[str, ...]]
-"""Holds the arguments of `schedules.planned`: name, stages, microbatches, ranks, actions."""
 # Layouts with several stages on a rank have at most this many stages: with more, messages dominate.
 MOST_STAGES: Final = 64
+
+
+@final
+class ScheduleKey(NamedTuple):
+    """Holds the arguments of `schedules.planned`; equal keys have the same schedule."""
+
+    schedule: ScheduleName
+    stages: int
+    microbatches: int
+    ranks: int
+    actions: tuple[str, ...]
+
+    @property
+    def without_actions(self) -> tuple[ScheduleName, int, int, int]:
+        """Returns what a schedule is built from where its actions are not given."""
+        return self[:4]
 
 
 @final
@@ -82,7 +96,7 @@ class Layout:
     def schedule_key(self, microbatches: int | None = None) -> ScheduleKey:
         """Returns the key of the schedule of `microbatches`, by default of all."""
         count = self.microbatches if microbatches is None else microbatches
-        return self.schedule, self.stages, count, self.axes.pp, self.actions
+        return ScheduleKey(self.schedule, self.stages, count, self.axes.pp, self.actions)
 
     @property
     def group(self) -> int:

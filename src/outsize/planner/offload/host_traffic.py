@@ -214,9 +214,12 @@ def streamed(
     )
     before_s = [host.move_s(come, go, adding) / times for come, go in previous_block]
     blocks, first = compute.merged(cut), np.array(cut[:-1])
+    # A block's compute hides the copies of its neighbour: in a forward those of the next block, in a
+    # backward, which runs the other way, those of the one before. What is not hidden is waited for.
     forward, backward = np.zeros(cut[-1]), np.zeros(cut[-1])
     forward[first] = np.maximum(0.0, next_s - blocks.forward)
     backward[first] = np.maximum(0.0, before_s - blocks.backward)
+    # Nothing computes before the first weights are there, nor while the last gradients leave: once in a step.
     forward[0] += host.move_s(weights[0]) / m
     backward[0] += host.move_s(0, gradients[0]) / m
     return compute.plus(forward, backward)
@@ -229,6 +232,8 @@ def staying(compute: UnitSeconds, traffic: BlockTraffic, layout: Layout, host: H
     together = m if layerwise(layout) else 1
     blocks, first = compute.merged(cut), np.array(cut[:-1])
     begin_s = together * (np.cumsum(blocks.forward) - blocks.forward)
+    # All weights come one behind the other without a pause, so a block that had to wait delays those after it
+    # no further than to its own end: the delay is a running maximum, and a block waits for its increase.
     late_s = np.maximum.accumulate(np.cumsum([host.move_s(size) for size in weights]) - begin_s)
     copy_out_s = np.array([host.move_s(0, size) for size in (*gradients[1:], 0)])
     forward, backward = np.zeros(cut[-1]), np.zeros(cut[-1])

@@ -198,6 +198,7 @@ def _with_given_axes(
     composed = _composed(request, plan, candidates, cluster)
     if composed is plan or _takes_longer(composed, most_s) or not _takes_longer(plan, most_s):
         return composed
+    # Composed it may be chosen after all, so it needs the alternatives that a plan above `most_s` is without.
     return _composed(request, _by_runs(named, candidates, cluster, inf, tables), candidates, cluster)
 
 
@@ -215,10 +216,11 @@ def _composed(request: PlanRequest, plan: Plan, candidates: Candidates, cluster:
     asked = {m: candidates[c] for m, c in counts if request.microbatches in (None, m)}
     composed = branched(plan, asked, cluster, always=request.schedule == COMPOSED.name)
     graph, layout = asked[composed.microbatches][0], Layout.of_plan(composed)
-    sums = order_reasons(graph, layout, request.bn), tensor_reasons(graph, layout.axes.tp, layout.sequence)
-    return (
-        composed if composed is plan else composed.model_copy(update={"why": (*composed.why, *chain(*sums))})
-    )
+    if composed is plan:
+        return plan
+    sums = order_reasons(graph, layout, request.bn)
+    products = tensor_reasons(graph, layout.axes.tp, layout.sequence)
+    return composed.model_copy(update={"why": (*composed.why, *sums, *products)})
 
 
 def _by_runs(
@@ -249,6 +251,8 @@ def _by_runs(
     result = BranchAndBound(tables, searched_for(request.recompute), compares=compares).run(searched)
     if result.estimates:
         improved = _improved(request, result, tables, cluster)
+        # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
+        # chosen, so it is searched again with its alternatives; what was priced is still in the tables.
         if not compares and improved.estimate.step_s <= most_s:
             result = BranchAndBound(tables, searched_for(request.recompute)).run(searched)
         return _written(request, result, improved, cluster)
@@ -289,6 +293,8 @@ def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tup
     if request.schedule == COMPOSED.name:
         request = request.model_copy(update={"schedule": None})
     layouts = tuple(meshes(request, candidates, cluster))
+    # A mesh without groups is a pipeline, which `_with_given_axes` prices, with branches besides; here its
+    # bound alone counts, so that the gap holds for all layouts.
     is_grouped = [layout.group > 1 or cluster.unequal for layout in layouts]
     grouped_layouts = tuple(compress(layouts, is_grouped))
     if request.schedule is None and not request.inference:

@@ -62,8 +62,8 @@ def simulate(
     rank_of = schedule.rank_of
 
     def transfer_s(message: Message) -> float:
-        ranks = rank_of[message.source], rank_of[message.destination]
-        return link(*ranks).seconds(_bytes(message, edge_bytes, gradient_bytes))
+        wire = link(rank_of[message.source], rank_of[message.destination])
+        return wire.seconds(_bytes(message, edge_bytes, gradient_bytes))
 
     return _play(schedule, _compute_seconds(schedule, costs, copies is not None), transfer_s, copies)
 

@@ -145,7 +145,7 @@ def _round_robin(
     A plan's bound is its compute alone, then its step without copies; only what may win is played with them.
     """
     known = cache(lambda count, cut: HostedStages.of(*candidates[count], cut, request.optimizer))
-    planned = cache(lambda pp, count, cut: _plan(request, candidates[count][0], cluster, (pp, count, cut)))
+    planned = cache(lambda pp, count, cut: _plan(request, candidates[count][0], cluster, pp, count, cut))
     choices = sorted(_choices(request, candidates, cluster, recomputes), key=itemgetter(0))
     queue = [(choice.least_s, place) for place, choice in enumerate(choices)]
     estimates, fitting, best_s = dict[int, Estimate](), list[tuple[int, float]](), inf
@@ -225,9 +225,8 @@ def _cut(ends: Sequence[int], seconds: UnitSeconds, pp: int) -> tuple[int, ...]:
 
 
 def _plan(
-    request: PlanRequest, graph: ModelGraph, cluster: Cluster, how: tuple[int, int, tuple[int, ...]]
+    request: PlanRequest, graph: ModelGraph, cluster: Cluster, pp: int, count: int, cut: tuple[int, ...]
 ) -> Plan:
-    pp, count, cut = how
     names = [cluster.devices[stage % pp].name for stage in range(len(cut) - 1)]
     return Plan(
         model=graph.model,

@@ -113,8 +113,8 @@ class _JointSearch:
             optimizer,
         )
         layout, n = start.layout, start.pipeline.case.units
-        key = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
-        self._states, self._m, self._stages = states_by_stage(*key), layout.microbatches, range(layout.stages)
+        self._states = states_by_stage(*layout.schedule_key().without_actions)
+        self._m, self._stages = layout.microbatches, range(layout.stages)
         self._saving_cases = [saving_case(start.pipeline, stage) for stage in self._stages]
         self._over = [self._excess(stage) for stage in self._stages]
         self._inside = np.arange(n + 1)[:, None] < np.arange(n + 1)

@@ -224,8 +224,8 @@ def choice(pipeline: Pipeline, stage: int, run: Run, fine: UnitLevelModel) -> Ch
     """
     layout, tables = pipeline.layout, saving_case(pipeline, stage).ranges.of_run(*run)
     empty = replace(tables, **dict.fromkeys(OWN, np.zeros_like(tables.saved)))
-    key = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
-    limits = [_limit(empty, alive) for alive in states_by_stage(*key)[stage]]
+    states = states_by_stage(*layout.schedule_key().without_actions)
+    limits = [_limit(empty, alive) for alive in states[stage]]
     return _best(fine, run, limits, pipeline.room_bytes(stage))
 
 
@@ -236,7 +236,7 @@ def shared_choice(estimate: Estimate, stage: int, fine: UnitLevelModel) -> Choic
     own = layout.stages_on(rank)
     tables, at = [estimate.cases[s].ranges.of_run(*runs[s]) for s in own], own.index(stage)
     tables[at] = empty = replace(tables[at], **dict.fromkeys(OWN, np.zeros_like(tables[0].saved)))
-    joint = states_by_rank(*layout.schedule_key()[:4])[rank]
+    joint = states_by_rank(*layout.schedule_key().without_actions)[rank]
     # A device holds the inputs of its microbatches once, with its first stage.
     batches = [layout.microbatches, *[0] * (len(own) - 1)]
     parts = np.array(list(map(component_table, tables, batches)))

@@ -180,6 +180,8 @@ def _treats_tokens_equally(call: RuleInput, module: nn.Module, dim: int) -> bool
     if experts_of(call.instruction, module, call.metas) is not None:
         return dim == 0
     args = [call.metas[a.slot] if isinstance(a, Ref) else a for a in call.args]
+    if any(isinstance(leaf, Ref) for leaf in leaves(args)):
+        return False  # A state in a tuple, such as an LSTM's, has no tokens.
     return not call.instruction.kwargs and works_by_rows(module, args, dim)
 
 

@@ -224,9 +224,9 @@ def _adds_up(trial: _Trial) -> bool:
             summed = torch.zeros_like(expected)
             for start, stop in ((0, cut), (cut, count)):
                 token, choice = ((index >= start) & (index < stop)).nonzero(as_tuple=True)
-                rows = x[token], index[token, choice, None] - start, weight[token, choice, None]
+                local, chosen = index[token, choice, None] - start, weight[token, choice, None]
                 if len(token):
-                    summed.index_add_(0, token, trial.part(weights, start, stop)(*rows))
+                    summed.index_add_(0, token, trial.part(weights, start, stop)(x[token], local, chosen))
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             return False
         return bool(expected.abs().max() > 0) and torch.allclose(summed, expected, rtol=1e-3, atol=1e-4)

@@ -170,10 +170,21 @@ def find_region(tape: Tape, model: nn.Module) -> RowRegion | None:
             products.append((size, instruction, product))
     largest = sorted(products, key=lambda each: (-each[0], -each[1].index))
     for _, instruction, product in largest[:_TRIED]:
-        found = _region_from(tape, model, weights, alive, (instruction, product))
+        found = _region_from(tape, model, weights, alive, instruction, product)
         if found is not None:
             return found
     return None
+
+
+@final
+@dataclass(frozen=True)
+class _Start:
+    """Is the product that a region begins with; its rows are those of `dim`, in so many pieces."""
+
+    instruction: Instruction
+    product: Product
+    dim: int
+    pieces: int
 
 
 def _region_from(
@@ -181,9 +192,9 @@ def _region_from(
     model: nn.Module,
     weights: Mapping[str, Shape],
     alive: Sequence[bool],
-    first: tuple[Instruction, Product],
+    instruction: Instruction,
+    product: Product,
 ) -> RowRegion | None:
-    instruction, product = first
     shape = tape.metas[product.input.slot].shape
     dims = sorted(range(len(shape) - 1), key=lambda dim: -shape[dim])
     for dim in dims:
@@ -191,7 +202,7 @@ def _region_from(
             continue
         for pieces in range(2, 2 + _MORE):
             try:
-                return _followed(tape, model, weights, alive, (instruction, product, dim, pieces))
+                return _followed(tape, model, weights, alive, _Start(instruction, product, dim, pieces))
             except NotPropagated:
                 continue
     return None
@@ -202,10 +213,10 @@ def _followed(
     model: nn.Module,
     weights: Mapping[str, Shape],
     alive: Sequence[bool],
-    start: tuple[Instruction, Product, int, int],
+    start: _Start,
 ) -> RowRegion:
-    """Returns the region from a product on, along one dim, in so many pieces. Raises NotPropagated."""
-    first, product, dim, pieces = start
+    """Returns the region from a product on. Raises NotPropagated."""
+    first, product, dim, pieces = start.instruction, start.product, start.dim, start.pieces
     modules = dict(model.named_modules())
     shares = {product.input.slot: Share(dim, (tape.metas[product.input.slot].shape[dim],))}
     members, exits, made = list[Instruction](), list[int](), set[int]()

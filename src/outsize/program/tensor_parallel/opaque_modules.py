@@ -90,8 +90,10 @@ def _works_by_vector(module: nn.Module, sizes: Sequence[int], dim: int) -> bool:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         small_copy = _with_new_weights(module)
         for weight in leaves([*small_copy.parameters(), *small_copy.buffers()]):
+            # With weights of zeros or ones a module that mixes vectors could look as if it did not.
             weight.copy_(torch.rand(weight.shape, generator=generator))
         x = torch.randn(sizes, generator=generator, dtype=torch.float64)
+        # The part does not begin with the first vector: a module that counts positions from it is found out.
         try:
             whole, part = small_copy(x), small_copy(x.narrow(dim, 1, 2))
         except (RuntimeError, ValueError, TypeError):

@@ -198,6 +198,7 @@ class _StylePass:
                 self._gathered[slot] = share
             elif share is not None:
                 self._settle(share.origins, "what it makes is an output of the model")
+        # Each rank derives the styles by itself, and sets of names have another order in each process.
         for name in sorted(self._roles.keys() & (self._alone.keys() | self._entered.keys())):
             self._insist_on_whole({name}, name)
         for name in sorted(self._entered.keys() & self._alone.keys()):

@@ -254,6 +254,7 @@ class GraphedStage(RunnableStage):
         if weight:
             flight.backward.replay()
         self._add(flight, zero=not weight)
+        # The next replay writes over the graph's own, while what was sent may still be on its way.
         sink: Gradients = dict(zip(flight.sink, copies_of(list(flight.sink.values())), strict=True))
         if not weight:
             sink = {k: None if g is None else torch.zeros_like(g) for k, g in sink.items()}

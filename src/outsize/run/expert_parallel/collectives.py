@@ -87,8 +87,12 @@ class ExpertParallelGroup(ExpertCollectives):
         if self._alike is None:
             return self._of_rows(call, x, index, weight)
         rows = Share(0, (len(x),))
-        own = (self._alike.cut(x, rows), self._alike.part(index, rows), self._alike.cut(weight, rows))
-        return self._alike.gather(self._of_rows(call, *own), rows)
+        x, index, weight = (
+            self._alike.cut(x, rows),
+            self._alike.part(index, rows),
+            self._alike.cut(weight, rows),
+        )
+        return self._alike.gather(self._of_rows(call, x, index, weight), rows)
 
     @property
     def load(self) -> ExpertLoad:

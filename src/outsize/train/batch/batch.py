@@ -156,7 +156,7 @@ class Batch:
         def part(steps: Steps, value: Any) -> Any:
             if steps in wholes:
                 for _ in tensors_in(value):
-                    next(dims)
+                    next(dims)  # `dims` has one for each tensor of the batch, also for those in lists
                 samples = samples_of(value, rows)
                 taken.extend([None] * len(tensors_in(samples)))
                 return samples
@@ -168,6 +168,7 @@ class Batch:
             taken.append(dim.taken(rows) if isinstance(dim, PackedRows) else dim)
             if isinstance(dim, PackedRows):
                 return value[dim.rows_of(rows).to(value.device)]
+            # A slice gives a view: a microbatch of the user's tensors takes no memory.
             return value if dim is None else value[(slice(None),) * dim + (rows,)]
 
         args, kwargs, target = map_parts(part, self.tree(), lambda steps, _: steps in wholes)

@@ -106,6 +106,7 @@ class BatchDims:
         is_listed = bool(batch.in_lists()) and not self._asked
         if is_given or is_listed or _only_dim_0(batch, candidates[0]):
             return replace(batch, dims=_counted(batch, candidates[0]))
+        # Rows of samples come behind the first reading only: where dim 0 fits as it is, nothing is packed.
         packed = _packed(batch, candidates[0], fixed)
         candidates = [candidates[0], *packed, *candidates[1:]]
         for dims in candidates:
@@ -131,6 +132,8 @@ class BatchDims:
         return batch
 
     def _takes_more(self, batch: Batch) -> bool:
+        # With one sample more a dim that was read as samples and is none disagrees with what the model has
+        # fixed (a table, a sequence's length), and the model says so.
         return self._rejection(_grown(batch)) is None
 
 
@@ -298,6 +301,7 @@ def _agree(batch: Batch, dims: Dims) -> bool:
     sizes = {samples_in(part) for _, part in batch.listed_parts()}
     for tensor, dim in zip(tensors, dims, strict=False):
         if isinstance(dim, PackedRows):
+            # Two sizes that no tensor has: counts of other rows than these agree with nothing.
             sizes |= {len(dim.counts)} if sum(dim.counts) == tensor.shape[0] else {-1, -2}
         elif dim is not None:
             sizes.add(tensor.shape[dim])

@@ -200,6 +200,7 @@ class Checkpoints:
         cards = shared_facts(group, lambda: self._card(moment, optimizers, parts, tensors))
         modules = ModuleStates(self._held)
         states = shared_facts(group, modules.states)
+        # A digest is of the tensors too, which ranks do not tell: what is equal everywhere is written once.
         apart = [name for name in self._attached.objects if len({c["digests"].get(name) for c in cards}) > 1]
         chunks = [
             *_chunks(parts),
@@ -339,6 +340,7 @@ class Checkpoints:
 
     def _restore(self, saved: CheckpointReader, moment: Moment) -> None:
         values, settings, optimizers = saved.values, self._settings, self._optimizers(moment)
+        # What may be refused comes first: a run whose weights are half restored could not go on.
         if values.get("weights", True):
             self._held.insist_on_model(saved, str(saved.folder))
         for name, each in optimizers.items():

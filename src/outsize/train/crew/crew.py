@@ -339,15 +339,14 @@ def make_schedule(plan: Plan, cut: Cut, microbatches: int, *, training: bool) ->
     checked.
     """
     if training:
-        settings = plan.schedule, len(plan.stages), microbatches, plan.axes.pp
-        schedule = planned(*settings, plan.actions)
+        schedule = planned(plan.schedule, len(plan.stages), microbatches, plan.axes.pp, plan.actions)
     else:
         schedule = _forwards(plan, microbatches)
+    forward, over_steps = forward_edges(cut.boundaries), step_edges(cut.boundaries)
     backward = backward_edges(cut.boundaries) if training else frozenset()
-    edges = (forward_edges(cut.boundaries), backward, step_edges(cut.boundaries))
-    lowered = lower(schedule, *edges)
+    lowered = lower(schedule, forward, backward, over_steps)
     if training:
-        check(lowered, *edges)
+        check(lowered, forward, backward, over_steps)
     return lowered
 
 
@@ -511,8 +510,9 @@ class ProcessCrew(Crew):
         place = ProcessPlace(group.rank(), group.size(), stages, mesh=mesh, device=device)
         replicas: Replicas = SingleReplica()
         if mesh.replicas is not None and mesh.holders is not None:
-            groups = mesh.replicas, mesh.holders, mesh.expert_holders
-            replicas = ReplicaGroup(*groups, own_batches=options.own_batches)
+            replicas = ReplicaGroup(
+                mesh.replicas, mesh.holders, mesh.expert_holders, own_batches=options.own_batches
+            )
             options = replace(options, moves=options.moves or OverlappedAllReduce(replicas.gradients))
         super().__init__(plan, place, replicas, options)
         self._transport = connect(TransportGroups.make(group, device), device, plan.axes.group_size)

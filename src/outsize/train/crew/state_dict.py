@@ -78,6 +78,8 @@ def _state_of(
     """
     places = _persistent(parts)
     state: dict[str, Any] = {}
+    # `state_dict()` is the user's code where a module has its own, so the module has to hold the values while
+    # it is asked. The tables are set directly: `setattr` would not take a plain tensor for a Parameter.
     try:
         for table, key, tensor in places:
             table[key] = whole.get(id(tensor), tensor)

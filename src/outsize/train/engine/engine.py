@@ -213,12 +213,15 @@ class Engine:
         self._compare_batches(parts)
         known = self.clip_norm is None or self._speculation is not None
         by_closure = update and wants_closure(self.optimizer)
+        # A norm and a scaler's verdict need all gradients, and a closure runs the backward again: only
+        # without them may the optimizer step for gradients that have landed while others are computed.
         at_once = update and known and self._scaling is None and not by_closure
         with borrowed_generators():
             optimizer = self.optimizer if at_once else None
             with noting_what_follows(self._options.on_out_of_memory):
-                settings = parts, loss_scale, self.steps, optimizer, grad_scale
-                trained = self._executor.train(*settings, outputs=gather == "outputs")
+                trained = self._executor.train(
+                    parts, loss_scale, self.steps, optimizer, grad_scale, outputs=gather == "outputs"
+                )
         loss = self._loss = trained.total
         self._equip()
         wrong_step = self._watch.look(self.steps, loss)
@@ -692,8 +695,9 @@ class Engine:
         if self.clip_norm is None:
             return None
         own, all_parameters = self._trained_parameters()
-        context = self.crew, self._tensor, self._speculation
-        return clip_by_global_norm(own, all_parameters, self.clip_norm, *context)
+        return clip_by_global_norm(
+            own, all_parameters, self.clip_norm, self.crew, self._tensor, self._speculation
+        )
 
     def _trained_parameters(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
         """Returns this rank's and all parameters of the model, with those of the loss that are trained."""

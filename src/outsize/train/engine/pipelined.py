@@ -101,10 +101,17 @@ class Pipelined(Executor):
         self._replica_copies = ReplicaCopies(model, crew.local_replicas, ownership.device_of)
         self._statistics = DeferredStatistics(model) if plan.bn == "deferred" else None
         forgiving = options.compilation is not None
-        parts = plan, crew.values, crew.activations, self._statistics, options.compiled
         speaks = graphs is not None and graphs.cause == "asked" and crew.global_rank == 0
         self._graphs = DeviceGraphs(speaks=speaks) if records else None
-        self._factory = StageFactory(*parts, forgiving=forgiving, graphs=self._graphs)
+        self._factory = StageFactory(
+            plan,
+            crew.values,
+            crew.activations,
+            self._statistics,
+            options.compiled,
+            forgiving=forgiving,
+            graphs=self._graphs,
+        )
         self._programs = AgreedPrograms(crew, plan)
         self._warned = self._warned_of_trial = False  # of shares that cannot be derived
         self._told: Placement | None = None

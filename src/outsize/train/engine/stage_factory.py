@@ -97,8 +97,9 @@ class StageFactory:
             recompute = partial(whole.run, program.function)
         elif policy.lists_units:
             runs, modes = self._segments(variant, program.stage), variant.tape.modes
-            parts = program.spec, runs, model, modes, self.statistics
-            recompute = SegmentedRecompute(*parts, self._compiler())
+            recompute = SegmentedRecompute(
+                program.spec, runs, model, modes, self.statistics, self._compiler()
+            )
         elif policy.offloads:
             save_context = partial(self.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device

@@ -106,9 +106,16 @@ class OptimizerPlacing:
     def _agreed(self, mesh: Mesh, factory: MakeOptimizer, is_divided: bool, is_spread: bool) -> Coupling:
         """Returns the widest coupling that any rank has found; it says so where the trial had no answer."""
         device = self.held.crew.gradient_device
-        how = is_divided, is_spread, self._sharded()
         tried = self.ownership.only_trying(factory)
-        trial = CouplingTrial(tried, self.model, self._kinds(), device, *how)
+        trial = CouplingTrial(
+            tried,
+            self.model,
+            self._kinds(),
+            device,
+            divided=is_divided,
+            spread=is_spread,
+            sharded=self._sharded(),
+        )
         told = shared_facts(mesh.group.host, lambda: asdict(trial.run()))
         found = [Coupling(**each) for each in told]
         widest = max(found, key=lambda each: _REACHES.index(each.reach))

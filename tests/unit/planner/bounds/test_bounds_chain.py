@@ -14,7 +14,7 @@ from outsize.ir.cluster import make_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
-from outsize.planner.bounds.chain import ChainBound, Room
+from outsize.planner.bounds.chain import ChainBound, ChainShape, Room
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.cost_tables import CostTables
@@ -59,7 +59,7 @@ def test_bytes_end_a_stage() -> None:
 
     def reaches(limit_s: float, room_bytes: int) -> bool:
         room = Room(2 * sums, 2 * sums, 2 * sums, 3 * sums, 3 * sums, room_bytes)
-        return ChainBound(2 * sums, (sums, sums), 0.0, ("gpipe", 2, 2), room).reaches(limit_s)
+        return ChainBound(2 * sums, (sums, sums), 0.0, ChainShape("gpipe", 2, 2), room).reaches(limit_s)
 
     assert reaches(12.0, 16)
     assert not reaches(11.9, 16)

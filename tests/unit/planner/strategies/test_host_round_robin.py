@@ -170,8 +170,8 @@ def test_no_step_is_shorter_than_its_bound() -> None:
     choices = list(host_round_robin._choices(request, found, cluster, [False, True]))
     assert {choice.pp for choice in choices} == {2, 4}
     for choice in choices:
-        how = choice.pp, choice.microbatches, choice.cut
-        plan = host_round_robin._plan(request, found[choice.microbatches][0], cluster, how)
+        graph = found[choice.microbatches][0]
+        plan = host_round_robin._plan(request, graph, cluster, choice.pp, choice.microbatches, choice.cut)
         changes = {"weights": choice.weights, "recompute": "full" if choice.recomputes else "none"}
         made = price(plan.model_copy(update=changes), *found[choice.microbatches], cluster)
         assert made.expected is not None

@@ -39,6 +39,26 @@ def test_a_form_that_a_rule_does_not_know_is_not_followed() -> None:
         propagate.follow(last_call(lambda x: torch.softmax(input=x, dim=1)), None)
 
 
+def test_a_layer_with_a_state_in_a_tuple_is_not_tried_by_rows() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.lstm = nn.Linear(8, 8), nn.LSTM(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return self.lstm(y, (y[:1], y[:1]))[0]
+
+    model = Recurrent()
+    tape = record(model, (torch.zeros(4, 2, 8),), {})
+    call = next(i for i in tape.instructions if i.target == "lstm")
+    weights = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    refs = [ref for ref in RuleInput(call, tape.metas, {}, weights).operands() if isinstance(ref, Ref)]
+    shares = {ref.slot: Share(1, (2,)) for ref in refs}
+    with pytest.raises(NotPropagated):
+        rules.follow_rows(RuleInput(call, tape.metas, shares, weights), model.lstm, 2)
+
+
 @pytest.mark.parametrize("bug", [KeyError("h"), AttributeError("h"), ZeroDivisionError("h")], ids=repr)
 def test_a_bug_in_a_rule_is_seen(bug: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(call: RuleInput) -> Step:
