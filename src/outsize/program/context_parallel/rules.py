@@ -118,7 +118,7 @@ def _function(call: RuleInput, ranks: int) -> RowStep:
     if product_of(call.instruction, None, _ndims(call)) is not None:
         return RowStep(_by_vector(call))
     if op_name(call.instruction) == "getitem":
-        return _item(call, ranks)
+        return _by_rule(call, lambda each: _item(each, ranks))
     if has_no_inside(call.instruction.target):
         return RowStep(follow_by_trial(call))
     rule = _RULES.get(op_name(call.instruction), lambda each: RowStep(follow(each, None)))

@@ -96,7 +96,7 @@ class RuleInput:
     def alone(self) -> Share:
         """Returns the share of the first argument, when no other one is sharded. Raises NotPropagated."""
         divided = self.divided()
-        if len(divided) != 1 or self.share(self.args[0]) is None:
+        if len(divided) != 1 or not self.args or self.share(self.args[0]) is None:
             raise NotPropagated("more than its first argument is divided")
         return next(iter(divided.values()))
 

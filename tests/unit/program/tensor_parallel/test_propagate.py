@@ -35,8 +35,28 @@ def last_call(act: Callable[[Tensor], Tensor]) -> RuleInput:
 
 def test_a_form_that_a_rule_does_not_know_is_not_followed() -> None:
     assert propagate.follow(last_call(lambda x: torch.softmax(x, 1)), None).out == (Share(0, (4,)),)
-    with pytest.raises(NotPropagated, match="no rule for such a softmax"):
+    with pytest.raises(NotPropagated, match="no rule for such a cat"):
+        propagate.follow(last_call(lambda x: torch.cat(tensors=[x, x], dim=1)), None)
+    with pytest.raises(NotPropagated, match="more than its first argument"):
         propagate.follow(last_call(lambda x: torch.softmax(input=x, dim=1)), None)
+
+
+def test_a_layer_that_is_called_by_name_is_not_followed() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(input=self.layer(x))
+
+    model = Named()
+    tape = record(model, (torch.zeros(4, 8),), {})
+    call = next(i for i in tape.instructions if i.target == "norm")
+    slot = next(iter(tape.instructions[0].defines()))
+    weights = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    with pytest.raises(NotPropagated):
+        propagate.follow(RuleInput(call, tape.metas, {slot: Share(0, (4,))}, weights), model.norm)
 
 
 def test_a_layer_with_a_state_in_a_tuple_is_not_tried_by_rows() -> None:
