@@ -41,7 +41,8 @@ from outsize.train.engine.options import EngineOptions
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 
 COUNT, RANKS, STEPS, SEED = 4, 2, 2, 3
-SCHEDULES = tuple(family.name for family in families() if family.trains)
+TRAINED = {family.name: family for family in families() if family.trains}
+SCHEDULES = tuple(TRAINED)
 LOSS = nn.CrossEntropyLoss()
 CUSTOM = """
 0F0,0F1,2F0,0F2,2F1,2I0,0B0,2W0,2B1,0I1,2F2,2B2,0F3,2F3,2I3,0W1,0B2,0B3,2W3
@@ -104,8 +105,8 @@ def plan_of(
     name: ScheduleName, recompute: Literal["none", "selective", "full"] = "none", ranks: int = RANKS
 ) -> Plan:
     """A stage on each rank, or two; selective: every other unit again."""
-    graph, several = captured().graph, name in ("interleaved", "zero-bubble-v", "auto", "custom")
-    stages = 2 * ranks if several else ranks
+    graph, family = captured().graph, TRAINED[name]
+    stages = 2 * ranks if family.interleaves or family.row is None else ranks
     names, units = [u.name for u in graph.units], len(graph.units)
     bounds = tuple(units * s // stages for s in range(stages + 1))
     places = tuple(f"cpu:{rank}" for rank in placed(name, stages, ranks))
@@ -124,7 +125,7 @@ def plan_of(
         batch_size=BATCH.size,
         microbatches=COUNT,
         schedule=name,
-        actions=actions(name, stages, ranks) if name in ("auto", "custom") else (),
+        actions=actions(name, stages, ranks) if family.row is None else (),
         recompute="full" if recompute == "full" else "none",
         stages=cut,
     )
@@ -148,8 +149,8 @@ def test_every_schedule(name: str, recompute: Any) -> None:
     found, kinds = run(plan_of(cast("ScheduleName", name), recompute), None)
     differences = compare(reference(), found)
     assert differences.bit_equal, differences
-    split = name.startswith("zero") or name in ("auto", "custom")
-    assert ("I" in kinds) is split
+    # So do the two schedules whose rows are in the plan (`actions`).
+    assert ("I" in kinds) is (TRAINED[name].splits_backward or TRAINED[name].row is None)
 
 
 # Each schedule and each way to recompute compiled, not each pair: a stage does not know its schedule. Most of

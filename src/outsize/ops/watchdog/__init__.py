@@ -1,6 +1,6 @@
 """Names the rank for which the others wait: a stopped process, a deadlock, a slow loader, a slow stage.
 
-    main thread     engine.step ... engine.step          writes what it does, once a step (progress.py)
+    main thread     engine.step ... engine.step          writes what it does, once a step (run/progress.py)
     watcher thread  looks once a second: has anything moved? where is the main thread? (stacks.py)
 
     rank 0 (waits)            the run's store                 rank 1                    rank 2 (stopped)
@@ -11,6 +11,7 @@
       verdict/0 ------------>  verdict/0  ------------------>  ends as well, or goes on
 
 A step costs two short calls on the main thread; the marks that the interpreter makes anyway say where it is.
-Entry points: `watcher.Watchdog` (the thread and its protocol), `diagnosis.diagnose` (who waits for whom, a
-pure function), `words` (what is said). It never imports the engine, and ends no process by itself.
+Entry point: `watch.WatchRanks`, a callback that is told when a run begins, and that ends a process which
+cannot go on. Below it `watcher.Watchdog` (the thread and its protocol), `diagnosis.diagnose` (who waits for
+whom, a pure function) and `words` (what is said) know no engine and end nothing.
 """

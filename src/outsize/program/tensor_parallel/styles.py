@@ -7,8 +7,10 @@ grouped heads and fused projections by the views and splits on the way. What can
 stays whole, with the reason; logits over the vocabulary are gathered instead, or their cross entropy is
 computed in parts.
 
-    1 assume that every product can be sharded     2 walk the tape; where a sharded value is lost, its origins
-    3 stay whole, or are sharded in parts          4 walk again until nothing is lost
+    1  assume that every product can be sharded
+    2  walk the tape, and find where sharded values are lost
+    3  the origins of each of these stay whole, or are sharded in parts
+    4  walk again until nothing is lost
 
 A weight that has to be sharded in parts is walked again from its first use at once, so that a pass finds the
 parts of all layers. A pass that found any settles nothing else by what it saw of the whole tape, and the
