@@ -160,16 +160,16 @@ def with_tests(mutants: list[Mutant], budget_s: float) -> list[Mutant]:
     return asked
 
 
-def judged(mutant: Mutant, clone: Path, limit_s: float) -> dict[str, Any]:
+def judged(mutant: Mutant, clone: Path, limit_s: float, options: tuple[str, ...]) -> dict[str, Any]:
     """Runs the tests on the mutant, and says which one failed first; files that fail without the mutant, too,
     are left out.
     """
     begin, tests = time.perf_counter(), mutant.tests
     while True:
         with changed(mutant, clone):
-            caught, by = in_fork(partial(run_tests, clone, tests), limit_s)
+            caught, by = in_fork(partial(run_tests, clone, (*options, *tests)), limit_s)
         red = by.partition("::")[0]
-        if red not in tests or not in_fork(partial(run_tests, clone, (by,)), limit_s)[0]:
+        if red not in tests or not in_fork(partial(run_tests, clone, (*options, by)), limit_s)[0]:
             break
         tests = tuple(test for test in tests if test != red)
     taken_s = round(time.perf_counter() - begin, 1)
@@ -215,7 +215,7 @@ def in_fork(work: Callable[[Path], int], limit_s: float) -> tuple[bool, str]:
             time.sleep(0.2)
 
 
-def run_tests(clone: Path, tests: tuple[str, ...], said: Path) -> int:
+def run_tests(clone: Path, asked: tuple[str, ...], said: Path) -> int:
     """pytest in this process, quietly; the first failure's name goes into a file."""
     import pytest
 
@@ -234,7 +234,7 @@ def run_tests(clone: Path, tests: tuple[str, ...], said: Path) -> int:
         os.dup2(quiet, stream)
     sys.path.insert(0, str(clone / "src"))
     os.putenv("PYTHONPATH", str(clone / "src"))  # of programs that tests start
-    return pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], [FirstFailure()])
+    return pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *asked], [FirstFailure()])
 
 
 def compared(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
@@ -274,6 +274,7 @@ def main() -> None:
     parser.add_argument("--tree", default="HEAD", help="the commit whose tests and code run")
     parser.add_argument("--again", type=Path, help="the mutants of this file, with the same files of tests")
     parser.add_argument("--survivors", action="store_true", help="with --again: only those not caught there")
+    parser.add_argument("--all", action="store_true", help="also the tests that only `make parity` runs")
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     asked = parser.parse_args()
@@ -293,7 +294,7 @@ def main() -> None:
         subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(clone)], check=True)
         subprocess.run(["git", "checkout", "-q", asked.tree], cwd=clone, check=True)
         for mutant in mutants:
-            answers.append(judged(mutant, clone, asked.limit_s))
+            answers.append(judged(mutant, clone, asked.limit_s, ("--all",) if asked.all else ()))
             asked.out.write_text(json.dumps(answers, indent=1) + "\n")
             word = "caught by " + answers[-1]["by"] if answers[-1]["caught"] else "NOT caught"
             print(f"{mutant.file}:{mutant.line} {mutant.kind} `{mutant.before}` {word}", flush=True)
