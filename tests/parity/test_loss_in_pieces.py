@@ -147,6 +147,15 @@ def test_any_loss_that_adds_up_over_rows(kind: str) -> None:
     assert gradients < 1e-12
 
 
+def test_a_head_that_is_smaller_than_the_layers_is_found() -> None:
+    """Six products of the layers make more features than there are words."""
+    wide = {**SMALL, "num_hidden_layers": 3, "intermediate_size": 128}
+    model, batch = of_transformers("LlamaForCausalLM", "LlamaConfig", **wide).double(), tokens()
+    loss, gradients = distances(model, batch, planned(model, batch, 3, microbatches=1))
+    assert loss < 1e-12
+    assert gradients < 1e-12
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.sample("full")
 def test_wide_modules_in_pieces(recompute: Any) -> None:

@@ -200,7 +200,7 @@ class PlanRequest(Record):
         divides = self.weight_policy.shards_weights
         if divides and self.dp_shard * self.cp == 1 and not self.searches_axes:
             raise BadOption(
-                "weights='sharded' divides the weights among replicas, and no replicas are asked for",
+                "weights='sharded' divides the weights among the ranks of dp_shard and cp, and there is one",
                 numbers="dp_shard 1, cp 1",
                 next_step="dp_shard=2 (--dp-shard 2), or leave out weights",
             )

@@ -8,7 +8,7 @@ time, so that the loss is a sum over pieces?
 The rules are those of ranks that hold rows of a sequence (context_parallel/rules.py): a piece is to a device
 what a rank is to a group. From the product on, rows are followed; every path has to end in a result that adds
 up over rows. Whatever has no rule, reads other rows, draws random numbers or has weights of its own ends the
-attempt, and the next smaller product is tried.
+attempt, and the next smaller one of the last products is tried.
 
 Sources: Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009; Liger Kernel, arXiv
 2410.10989, sec. 3.2 (FusedLinearCrossEntropy, chunks of rows). Deviation: derived from a recorded program,
@@ -36,7 +36,8 @@ from outsize.program.tensor_parallel.rule_step import NotPropagated, Operand, Ru
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tree import leaves
 
-# So many of the largest products are tried; a loss has one or two heads.
+# So many of the last products are tried, the largest first; a loss has one or two heads, which may be smaller
+# than the layers before them, and what has weights of its own after it begins no region.
 _TRIED: Final = 4
 # So many numbers of pieces are tried.
 _MORE: Final = 4
@@ -168,8 +169,8 @@ def find_region(tape: Tape, model: nn.Module) -> RowRegion | None:
         if product is not None and alive[instruction.index]:
             size = prod(tape.metas[next(iter(instruction.defines()))].shape)
             products.append((size, instruction, product))
-    largest = sorted(products, key=lambda each: (-each[0], -each[1].index))
-    for _, instruction, product in largest[:_TRIED]:
+    last = sorted(products, key=lambda each: each[1].index)[-_TRIED:]
+    for _, instruction, product in sorted(last, key=lambda each: (-each[0], -each[1].index)):
         found = _region_from(tape, model, weights, alive, instruction, product)
         if found is not None:
             return found
