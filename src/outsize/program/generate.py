@@ -184,7 +184,7 @@ class _FunctionWriter:
             self._lines.append(f"{indent}with {', '.join(contexts)}:")
             indent += "    "
         for instruction in group:
-            first = len(self._lines) + 2  # The line of `def` comes before.
+            first = len(self._lines) + 2  # Lines count from 1, and the line of `def` comes before.
             self._lines += [indent + line for line in self._statement(instruction)]
             place = instruction.name, instruction.where
             self._place_of_line |= dict.fromkeys(range(first, len(self._lines) + 2), place)
@@ -228,10 +228,13 @@ class _FunctionWriter:
             named = refs or expected
             lines += self._guarded(instruction, f"out = {call}" if named else call)
             lines += [*expected, *(f"v{ref.slot} = {self._part('out', steps)}" for steps, ref in refs)]
+            # The container would keep all its tensors until the next call, also those that are read no more.
             lines += ["del out"] if named else []
         if instruction.writes_twice:
             arguments = self._arguments(instruction)
             lines += self._guarded(instruction, f"write_again({self._callee(instruction)}, {arguments})")
+        # As the frame of the plain forward would, but at once: what no later line reads must not wait in a
+        # local variable for the end of the function, or a stage needs the memory of all its values.
         gone = ", ".join(f"v{slot}" for slot in sorted(dead - unread))
         return [*lines, f"del {gone}"] if gone else lines
 

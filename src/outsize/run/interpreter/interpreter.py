@@ -108,6 +108,8 @@ class Interpreter:
         self._transport, self._clock, self._mark = transport, clock, clock.mark
         self._handlers = _Handlers(rank, schedule, programs, transport)
         self._ops = [self._handlers.bind(at) for at in range(len(schedule.actions[rank]))]
+        # Three marks an action: it begins, its messages are there, it has ended. A mark that is still zero
+        # says where the rank is (`place`), so the watchdog costs a step nothing.
         for number, op in enumerate(self._ops):
             op.at = 3 * number
         self._current = self._ops
@@ -159,6 +161,8 @@ class Interpreter:
 
         Another thread may ask: the marks of the step say it.
         """
+        # Marks are written in order, so the first action without its last one is found by bisection; a mark
+        # that is written meanwhile moves the answer by one, which is as good.
         times = self._times
         low, high = 0, len(times) // 3
         while low < high:
@@ -276,6 +280,7 @@ class _Handlers:
             return lambda _: move()
 
         def leave(_: Any) -> None:
+            # A copy in autocast's dtype is as large as half of the weight that is about to go.
             for stage in self._stages.values():
                 if stage.program.stage == action.stage:
                     stage.forget_casts()
@@ -302,6 +307,8 @@ class _Handlers:
 
     def _down(self, boundary: Boundary, stage: int, mb: int) -> int:
         """Returns the channel of a value: one per program, boundary value, consuming stage and direction."""
+        # Even numbers are values and odd ones their gradients, so that a value and its own gradient, which
+        # may be under way between the same two ranks at once, are two messages.
         return self._programs.channels[mb] + (boundary.key * self._programs.stages + stage) * 2
 
     def _up(self, boundary: Boundary, stage: int, mb: int) -> int:
@@ -313,10 +320,13 @@ class _Handlers:
     def _forward(self, action: Action) -> _BoundAction:
         stage, mb = self._stage(action), action.microbatch
         wanted = [self._wanted(b, action.stage, mb) for b in stage.program.received]
+        # In training the backward reads what was received once more, and lets it go; without one the forward
+        # is the last to read it.
         pendings, release = self._held_of(action), self._release(action) if not self._trains else None
         pairs = [(b, c) for b in stage.program.sent for c in b.consumers]
         values = [(b, c) for b, c in pairs if b.weight is None]
         leaving = [(self._value(b, c, mb), b.key, self._wrapper(b.key, c, mb)) for b, c in values]
+        # A tied weight does not change within a step: it goes with the first microbatch and stays.
         tied = [(self._value(b, c, mb), b.key) for b, c in pairs if b.weight is not None and mb == 0]
         trains = self._trains
 
@@ -329,6 +339,8 @@ class _Handlers:
                 # With their graph they would keep the step's activations until the next one.
                 kept = (o.detach() for o in result.outputs) if trains else result.outputs
                 self.outputs.outputs[mb] = tuple(kept)
+            # Detached, also for a stage of this rank: each stage has a graph of its own, which ends at a leaf
+            # that the taker makes; else a backward would run on into the stage before it.
             for slot, key, wrap in leaving:
                 slot.content = wrap(result.sent[key].detach())
             for slot, key in tied:
@@ -348,6 +360,7 @@ class _Handlers:
         return self._gradients_through(action, self._stage(action).backward, self._release(action))
 
     def _backward_input(self, action: Action) -> _BoundAction:
+        # What was received stays: the gradients of weights are computed from it later (`_backward_weight`).
         return self._gradients_through(action, self._stage(action).backward_input, lambda: None)
 
     def _backward_weight(self, action: Action) -> _BoundAction:
@@ -421,6 +434,8 @@ class _Handlers:
 
         def run(_: None) -> None:
             for slot, channel in leaving:
+                # The slot is emptied first, so that the transport alone keeps the tensor, until it has been
+                # sent.
                 tensor, slot.content = slot.content, MISSING
                 send(rank, channel, mb, tensor)
 
