@@ -111,6 +111,17 @@ def test_where_nothing_can_be_forked_the_model_is_sent(
         _checked(notebook(), loss_fn=F.cross_entropy, processes=True)
 
 
+@pytest.mark.interpreters
+def test_an_error_of_a_new_interpreter_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its class is known in this process alone, which the rank finds when it loads the model."""
+    here = ModuleType("known_here_alone")
+    net = vars(here)["Net"] = type("Net", (nn.Sequential,), {"__module__": here.__name__})
+    monkeypatch.setitem(sys.modules, here.__name__, here)
+    monkeypatch.setattr(check, "can_fork", lambda: False)
+    with pytest.raises(BadOption, match="cannot be rebuilt in another process; ModuleNotFoundError"):
+        _checked(net(nn.Linear(4, 3)), stages=1, loss_fn=F.cross_entropy, processes=True)
+
+
 def test_a_class_that_a_rank_cannot_import_is_named(tmp_path: Path) -> None:
     file = tmp_path / "question.pt"
     net = type("Net", (nn.Linear,), {"__module__": "unimportable"})
