@@ -73,10 +73,8 @@ class _Interpreter:
         self._process.kill()
 
     def join(self) -> None:
-        """Waits for its end."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait()
+        """Waits for its end, and closes its standard input."""
+        self._process.communicate()
 
 
 def can_fork() -> bool:
