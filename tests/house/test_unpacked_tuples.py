@@ -24,12 +24,15 @@ def unpacked(path: Path) -> Iterator[str]:
         if isinstance(function, ast.FunctionDef):
             made = dict(_made(function))
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-                names = [arg.value.id for arg in call.args if _is_unpacked_name(arg)]  # type: ignore[attr-defined]
+                names = [name for arg in call.args if (name := _unpacked_name(arg)) is not None]
                 yield from (f"{spot(path, call)} *{name}" for name in names if made.get(name, 0) >= AT_LEAST)
 
 
-def _is_unpacked_name(argument: ast.expr) -> bool:
-    return isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Name)
+def _unpacked_name(argument: ast.expr) -> str | None:
+    """Returns the name in `f(*name)`; None for any other argument."""
+    if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Name):
+        return argument.value.id
+    return None
 
 
 def _made(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
@@ -60,8 +63,9 @@ def anonymous(path: Path) -> Iterator[str]:
 def _is_anonymous(annotation: ast.expr | None) -> bool:
     if isinstance(annotation, ast.BinOp):  # tuple[...] | None
         return _is_anonymous(annotation.left) or _is_anonymous(annotation.right)
-    is_tuple = isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "tuple"
-    return is_tuple and isinstance(annotation.slice, ast.Tuple) and len(annotation.slice.elts) >= AT_LEAST  # type: ignore[union-attr]
+    if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "tuple":
+        return False
+    return isinstance(annotation.slice, ast.Tuple) and len(annotation.slice.elts) >= AT_LEAST
 
 
 def test_no_more_tuples_are_unpacked_into_calls() -> None:

@@ -1,4 +1,4 @@
-"""What stays on a device during a step, as data: one record for each policy of activations and of weights.
+"""Says what stays on a device during a step, as data: a record for each policy of activations and of weights.
 
 To read it, start at `activations` (what a stage does with what autograd saves: it keeps, recomputes or
 offloads it) and `weights` (where weights, gradients and states are: on their devices, sharded, on the host).

@@ -232,7 +232,7 @@ def reached_by(kind: str) -> Reached:
 
 
 USUAL: Final = reached_by("")
-"""What is taken of kinds of which nothing is known."""
+"""Holds what a kind of device reaches that has no figures of its own: those of an A100."""
 
 HOST_BYTES_PER_S: Final = figure_of("host_copy_share", "") * (figure_of("host_memory_gb_per_s", "") * 1e9)
 """The devices of a node share its memory's bandwidth."""

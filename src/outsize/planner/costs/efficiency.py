@@ -128,8 +128,8 @@ class Efficiency(Record):
 
 
 Devices = Literal["gpu", "hopper", "cpu", "any"]
-"""Whose numbers a row has; `hopper` are the GPUs of `_HOPPER`, which have those of `gpu` where they lack a
-row, and `any` are all devices, for units of which the ops are not known."""
+"""Names the devices that a row is about. `hopper` are the GPUs of `_HOPPER`, which have the rows of `gpu`
+where they lack one of their own; `any` are all devices, for units whose ops are not known."""
 
 
 @final

@@ -9,17 +9,17 @@ from typing import Final, final
 
 PREFIX: Final = "OUTSIZE_"
 SIZES: Final = "OUTSIZE_WORLD_SIZES"
-"""The numbers of ranks that a run may have, "2,3,4", where there are several."""
+"""Holds the numbers of ranks that a run may have, "2,3,4", where there are several."""
 COPIES: Final = "OUTSIZE_PEER_COPIES"
-"""How often a run copies itself into memory, and where: 1:/dev/shm/outsize-..."""
+"""Says how often a run copies itself into memory, and where: 1:/dev/shm/outsize-..."""
 PUBLISHED: Final = "OUTSIZE_RUN_FOLDER"
-"""The folder in which a run is published (files/run_folders.py), or "" where the launcher could make none."""
+"""Names the folder in which a run is published (files/run_folders.py); "" where none could be made."""
 PER_DEVICE: Final = "OUTSIZE_RANKS_PER_DEVICE"
-"""How many ranks compute on each device, where there are several."""
+"""Says how many ranks compute on each device, where there are several."""
 SHARE: Final = "OUTSIZE_MEMORY_SHARE"
-"""How much of each device's memory the run may have: 0.5."""
+"""Says how much of each device's memory the run may have: 0.5 is a half."""
 ON_OOM: Final = "OUTSIZE_ON_OOM"
-"""What follows where a device has no memory: raise, or replan."""
+"""Says what follows where a device runs out of memory: "raise" or "replan"."""
 
 
 def devices_needed(processes: int, env: Mapping[str, str]) -> int:
