@@ -160,6 +160,8 @@ def _taken(share: Share, sizes: Sequence[int]) -> list[Share]:
     pieces = [share.between(a, b) for a, b in pairwise(edges)]
     taken = [s for s in pieces if s is not None]
     if len(taken) < len(pieces):
+        if not share.size:
+            raise NotPropagated("it takes pieces of what is empty")
         if not share.complete or len(share.parts) > 1:
             raise NotPropagated("it takes pieces that are divided")
         raise NeedsParts(share, [Fraction(e, share.size) for e in edges[1:-1]])

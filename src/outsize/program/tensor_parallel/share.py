@@ -37,8 +37,11 @@ class Share:
 
     @property
     def layout(self) -> tuple[Fraction, ...]:
-        """Returns each part's fraction of the dim; two values that are combined must agree in it."""
-        return tuple(Fraction(part, self.size) for part in self.parts)
+        """Returns each part's fraction of the dim; two values that are combined must agree in it.
+
+        Parts of an empty dim have none of it.
+        """
+        return tuple(Fraction(part, self.size or 1) for part in self.parts)
 
     def at(self, dim: int) -> Share:
         """Returns the same share of another dim."""
@@ -46,9 +49,11 @@ class Share:
 
     def resized(self, size: int) -> Share | None:
         """Returns the share of a dim made larger or smaller by merging or splitting; None where that cuts a
-        part.
+        part, or makes something of an empty dim.
         """
-        parts = [Fraction(part * size, self.size) for part in self.parts]
+        if size and not self.size:
+            return None
+        parts = [Fraction(part * size, self.size or 1) for part in self.parts]
         whole = all(part.denominator == 1 for part in parts)
         return replace(self, parts=tuple(int(part) for part in parts)) if whole else None
 
