@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerators import everywhere
 
-from outsize.device.host_waits import count_host_waits
+from outsize.device.accelerators import count_host_waits
 from outsize.ir.cluster_file import load_cluster
 from outsize.ops.doctor import figures
 from outsize.ops.doctor.check_place import CheckPlace

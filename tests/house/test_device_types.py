@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from house import PACKAGE, parse
+from house import PACKAGE, parse, sources
 
 LAYER = PACKAGE / "device"
+ACCELERATORS = LAYER / "accelerators.py"
 # The catalogue of data sheets calls its devices "cuda:0" and so on; engines of others have a method `cuda`.
 DATA = {PACKAGE / "ir" / "hardware" / "devices.py", PACKAGE / "errors" / "names.py"}
 TYPES = re.compile(r"(cuda|xpu|npu|hpu|mps|nccl|xccl|hccl)")
@@ -31,6 +33,15 @@ def named(path: Path) -> list[str]:
     return found
 
 
+def naming_cuda(paths: Iterable[Path]) -> list[str]:
+    """The files whose text names torch's module for one type, in code, comments or docstrings."""
+    return [path.name for path in paths if "torch.cuda" in path.read_text(encoding="utf-8")]
+
+
+def test_one_file_names_the_module_of_a_type() -> None:
+    assert naming_cuda(sources()) == [ACCELERATORS.name]
+
+
 def test_types_of_devices_are_named_in_one_layer() -> None:
     outside = [p for p in sorted(PACKAGE.rglob("*.py")) if LAYER not in p.parents and p not in DATA]
     assert [line for path in outside for line in named(path)] == []
@@ -42,4 +53,5 @@ def test_a_name_is_found(tmp_path: Path) -> None:
         'import torch\ntorch.cuda.synchronize()\nkind = "cuda"\nself.cuda()\nexample = "cuda:0"\n'
         "moves = {Tensor.xpu}\n"
     )
+    assert naming_cuda([wrong]) == ["wrong.py"]
     assert sorted(named(wrong)) == ["wrong.py:2 cuda", "wrong.py:3 cuda", "wrong.py:6 xpu"]

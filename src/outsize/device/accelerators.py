@@ -18,6 +18,7 @@ answer for the CPU. Source: https://docs.pytorch.org/docs/stable/accelerator.htm
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -152,6 +153,28 @@ def synchronize(device: torch.device) -> None:
     """Waits until the device has done everything that was launched on it; the CPU has always."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
+
+
+def count_host_waits(device: torch.device, work: Callable[[], object]) -> int | None:
+    """Returns how often the host waited while `work` ran; None where the device's module has no watch.
+
+    torch sees waits within its operators (`.item()`, `.cpu()`, a copy to pageable memory), and not those that
+    a program asks for by name (`synchronize`).
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html
+    """
+    module = torch.get_device_module(device)
+    watch = getattr(module, "set_sync_debug_mode", None)
+    if watch is None:
+        return None
+    before = module.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        watch("warn")
+        try:
+            work()
+        finally:
+            watch(before)
+    return sum("synchronizing" in str(each.message) for each in said)
 
 
 def properties(device: torch.device) -> DeviceProperties:

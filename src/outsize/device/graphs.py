@@ -8,7 +8,7 @@
 
 While a stream records, the host may wait for nothing, no generator may be seeded, and what is allocated comes
 from the graph's own memory, which stays with it. torch calls the class of a type of devices by its name
-(`torch.cuda.CUDAGraph`, `torch.xpu.XPUGraph`); a type without one has no graphs.
+(`CUDAGraph`, `XPUGraph`); a type without one has no graphs.
 
 A draw of random numbers in a graph reads its seed from the device, where a replay puts the one that its
 generator has then. There is one for each state of a generator that the graph knows, and the device's
@@ -106,7 +106,7 @@ class GraphRecorder:
         before, held = generator.graphsafe_get_state(), self._reserved_bytes()
         # What a collection ends may be another graph.
         gc.disable()
-        # Not simulated: as torch.cuda.graph, a recording begins on an idle device.
+        # Not simulated: as in torch's own context of a graph, a recording begins on an idle device.
         synchronize(self.device)
         try:
             # The device's own state is not usable again where a recording fails.

@@ -43,7 +43,7 @@ from __future__ import annotations
 import json
 from abc import ABC
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, final
+from typing import ClassVar, Self, final
 from unicodedata import category
 
 
@@ -60,6 +60,11 @@ class OutsizeError(Exception, ABC):
     def __init__(self, what: str, *, numbers: str = "", next_step: str = "", picture: str = "") -> None:
         self.what, self.numbers, self.next_step, self.picture = what, numbers, next_step, picture
         super().__init__(what)
+
+    def on_all_ranks(self, *, holds: bool = True) -> Self:
+        """Says that every rank of the run raises this error alike; returns it, to be raised."""
+        self.shared = holds
+        return self
 
     def fields(self) -> dict[str, str | bool]:
         """Returns what another process needs to raise the same error, as JSON can hold it."""
@@ -265,8 +270,7 @@ def error_of(fields: Mapping[str, str | bool]) -> OutsizeError:
     kinds = {kind.code: kind for kind in _leaves(OutsizeError)}
     texts = {name: str(fields.get(name, "")) for name in ("numbers", "next_step", "picture")}
     error = kinds.get(str(fields.get("code")), RankFailed)(str(fields.get("what", "")), **texts)
-    error.shared = bool(fields.get("shared"))
-    return error
+    return error.on_all_ranks(holds=bool(fields.get("shared")))
 
 
 def _leaves(kind: type[OutsizeError]) -> Iterator[type[OutsizeError]]:

@@ -145,7 +145,7 @@ class OutsizeStrategy(RankStrategy):
                 optimizer=self._parts if self._parts and self.optimizers else None,
                 **options,
             )
-        engine.steps = trainer.global_step
+        engine.count_from(trainer.global_step)
         return engine
 
     # -- steps -------------------------------------------------------------------------------------------

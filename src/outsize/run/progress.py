@@ -197,6 +197,18 @@ class Progress:
         """Takes what reads a part of the step, where it is to be sampled."""
         self._kept.append(read)
 
+    def ask_for(self, samples: int, stride: int) -> None:
+        """Asks for samples of so many steps from now on, whose numbers are multiples of `stride`."""
+        self.samples, self.stride = samples, stride
+
+    def runs(self, runner: Runner) -> None:
+        """Says which interpreter walks its row from now on, until the call ends."""
+        self.runner = runner
+
+    def watched_by(self, absent: Callable[[], str]) -> None:
+        """Takes what says which ranks have left the run."""
+        self.absent = absent
+
     def place(self) -> tuple[int, int]:
         """Returns what changes whenever the rank has moved."""
         runner = self.runner

@@ -121,10 +121,11 @@ class Divided:
         self.together, self._sequence = together, sequence
         self._model, self._roles, self._whole, self._gather = model, roles, whole, gather_output
         self._known: dict[Hashable, list[_Variant]] = {}
-        self._changes, self._versions = ChangedValues(), StructureVersions(model)
+        self._versions = StructureVersions(model)
         # A module that would run as it is has no more than this rank's parts of its weights.
-        self._changes.may_run_live = self._changes.may_follow = False
-        self._changes.is_silent = together.place.rank != 0
+        self._changes = ChangedValues(
+            is_silent=together.place.rank != 0, may_run_live=False, may_follow=False
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = Batch(args, kwargs)

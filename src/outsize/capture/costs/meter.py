@@ -210,6 +210,10 @@ class CostMeter:
         self._running: WorkSums | None = None  # The backward that runs now.
         self._storages.start()
 
+    def note_draw(self) -> None:
+        """Says that the instruction draws random numbers."""
+        self.random = True
+
     def take(self, cost: Cost, *, draws: bool) -> None:
         """Sets the cost of the instruction, whatever was counted so far; saved tensors may be added.
 

@@ -97,6 +97,10 @@ class PlantedNumbers:
             for place, number in numbers.items()
         }
 
+    def set_live(self, is_live: bool) -> None:
+        """Says whether a leaf or a torch function runs, whose reads are repeated at each replay."""
+        self.is_live = is_live
+
     @contextmanager
     def planted(self) -> Iterator[None]:
         """Has the numbers in their places within the context. Raises Unfollowed where one cannot be put."""

@@ -120,8 +120,7 @@ def record(
     """
     insist_on_module(model)
     model = with_loss(model, loss_fn)
-    rule, caches = _rule_of(loss_fn, options), Caches(model, loss_fn)
-    rule.of_loss = frozenset(loss_modules(model))
+    rule, caches = _rule_of(model, loss_fn, options), Caches(model, loss_fn)
     origins = Origins((args, kwargs, target))
     call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes(), origins)
     _insist_on_plain_inputs(call)
@@ -148,15 +147,19 @@ def record(
                     raise origins.error or _explained(call, error) from error
 
 
-def _rule_of(loss_fn: LossFn | None, options: TapeOptions) -> LeafRule:
+def _rule_of(model: nn.Module, loss_fn: LossFn | None, options: TapeOptions) -> LeafRule:
     """Returns the rule by which the first recording chooses leaves."""
-    rule, live = LeafRule(), set(options.live or ())
-    # A loss whose reads and writes are not noted is called at each replay.
-    rule.live_loss = LOSS in live or (loss_fn is not None and not is_traced())
-    rule.guards_reads, rule.numbers = options.live is not None, options.numbers
+    live = set(options.live or ())
+    rule = LeafRule(
+        of_loss=frozenset(loss_modules(model)),
+        # A loss whose reads and writes are not noted is called at each replay.
+        live_loss=LOSS in live or (loss_fn is not None and not is_traced()),
+        guards_reads=options.live is not None,
+        numbers=options.numbers,
+    )
     if rule.guards_reads and not is_traced():
         _say_what_is_not_seen()
-    rule.forced |= dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step")
+    rule.forced.update(dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step"))
     return rule
 
 
@@ -188,8 +191,7 @@ def insist_on_module(model: Any) -> None:
             next_step="torch.manual_seed(0), then model(x) once under torch.no_grad(), on every rank alike, "
             "and then outsize",
         )
-        error.shared = True
-        raise error
+        raise error.on_all_ranks()
 
 
 def insist_on_loss_function(loss_fn: Any) -> None:
@@ -299,7 +301,7 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
     with planted, caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
         fakes.begin(numbers=rule.numbers is not None)
         output = plain_model(call.model)(*args, **kwargs)
-        recorder.runs_loss = True
+        recorder.end_model()
         if loss_fn is None:
             tape = _tape(recorder, inputs, output, find_loss(output), rule, modes)
             _note_origins(recorder, reads, caches, call.origins)
@@ -328,13 +330,14 @@ def _fine_loss(recorder: Recorder, loss_fn: Any, arguments: tuple[Any, ...], rul
         loss = _one_number(loss_fn(*arguments))
         recorder.insist_on_no_draws()
         # What the loss writes (a counter, an average) is written once for each microbatch.
-        rule.live_loss |= LOSS in recorder.reads.notes.writers()
+        if LOSS in recorder.reads.notes.writers():
+            rule.run_loss_live()
         return loss
     except FrameFailed as failure:
         if rule.live_loss:
             return None
         if failure.reason.startswith("random numbers"):
-            rule.live_loss = True
+            rule.run_loss_live()
             raise _Retry from failure
         raise
 
@@ -486,7 +489,8 @@ def _gave_up_costs(rule: LeafRule, error: Exception) -> bool:
     meanwhile.
     """
     given_up = rule.saved and "saved tensor hooks" in str(error)
-    rule.saved = rule.saved and not given_up
+    if given_up:
+        rule.forgo_saved()
     return given_up
 
 

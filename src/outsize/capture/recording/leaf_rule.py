@@ -55,18 +55,35 @@ class LeafRule:
     their ids, with what uses them.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        of_loss: frozenset[str] = frozenset(),
+        live_loss: bool = False,
+        guards_reads: bool = False,
+        numbers: PlantedNumbers | None = None,
+    ) -> None:
         self.forced: dict[str, str] = {}
         self.opened: dict[str, str] = {}
         # These were opened once; no other fallback exists for what failed then and leaks now.
         self.walked: set[str] = set()
         self.experts: set[str] = set()
-        self.traced, self.saved, self.live_loss = False, True, False
-        self.guards_reads = False
-        self.numbers: PlantedNumbers | None = None
+        self.traced, self.saved, self.live_loss = False, True, live_loss
+        self.guards_reads, self.numbers, self.of_loss = guards_reads, numbers, of_loss
         self.keepers: set[str] = set()
         self.used: dict[int, list[Consumed]] = {}
-        self.of_loss = frozenset[str]()
+
+    def run_loss_live(self) -> None:
+        """Lets the loss function be one instruction from the next recording on."""
+        self.live_loss = True
+
+    def trace_births(self) -> None:
+        """Asks the recorder to remember which tensor was made inside which leaf."""
+        self.traced = True
+
+    def forgo_saved(self) -> None:
+        """Stops asking what autograd saves."""
+        self.saved = False
 
     def is_leaf(self, fqn: str, module: nn.Module) -> bool:
         """Returns whether the call of this module is one instruction."""

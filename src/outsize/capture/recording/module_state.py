@@ -198,7 +198,7 @@ def leave_alone(model: nn.Module, rule: LeafRule, use: Consumed) -> None:
         )
     earlier.append(use)
     if frame == LOSS:
-        rule.live_loss = True
+        rule.run_loss_live()
     else:
         rule.forced[frame] = f"it uses {use.label}, which changes with each use ({use.where})"
         rule.keepers.add(frame)

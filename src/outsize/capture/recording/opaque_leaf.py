@@ -78,7 +78,7 @@ def probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel, *, saved:
     loose = _loose(out, _other(second, module, args, kwargs))
     # Fakes are made first: the autograd graph of the real results would reference everything.
     out = map_leaves(fake, out)
-    fakes.strays += first.survivors() + second.survivors()
+    fakes.strays.extend(first.survivors() + second.survivors())
     tensors = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor)]
     around = [leaf for leaf in leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
     saved_fakes = [tensor for tensor, is_kept in zip(around, first.keeps, strict=True) if is_kept]

@@ -139,7 +139,7 @@ class Recorder(Watcher):
             if self._numbers is None
             else None
         )
-        self.runs_loss = False  # The model has returned, and the loss function runs.
+        self._runs_loss = False  # The model has returned, and the loss function runs.
         self._runs_live = False  # The loss function runs as one instruction.
         self.has_live_loss = False  # One instruction calls the loss function.
         self._before_loss = 0, 0
@@ -150,7 +150,7 @@ class Recorder(Watcher):
         return [self.slots.define(t).slot for t in tensors]
 
     def _running_frame(self) -> str:
-        return LOSS if self.runs_loss else self._inside or self._frames[-1]
+        return LOSS if self._runs_loss else self._inside or self._frames[-1]
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -244,6 +244,10 @@ class Recorder(Watcher):
                     self._casts.asked(fn, leaves((args, kwargs)), self.slots.weights, out)
                 return out
             return self._record(fn, partial(self._run_glue, fn), args, kwargs)
+
+    def end_model(self) -> None:
+        """Notes that the model has returned, so that what runs from now on is the loss function."""
+        self._runs_loss = True
 
     def begin_loss(self) -> None:
         """Notes where the loss function begins."""
@@ -489,7 +493,8 @@ class Recorder(Watcher):
                 return fn(*numbers[0], **numbers[1])
             with on_real_tensors():
                 out = self._decider.decide(fn, args, kwargs, where, self._fakes)
-            self.meter.random = self.meter.random or self._decider.drew
+            if self._decider.drew:
+                self.meter.note_draw()
             return map_leaves(partial(_with_grad, call.args), out)
         except LookupError as reason:
             expected = surviving_answer(fn)
@@ -560,7 +565,7 @@ class Recorder(Watcher):
     def _unknown(self, error: UnknownTensor, where: str) -> Exception:
         failure = FrameFailed(self._frames[-1], f"a tensor of unknown origin: {error}", where)
         if not self._rule.traced:
-            self._rule.traced = True
+            self._rule.trace_births()
             return Leaked("", failure)
         maker = self._born.get(self.slots.storage(error.tensor))
         return failure if maker is None else Leaked(maker, failure)
@@ -685,7 +690,7 @@ class Recorder(Watcher):
     def _set_muted(self, muted: bool) -> None:
         self._muted = muted
         if self._numbers is not None:
-            self._numbers.is_live = muted
+            self._numbers.set_live(muted)
 
     @contextmanager
     def _within(self, fqn: str) -> Iterator[None]:

@@ -11,8 +11,7 @@ import torch
 
 from outsize.api.problem import case_of
 from outsize.capture.measure.local_cluster import find_cluster
-from outsize.device.accelerators import peak_bytes, reset_peak
-from outsize.device.host_waits import count_host_waits
+from outsize.device.accelerators import count_host_waits, peak_bytes, reset_peak
 from outsize.ir.plan import Plan
 from outsize.ops.doctor.check_place import CheckAnswer, CheckPlace
 from outsize.ops.doctor.models import BLOCKS, MODELS, PERCEPTRON, DeviceModel, stacked

@@ -110,7 +110,7 @@ class Agent(LocalElasticAgent):
         self, worker_group: WorkerGroup
     ) -> dict[int, Any]:
         self.failure, self._published_ended = None, set()
-        self._logs.attempt = self._attempt
+        self._logs.begin_attempt(self._attempt)
         server = self._attempts.server
         # Elastic's tee writes to the redirected stdout.
         with contextlib.redirect_stdout(Lines(STDOUT)), contextlib.redirect_stderr(Lines(STDERR)):
@@ -404,12 +404,16 @@ class Logs(DefaultLogsSpecs):
         redirects, tee = Std.from_str(args.redirects), Std.from_str(args.tee)
         super().__init__(folder, redirects, tee, chosen or None)
         self._user_chose = (args.redirects, args.tee) != ("0", "0")
-        self._extra, self.prefix, self.attempt = extra, prefix, 0
+        self._extra, self.prefix, self._attempt = extra, prefix, 0
+
+    def begin_attempt(self, number: int) -> None:
+        """Says which attempt the next workers are of, from 0."""
+        self._attempt = number
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Returns where each local rank's output goes; adds to its environment."""
         for env in envs.values():
-            env.update(self._extra, TORCHELASTIC_RESTART_COUNT=str(self.attempt))
+            env.update(self._extra, TORCHELASTIC_RESTART_COUNT=str(self._attempt))
         if not self._user_chose:
             self._tee = {rank: Std.NONE if env["RANK"] == "0" else Std.ALL for rank, env in envs.items()}
         return super().reify(envs)

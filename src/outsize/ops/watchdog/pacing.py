@@ -41,8 +41,8 @@ class Pacing:
             steps.append(parts[0])
             self._messages.add(sample, parts[1], progress.ranks, far)
         done, self._done = progress.done - self._done, progress.done
-        progress.stride = 1 << max(0, -(-done // STEPS_PER_BEAT) - 1).bit_length()
-        progress.samples = max(0, STEPS_PER_BEAT - len(progress.sampled))
+        stride = 1 << max(0, -(-done // STEPS_PER_BEAT) - 1).bit_length()
+        progress.ask_for(max(0, STEPS_PER_BEAT - len(progress.sampled)), stride)
         if not steps:
             return None
         links = self._messages.compared()

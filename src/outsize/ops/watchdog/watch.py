@@ -64,7 +64,7 @@ def _watch(progress: Progress, world: World, options: WatchOptions) -> None:
         end=partial(_end, is_supervised=ON_HANG in world.variables),  # Our launcher shows what ends a rank.
     )
     watcher = Watchdog(progress, run, options)
-    progress.absent = watcher.absent
+    progress.watched_by(watcher.absent)
     watcher.start()
     atexit.register(watcher.stop)
 

@@ -56,7 +56,7 @@ class Exchange:
         self._group, self.device = group, device
         self.rank, self.world_size = group.rank(), group.size()
         self._headers: dict[Any, bytes] = {}
-        self.waits: list[tuple[float, float]] = []  # start and end of receives, until take_waits
+        self._waits: list[tuple[float, float]] = []  # start and end of receives
 
     def send(self, site: Any, value: Any, common: Common, stays: Callable[[Tensor], bool]) -> None:
         """Sends `value` to all ranks; `stays(tensor)` says that its elements stay here.
@@ -86,11 +86,16 @@ class Exchange:
             self._headers[site] = (first[_SIZE:] + rest)[:size]
         layouts, body = json.loads(self._headers[site])
         tensors = [self._tensor(layout, source) for layout in map(layout_of, layouts)]
-        self.waits.append((start, perf_counter()))
+        self._waits.append((start, perf_counter()))
         value = ValueReader(tensors, _meanings(common, self.device)).read(body)
         if isinstance(value, BaseException):
             raise value
         return value
+
+    def take_waits(self) -> list[tuple[float, float]]:
+        """Returns start and end of every receive since the last call of this."""
+        taken, self._waits = self._waits, []
+        return taken
 
     def all_agree(self, here: bool) -> bool:
         """Returns True on every rank if it holds on every rank."""

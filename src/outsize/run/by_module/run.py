@@ -103,8 +103,7 @@ class OwnedRun:
 
     def take_waits(self) -> list[tuple[float, float]]:
         """Returns start and end of every wait for another rank since the last call of this."""
-        taken, self._exchange.waits = self._exchange.waits, []
-        return taken
+        return self._exchange.take_waits()
 
     def insist_on_same(self, what: str, tree: Any) -> None:
         """Raises BoundaryMismatch on every rank unless all have these tensors, bit by bit.

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ from outsize.run.stage.base import Gradients, RunnableStage
 from outsize.run.stage.boundary import Boundary
 from outsize.run.stage.rng import Seed
 from outsize.run.transport.base import Pending, Transport
-from outsize.run.transport.slots import MISSING, MessageSlot, ready, take
 
+MISSING: Final = object()
 Message = tuple[int, int, int]  # A message is keyed by (boundary key, consuming stage, microbatch).
 
 
@@ -95,6 +95,36 @@ class _BoundAction:
     gather: Callable[[], Any] | None = None
     ready: Callable[[], bool] | None = None
     at: int = 0  # The index of its first mark.
+
+
+@final
+class MessageSlot:
+    """Holds one message between two actions of the rank: a tensor that came in or is about to leave, a
+    Pending, or MISSING.
+    """
+
+    __slots__ = ("content",)
+
+    def __init__(self) -> None:
+        self.content: Any = MISSING
+
+
+def take(slot: MessageSlot, pends: bool, keep: bool, pendings: list[Pending]) -> Any:
+    """Returns the message; `pends` says that it must be waited for, and adds the receive to `pendings`.
+
+    Unless the message is to stay (`keep`), the slot is emptied.
+    """
+    message = slot.content
+    if pends:
+        pending, message = message, message.wait()
+        pendings.append(pending)
+    slot.content = message if keep else MISSING
+    return message
+
+
+def ready(wanted: Sequence[tuple[MessageSlot, bool]]) -> Callable[[], bool]:
+    """Returns a function that says whether all messages are present or can be waited for."""
+    return lambda: all(s.content is not MISSING and (not pends or s.content.ready()) for s, pends in wanted)
 
 
 @final

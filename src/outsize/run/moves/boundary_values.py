@@ -37,8 +37,8 @@ from outsize.run.host.copy_lane import Bundle, CopyLane, Handle, OffloadedStorag
 from outsize.run.moves.base import Moves
 from outsize.run.moves.copies import WithCopies
 from outsize.run.stage.cut import Cut
+from outsize.run.stage.stage import identity
 from outsize.run.transport.base import Pending
-from outsize.run.transport.slots import identity
 from outsize.schedules.offload import computed, with_value_copies
 
 # The fields are the boundary, the stage that takes it, the microbatch, and whether it is a gradient.

@@ -36,12 +36,16 @@ from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import Seed
 from outsize.run.stage.split_backward import Later, input_backward
 from outsize.run.stage.unchanged_weights import UnchangedWeights
-from outsize.run.transport.slots import identity
 
 Root = Tensor | GradientEdge
 Roots = dict[int, Any]  # The key is a boundary, the value is where a backward begins.
 _GONE: Final = (None,)
 _IN_PLACE: Final = nullcontext()
+
+
+def identity(value: Any) -> Any:
+    """Returns the value; for what is not moved to the host."""
+    return value
 
 
 def enter(value: Tensor, sink: Gradients, key: int) -> Tensor:

@@ -240,8 +240,7 @@ def refused_closure(kind: str, processes: int, *, scaled: bool = False) -> BadOp
         next_step="an optimizer that treats each weight by itself, such as AdamW, or one process "
         "without scaler=",
     )
-    error.shared = True
-    return error
+    return error.on_all_ranks()
 
 
 def insist_on_exchange(optimizer: Any, weights: Iterable[nn.Parameter], processes: int) -> None:

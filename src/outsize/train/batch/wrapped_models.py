@@ -37,8 +37,7 @@ def insist_on_unwrapped(model: nn.Module) -> None:
                 numbers="both would divide one training, and wait for each other",
                 next_step=_next_step(fqn, module),
             )
-            error.shared = True
-            raise error
+            raise error.on_all_ranks()
 
 
 def _insist_on_summed_gradients(model: nn.Module) -> None:
@@ -53,8 +52,7 @@ def _insist_on_summed_gradients(model: nn.Module) -> None:
             next_step="train without outsize where each sample has to be clipped (differential privacy), or "
             "pass the model without these hooks; clip_norm=1.0 then clips the whole batch",
         )
-        error.shared = True
-        raise error
+        raise error.on_all_ranks()
 
 
 def _own_parallelism(module: nn.Module) -> str | None:

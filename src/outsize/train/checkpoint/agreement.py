@@ -30,8 +30,7 @@ def shared_facts(group: dist.ProcessGroup | None, make: Callable[[], T]) -> list
         card = {"made": make()}
     except Exception as raised:
         error = raised if isinstance(raised, OutsizeError) else _failed(group.rank(), raised)
-        error.shared = True
-        card = {"error": error.fields()}
+        card = {"error": error.on_all_ranks().fields()}
         if error is not raised:
             error.__cause__ = raised
     cards = all_gather_json(card, group, "a checkpoint")

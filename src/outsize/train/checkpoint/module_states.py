@@ -78,8 +78,7 @@ def restore_modules(model: nn.Module, states: Mapping[str, Any], saved: Checkpoi
             numbers=f"{len(missing)} of {len(states)}: {missing[0]!r}",
             next_step="build the model as it was when it was saved, or resume= another folder",
         )
-        error.shared = True
-        raise error
+        raise error.on_all_ranks()
     for name, state in states.items():
         known[name].set_extra_state(read(state, lambda tensor: saved.read(tensor).clone()))
 

@@ -115,8 +115,7 @@ class StepSaver:
                 numbers=f"step {steps}, in {self.rule.root}",
                 next_step="start the same command again; it goes on from there",
             )
-            ended.shared = True
-            raise ended
+            raise ended.on_all_ranks()
         if self._copier is not None:
             self._copier.after_step(steps, copy)
         is_due = self._timer is not None and self._timer.is_due(steps)

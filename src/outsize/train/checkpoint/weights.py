@@ -181,8 +181,7 @@ class HeldWeights:
                 numbers=f"{len(wrong)} weights differ: {shown}",
                 next_step="build the model as it was when it was saved, or resume= another folder",
             )
-            error.shared = True
-            raise error
+            raise error.on_all_ranks()
 
 
 @final

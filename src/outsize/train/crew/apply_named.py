@@ -110,18 +110,17 @@ class NamedCalls:
         changed = sum(count for count, _ in everyones)
         is_here = stop is not None and rank == self._crew.global_rank
         cause = stop.error if stop is not None and is_here else RuntimeError(f"on rank {rank}:\n{trace}")
+        is_shared = self._crew.mesh is not None
         if isinstance(error, dict):
             ours = stop.error if stop is not None and is_here else error_of(error)
             assert isinstance(ours, OutsizeError)
-            ours.shared = self._crew.mesh is not None
-            raise ours from (None if is_here else cause)
+            raise ours.on_all_ranks(holds=is_shared) from (None if is_here else cause)
         failed = RankFailed(
             f"the function of apply_named raised {error} for {name} on rank {rank}",
             numbers=f"{changed} of {tensors * len(everyones) // self._crew.world_size} tensors were changed",
             next_step="let the function raise nothing, and load saved weights if half an update does harm",
         )
-        failed.shared = self._crew.mesh is not None
-        raise failed from cause
+        raise failed.on_all_ranks(holds=is_shared) from cause
 
     def _home(self, tensor: Tensor) -> int:
         return self._placement.home[self._first_names[id(tensor)]]

@@ -528,7 +528,7 @@ class ProcessCrew(Crew):
         with closing(CoreClock()) if counts else nullcontext() as clock:
             interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale), clock)
             self._has_failed = True  # Unless it ends.
-            self.progress.runner = interpreter
+            self.progress.runs(interpreter)
             with self.moves.step_context(optimizer):
                 result = interpreter.run()
         self._has_failed = False

@@ -549,7 +549,11 @@ class Engine:
     @on_saving.setter
     def on_saving(self, tell: Callable[[SaveProgress], None]) -> None:
         """Sets what is called with the progress of a save."""
-        self._checkpoints.background.tell = tell
+        self._checkpoints.background.tell_by(tell)
+
+    def count_from(self, steps: int) -> None:
+        """Sets the number of the next step, for a caller that has counted the steps before."""
+        self.steps = steps
 
     def begin(self, world: World) -> None:
         """Tells the callbacks that the run begins; `parallelize` does so once the engine is ready."""

@@ -125,5 +125,4 @@ def _made(make: Callable[[], Plan]) -> Plan | OutsizeError:
     try:
         return make()
     except OutsizeError as error:
-        error.shared = True
-        return error
+        return error.on_all_ranks()

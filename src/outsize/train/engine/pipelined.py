@@ -50,6 +50,7 @@ from outsize.train.engine.memory_note import memory_notes, routing_note
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.stage_factory import StageFactory
 from outsize.train.ranks.replicas import Piece
+from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.instruction_owners import PlacedWeights
 from outsize.train.variants.microbatch_group import GroupOutputs, PipelineInputs
 from outsize.train.variants.model_state import StructureVersions
@@ -86,14 +87,16 @@ class Pipelined(Executor):
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
         self._seed = options.seed
         self._expert_calls = None if recording.tensor is None else recording.tensor.expert_calls
-        self.variants = Variants(model, plan, options.loss_fn, recording)
         copies = crew.local_replicas > 1
         graphs = options.device_graphs
         records = graphs is not None and graphs.on
-        self.variants.changes.is_silent = crew.global_rank > 0
-        self.variants.changes.may_run_live = not copies
-        # Dynamo and graphs would make constants of them.
-        self.variants.changes.may_follow = not copies and options.compiled is None and not records
+        changes = ChangedValues(
+            is_silent=crew.global_rank > 0,
+            may_run_live=not copies,
+            # Dynamo and graphs would make constants of them.
+            may_follow=not copies and options.compiled is None and not records,
+        )
+        self.variants = Variants(model, plan, options.loss_fn, recording, changes)
         # Copies of the model in this process hold the values of when they were made, so all of them count.
         self._settings = StructureVersions(model, plain=True) if copies else StructureVersions(model)
         self._looks_checked = 0
@@ -312,7 +315,7 @@ class Pipelined(Executor):
         placement = self._ownership.placement
         if placement is not self._told:
             self._told = placement
-            self.variants.placed = PlacedWeights(placement.homes, apart=self._crew.world_size > 1)
+            self.variants.place(PlacedWeights(placement.homes, apart=self._crew.world_size > 1))
 
     def _placement(self, variant: Variant) -> Placement:
         """Returns where a variant puts the weights; all ranks have the buffers that a step reads first."""

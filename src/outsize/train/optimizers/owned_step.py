@@ -257,8 +257,7 @@ class OwnedStep:
                 numbers=f"{len(sparse)} weights",
                 next_step="sparse=False of the embedding, or an optimizer that treats each element by itself",
             )
-            error.shared = True
-            raise error
+            raise error.on_all_ranks()
         return [name for name, kind in by_name.items() if kind]
 
     def _kind_of_gradient(self, name: str) -> int:

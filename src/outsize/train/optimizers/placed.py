@@ -80,10 +80,10 @@ class OptimizerPlacing:
         if coupling.wants == "a closure":
             raise refused_closure(coupling.kind, mesh.group.size())
         if coupling.wants == "gradients of gradients":
-            raise _shared(_differentiates(coupling, axes))
+            raise _differentiates(coupling, axes).on_all_ranks()
         of_all, of_each = coupling.of_all and is_spread, coupling.reach == "per weight" and is_divided
         if (of_all or of_each) and hasattr(factory, "tried"):
-            raise _shared(_exists_already(coupling, axes))
+            raise _exists_already(coupling, axes).on_all_ranks()
         if of_all:
             return self._with_one_owner(mesh, make, coupling)
         if of_each:
@@ -155,14 +155,12 @@ class OptimizerPlacing:
     ) -> PlacedOptimizer:
         """Lets one rank own all trained weights. Raises BadOption where none has memory for that."""
         if self.plan.streams:
-            raise _shared(
-                BadOption(
-                    f"{coupling.kind} takes each step from all weights together, and the host steps those of "
-                    "each stage as their gradients arrive",
-                    numbers=f"weights {self.plan.weights!r}, pp={self.plan.axes.pp}",
-                    next_step='weights="resident", pp=1, or an optimizer that treats each weight by itself',
-                )
-            )
+            raise BadOption(
+                f"{coupling.kind} takes each step from all weights together, and the host steps those of "
+                "each stage as their gradients arrive",
+                numbers=f"weights {self.plan.weights!r}, pp={self.plan.axes.pp}",
+                next_step='weights="resident", pp=1, or an optimizer that treats each weight by itself',
+            ).on_all_ranks()
         group = mesh.holding(whole_model=True)
         owner, leader = self._fitting(mesh, group.rank(), coupling)
         names = [kind.name for kind in self._kinds()]
@@ -184,16 +182,14 @@ class OptimizerPlacing:
         least = {at: min(each[2] for each in every if each[1] == at) for at in sorted({e[1] for e in every})}
         fitting = [at for at, free in least.items() if free >= needs_bytes]
         if not fitting:
-            raise _shared(
-                BadOption(
-                    f"{coupling.kind} takes each step from all weights together, and no rank has memory to "
-                    "step them alone",
-                    numbers=f"weights, gradients and states of {len(trained)} weights: "
-                    f"{bytes_text(needs_bytes)}; free: {bytes_text(max(least.values()))}",
-                    next_step=f"dp_replicate={mesh.group.size()}, whose ranks have all weights; fewer "
-                    "trained weights (LoRA); or an optimizer that treats each weight by itself (AdamW)",
-                )
-            )
+            raise BadOption(
+                f"{coupling.kind} takes each step from all weights together, and no rank has memory to "
+                "step them alone",
+                numbers=f"weights, gradients and states of {len(trained)} weights: "
+                f"{bytes_text(needs_bytes)}; free: {bytes_text(max(least.values()))}",
+                next_step=f"dp_replicate={mesh.group.size()}, whose ranks have all weights; fewer "
+                "trained weights (LoRA); or an optimizer that treats each weight by itself (AdamW)",
+            ).on_all_ranks()
         leader = next(at for at, each in enumerate(every) if each[:2] == [0, fitting[0]])
         return fitting[0], leader
 
@@ -252,8 +248,3 @@ def _exists_already(coupling: Coupling, axes: Axes) -> BadOption:
         next_step="dp_replicate, whose ranks have all weights; an optimizer that treats each element by "
         "itself, such as AdamW; or optimizer= of outsize.parallelize in a loop of your own",
     )
-
-
-def _shared(error: BadOption) -> BadOption:
-    error.shared = True
-    return error

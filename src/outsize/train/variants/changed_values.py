@@ -52,10 +52,12 @@ class MovingNumber:
 class ChangedValues:
     """Counts the changes of each value, and decides what runs live and which numbers become inputs."""
 
-    def __init__(self) -> None:
-        self.is_silent = False  # Another rank says it.
-        self.may_run_live = True
-        self.may_follow = True  # Numbers may be inputs of a program.
+    def __init__(
+        self, *, is_silent: bool = False, may_run_live: bool = True, may_follow: bool = True
+    ) -> None:
+        self.is_silent = is_silent  # Another rank says it.
+        self.may_run_live = may_run_live
+        self.may_follow = may_follow  # Numbers may be inputs of a program.
         self.live: frozenset[str] = frozenset()
         self.moving: dict[Key, MovingNumber] = {}
         self._changes: dict[Key, int] = {}

@@ -132,16 +132,21 @@ class Variants:
         plan: Plan,
         loss_fn: LossFn | None,
         options: RecordingOptions = _DEFAULTS,
+        changes: ChangedValues | None = None,
     ) -> None:
         self._model, self._plan = with_loss(model, loss_fn), plan
         self._loss_fn, self._options = loss_fn, options
         self._known: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._made = 0
-        self.changes = ChangedValues()
+        self.changes = changes or ChangedValues()
         self.change = ProgramChange()  # of the last call of `find_each`
-        self.placed = PlacedWeights()  # Where programs that are made from now on find their weights.
+        self._placed = PlacedWeights()  # Where programs that are made from now on find their weights.
         self._last: Variant | None = None
         self._counts: dict[bool, int] = {}  # microbatches of the last step, and of the last evaluation
+
+    def place(self, weights: PlacedWeights) -> None:
+        """Says where programs that are made from now on find their weights."""
+        self._placed = weights
 
     def find(self, part: Batch, *, outputs: bool, state: int = 0) -> Variant:
         """The variant under which this microbatch runs; recorded if it is new.
@@ -229,7 +234,7 @@ class Variants:
 
     def _owners(self, captured: Captured) -> list[int]:
         trained = frozenset(name for name, p in self._model.named_parameters() if p.requires_grad)
-        return instruction_owners(self._plan, captured, self.placed, trained)
+        return instruction_owners(self._plan, captured, self._placed, trained)
 
     def _make(self, part: Batch, outputs: bool) -> Variant:
         loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
@@ -256,7 +261,7 @@ class Variants:
                 owners,
                 outputs=outputs,
                 stages=len(self._plan.stages),
-                homes=self.placed.homes,
+                homes=self._placed.homes,
             ),
             InputGuards(tape, self._model, home),
             LossShares(
