@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
 PACKAGE = SRC / "outsize"
-THINKING = ("files", "policies", "ir", "schedules", "planner", "report")
+THINKING = ("axes", "files", "policies", "ir", "schedules", "planner", "report")
 
 
 def sources(folder: Path = PACKAGE) -> list[Path]:

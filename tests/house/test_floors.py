@@ -33,6 +33,7 @@ PACKAGES = (
         "schedules",
         "ir",
         "files",
+        "axes",
         "policies",
     ),
 )

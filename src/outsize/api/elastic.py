@@ -19,6 +19,7 @@ from typing import Any, Final, Self, final
 
 from outsize.api.planning import plan_case
 from outsize.api.problem import CostSource, SearchProblem
+from outsize.axes.registry import LISTED, STAGES
 from outsize.errors import BadOption, BadPlan, NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.files.replace import replace_text
 from outsize.ir.answers.request import PlanRequest
@@ -141,10 +142,10 @@ def _tell(plan: Plan, request: PlanRequest, run: ElasticRun, refused: OutsizeErr
             f"planned again, {layout_of(plan)}",
             ResumeNote,
         )
-    asked = {"pp": request.stages or 1, **request.mesh(1).model_dump(exclude={"pp"})}
-    unmet = [name for name, degree in asked.items() if degree > 1 and getattr(plan.axes, name) != degree]
+    asked = request.mesh(request.stages or 1)
+    unmet = [axis for axis in LISTED if 1 < asked.of(axis) != plan.axes.of(axis)]
     if unmet or (request.stages == 1 and plan.axes.pp > 1):
-        wishes = ", ".join(f"{name} {asked[name]}" for name in unmet or ["pp"])
+        wishes = ", ".join(f"{axis.name} {asked.of(axis)}" for axis in unmet or STAGES)
         warn_user(
             f"{wishes} does not fit {run.ranks} ranks and is given up: {layout_of(plan)}",
             ResumeNote,

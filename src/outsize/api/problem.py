@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import nn
 
 from outsize.api.options import AdaptedCaseOptions, CaseOptions, CostOptions, request_of
+from outsize.axes.registry import PARTS
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.experts import with_experts
 from outsize.capture.graph.row_parallel import longest_sequence, with_rows
@@ -201,8 +202,7 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
 
 def _insist_on_whole_modules(graph: ModelGraph, axes: Axes) -> None:
     """Raises BadOption for axes that give a device a part of a module, where the model runs by modules."""
-    asked = {"dp_shard": axes.dp_shard, "tp": axes.tp, "cp": axes.cp, "ep": axes.ep}
-    divided = {axis: degree for axis, degree in asked.items() if degree > 1}
+    divided = axes.used_of(PARTS)
     if divided:
         raise BadOption(
             f"{graph.model} runs by modules, in its own Python, which has the sizes of one device in it",

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from outsize.axes.registry import AXES
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadOption
 from outsize.integrations.lightning_processes import RankStrategy
@@ -53,9 +54,7 @@ else:
     model_helpers = import_package("lightning.pytorch.utilities.model_helpers", extra="lightning")
     torchmetrics = import_package("torchmetrics", extra="lightning")
 
-_GROUP_AXES: Final = frozenset(
-    ("dp_replicate", "dp_shard", "tp", "cp", "ep")
-)  # They add up in another order.
+_GROUP_AXES: Final = frozenset(axis.keyword for axis in AXES if not axis.keeps_bits)
 PREFIX: Final = "module."  # of the module's names in the engine's model
 _EFFECTS: Final = frozenset(("logger", "loggers", "print"))  # What a step writes with beside `log`.
 

@@ -6,15 +6,31 @@ which is only shown, never used to run.
 
 from __future__ import annotations
 
+from abc import ABC
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
+from math import prod
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, final
 
-from pydantic import AfterValidator, field_validator
+from pydantic import AfterValidator, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
+from outsize.axes.axis import Axis
+from outsize.axes.registry import (
+    AXES,
+    COPIES,
+    DIVIDING,
+    EXPERT_HOLDERS,
+    GROUP,
+    HOLDERS,
+    PARTS,
+    REPLICAS,
+    STAGES,
+    those,
+)
 from outsize.errors import BadOption, BadPlan, ModelMismatch, UnsupportedPlan
 from outsize.errors.arguments import path_of
 from outsize.files.strict_json import BadJson
@@ -42,59 +58,185 @@ ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 """A schedule is stored by its name; schedules/families.py has its record."""
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
-# This version of outsize runs these axes.
-RUN: Final = frozenset({"pp", "dp_replicate", "tp", "cp", "ep"})
-
 # A plan has memory for so many times the mean rank's rows of experts on the fullest rank of ep.
 EXPERT_MARGIN: Final = 1.5
 
 
-@final
-class Axes(Record):
-    """Holds sizes of the mesh's axes, with torch's names."""
-
-    pp: Count = 1
-    dp_replicate: Count = 1
-    dp_shard: Count = 1
-    tp: Count = 1
-    cp: Count = 1
-    ep: Count = 1
+class MeshShape(Record, ABC):
+    """Answers what callers ask of a mesh: products over those axes whose records say so (outsize.axes)."""
 
     @property
     def world_size(self) -> int:
         """Returns the number of devices the plan needs."""
-        return self.pp * self.group_size
+        return _world_size(self)
 
     @property
     def group_size(self) -> int:
         """Returns the number of devices of one rank of the pipeline."""
-        return self.replicas * self.tp * self.cp
+        return _group_size(self)
 
     @property
     def replicas(self) -> int:
         """Returns into how many parts the batch is divided that are computed at the same time."""
-        return self.dp_replicate * self.dp_shard * self.ep
+        return _replicas(self)
 
     @property
-    def beyond_pp(self) -> str:
-        """Returns the used axes besides pp, such as `dp_shard 4, tp 2`; empty when there are none."""
-        return self.used_besides({"pp"})
+    def microbatch_ranks(self) -> int:
+        """Returns the number of devices that share the work of one microbatch."""
+        return _microbatch_ranks(self)
+
+    @property
+    def product_parts(self) -> int:
+        """Returns into how many parts the products of layers are divided."""
+        return _product_parts(self)
+
+    @property
+    def token_parts(self) -> int:
+        """Returns into how many parts the tokens of each sequence are divided."""
+        return _token_parts(self)
+
+    @property
+    def expert_parts(self) -> int:
+        """Returns the ranks that are there to divide experts; those that divide products divide these
+        further.
+        """
+        return _expert_parts(self)
+
+    @property
+    def divides_weights(self) -> bool:
+        """Returns whether ranks have parts of weights while they compute."""
+        return _weight_parts(self) > 1
+
+    @property
+    def divides_states(self) -> bool:
+        """Returns whether replicas are asked to divide states."""
+        return _divided_states(self) > 1
+
+    @property
+    def state_parts(self) -> int:
+        """Returns over how many devices states can be divided, those of experts, too."""
+        return _state_parts(self)
+
+    @property
+    def weight_holders(self) -> int:
+        """Returns the ranks that hold the same weights of a stage, and so add up their gradients."""
+        return _weight_holders(self)
+
+    @property
+    def expert_holders(self) -> int:
+        """Returns the ranks that hold the same experts of a stage."""
+        return _expert_holders(self)
+
+    @property
+    def copies(self) -> int:
+        """Returns how often the run has each weight and each state."""
+        return _copies(self)
+
+    @property
+    def has_parts(self) -> bool:
+        """Returns whether ranks may have parts of one weight, or of its states."""
+        return _parts(self) > 1
+
+    @property
+    def exchanges_values(self) -> bool:
+        """Returns whether ranks send each other values while a stage computes."""
+        return _exchanging(self) > 1
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Returns whether results are bit by bit those of one device."""
+        return _inexact(self) == 1
 
     @property
     def used(self) -> dict[str, int]:
         """Returns the axes with more than one device."""
         return {name: size for name, size in self.model_dump().items() if size > 1}
 
-    def used_besides(self, names: Collection[str]) -> str:
-        """Returns the used axes besides these, such as `dp_shard 4, cp 2`; empty when there are none."""
-        return ", ".join(f"{name} {size}" for name, size in self.used.items() if name not in names)
+    @property
+    def used_in_group(self) -> dict[str, int]:
+        """Returns the used axes of one rank of the pipeline."""
+        return self.used_of(GROUP)
+
+    @property
+    def beyond_pp(self) -> str:
+        """Returns the used axes besides pp, such as `dp_shard 4, tp 2`; empty when there are none."""
+        return _listed(self.used_in_group)
+
+    def of(self, axis: Axis) -> int:
+        """Returns the size of an axis."""
+        size: int = getattr(self, axis.name)
+        return size
+
+    def used_of(self, axes: Collection[Axis]) -> dict[str, int]:
+        """Returns those of these axes that have more than one device."""
+        names = {axis.name for axis in axes}
+        return {name: size for name, size in self.used.items() if name in names}
+
+    def with_one(self, axes: Iterable[Axis]) -> Self:
+        """Returns the mesh with one device along these axes."""
+        return self.model_copy(update={axis.name: 1 for axis in axes})
+
+    def with_pipeline(self, ranks: int) -> Self:
+        """Returns the mesh with another number of ranks of the pipeline."""
+        return self.model_copy(update={axis.name: ranks for axis in STAGES})
+
+
+def record_of_sizes(name: str, module: str, base: type[Record], axes: Iterable[Axis]) -> Any:
+    """Returns a record with a size for each of these axes, 1 by default, as plan files list them."""
+    fields: Any = {axis.name: (Count, 1) for axis in sorted(axes, key=lambda axis: axis.listed)}
+    return create_model(name, __base__=base, __module__=module, __doc__=base.__doc__, **fields)
+
+
+if TYPE_CHECKING:
+    # What the mechanism of an axis reads by its name. The fields are those of the registry.
+    @final
+    class Axes(MeshShape):
+        """Holds sizes of the mesh's axes, with torch's names."""
+
+        pp: Count = 1
+        dp_replicate: Count = 1
+        dp_shard: Count = 1
+        tp: Count = 1
+        cp: Count = 1
+        ep: Count = 1
+else:
+    Axes = record_of_sizes("Axes", __name__, MeshShape, AXES)
+
+
+def _product(axes: Iterable[Axis]) -> Callable[[MeshShape], int]:
+    """Returns what multiplies the sizes of these axes; the search asks for it a million times."""
+    names = [axis.name for axis in axes]
+    of_names: Any = attrgetter(*names)
+    return of_names if len(names) == 1 else lambda axes: prod(of_names(axes))
+
+
+_world_size: Final = _product(AXES)
+_group_size: Final = _product(GROUP)
+_replicas: Final = _product(REPLICAS)
+_microbatch_ranks: Final = _product(those(lambda axis: axis.divides_microbatch))
+_product_parts: Final = _product(those(lambda axis: axis.divides_products))
+_token_parts: Final = _product(those(lambda axis: axis.divides_tokens))
+_expert_parts: Final = _product(those(lambda axis: axis.divides_experts))
+_weight_parts: Final = _product(DIVIDING)
+_divided_states: Final = _product(those(lambda axis: axis.divides_states))
+_state_parts: Final = _product(those(lambda axis: axis.shares_states and axis.same_experts))
+_weight_holders: Final = _product(HOLDERS)
+_expert_holders: Final = _product(EXPERT_HOLDERS)
+_copies: Final = _product(COPIES)
+_parts: Final = _product(PARTS)
+_exchanging: Final = _product(those(lambda axis: axis.within_stages))
+_inexact: Final = _product(those(lambda axis: not axis.keeps_bits))
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def state_shards(axes: Axes, weights: Weights) -> int:
     """Returns over how many devices the optimizer's states of a stage are divided; 1 where each device has
     all of them.
     """
-    return weight_policy(weights).state_shards(axes.dp_shard, axes.cp)
+    return weight_policy(weights).state_shards(axes.state_parts, is_asked=axes.divides_states)
 
 
 def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
@@ -110,10 +252,10 @@ def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
 def unsupported(axes: Axes, weights: Weights, form: Form = "tape") -> str:
     """Returns what this version of outsize does not run of a plan with these; empty where it runs all."""
     shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
-    run = RUN | {"dp_shard"} if shards else RUN
-    run = run if form == "tape" else run - {"cp", "ep"}
+    run = those(lambda axis: shards if axis.divides_states else form == "tape" or axis.by_modules)
+    missing = axes.used_of([axis for axis in AXES if axis not in run])
     where = "" if streams or shards else weight_policy(weights).text
-    return ", ".join(filter(None, (axes.used_besides(run), where)))
+    return ", ".join(filter(None, (_listed(missing), where)))
 
 
 @final
@@ -401,7 +543,7 @@ class Plan(Record):
     @property
     def bit_identical(self) -> bool:
         """Returns whether its results are those of one device bit by bit: no replicas or tp ranks add up."""
-        return self.axes.group_size == 1
+        return self.axes.keeps_bits
 
     @property
     def shards(self) -> bool:

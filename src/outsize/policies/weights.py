@@ -82,13 +82,14 @@ class WeightPolicy:
         """Tells whether values between stages are on the host until a stage needs them."""
         return "FETCH_F" in self.actions
 
-    def state_shards(self, dp_shard: int, cp: int) -> int:
+    def state_shards(self, ranks: int, *, is_asked: bool) -> int:
         """Returns over how many devices the optimizer's states of a stage are divided.
 
-        Ranks that share sequences (cp) hold the same weights, so they take part as replicas do.
+        `ranks` hold the same weights and can divide them, those that share sequences as replicas do;
+        `is_asked`: replicas that do so were asked for.
         """
-        shared = not self.on_host and (dp_shard > 1 or self.shards_weights)
-        return dp_shard * cp if shared else 1
+        shared = not self.on_host and (is_asked or self.shards_weights)
+        return ranks if shared else 1
 
     def copies(self, passes: int) -> tuple[int, int]:
         """Returns how often a step copies all weights to the device, and all gradients to the host, where it

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import singledispatch
 from typing import Final
 
+from outsize.axes.registry import STAGES
 from outsize.ir.answers.advice import (
     Advice,
     BranchOrder,
@@ -480,7 +481,7 @@ def _not_chosen(f: NotChosen) -> str:
 
 @sentence.register
 def _does_not_fit(f: DoesNotFit) -> str:
-    where = f" on {axes_text(f.axes)}" if set(f.axes) - {"pp"} else ""
+    where = f" on {axes_text(f.axes)}" if not {axis.name for axis in STAGES}.issuperset(f.axes) else ""
     where += _weights_named(f.weights)
     name = _schedule_text(f.schedules, f.stages_per_device, f.microbatches) + where
     if f.shortage is None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from outsize.axes.tensor import TENSOR
 from outsize.capture.guards.check import ReadGuards
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption
@@ -280,8 +281,8 @@ def _plain(model: nn.Module) -> list[nn.Module]:
 
 
 def _one_dim(mesh: DeviceMesh | None) -> DeviceMesh:
-    if mesh is not None and mesh.ndim > 1 and "tp" in (mesh.mesh_dim_names or ()):
-        return mesh["tp"]
+    if mesh is not None and mesh.ndim > 1 and TENSOR.name in (mesh.mesh_dim_names or ()):
+        return mesh[TENSOR.name]
     if mesh is None or mesh.ndim != 1:
         raise BadOption(
             "tensor parallelism needs a mesh of one dim, or one with a dim named 'tp'",

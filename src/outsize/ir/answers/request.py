@@ -9,14 +9,16 @@ holds their defaults. Below the public functions only the record is passed on.
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypedDict, final
+from abc import ABC
+from typing import TYPE_CHECKING, Literal, Self, TypedDict, final
 
 from pydantic import model_validator
 
+from outsize.axes.registry import GROUP, LISTED, STAGES
 from outsize.errors import BadOption
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
-from outsize.ir.plan import Axes, BatchNormMode, Count, Precision, ScheduleName
+from outsize.ir.plan import Axes, BatchNormMode, Count, Precision, ScheduleName, record_of_sizes
 from outsize.ir.schedule import Schedule
 from outsize.policies.activations import KEEP, ActivationPolicy, Recompute, activation_policy
 from outsize.policies.weights import RESIDENT, WeightPolicy, Weights, weight_policy
@@ -62,8 +64,16 @@ class RequestOptions(LayoutOptions, total=False):
     objective: Objective | None
 
 
+class AskedAxes(Record, ABC):
+    """Holds the sizes that are asked for of the axes of a group; the fields are those of the registry."""
+
+
+if not TYPE_CHECKING:
+    AskedAxes = record_of_sizes("AskedAxes", __name__, AskedAxes, GROUP)
+
+
 @final
-class PlanRequest(Record):
+class PlanRequest(AskedAxes):
     """Holds what is fixed of a plan; None leaves the choice to the planner.
 
     `microbatches` are those of each replica; `stages` that are not given are one per device or group of
@@ -88,11 +98,6 @@ class PlanRequest(Record):
     bn: BatchNormMode = "micro"
     axes: AxisSearch = "all"
     exact: bool = False
-    dp_replicate: Count = 1
-    dp_shard: Count = 1
-    tp: Count = 1
-    cp: Count = 1
-    ep: Count = 1
     sequence_parallel: bool | None = None
     loss_pieces: Count | None = None
     module_pieces: Count | None = None
@@ -104,14 +109,13 @@ class PlanRequest(Record):
 
     def mesh(self, pp: int) -> Axes:
         """Returns the given axes together with `pp` pipeline ranks."""
-        return Axes(
-            pp=pp,
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            tp=self.tp,
-            cp=self.cp,
-            ep=self.ep,
-        )
+        asked: dict[str, int] = {axis.name: getattr(self, axis.name) for axis in GROUP}
+        return Axes(**asked | {axis.name: pp for axis in STAGES})
+
+    def on(self, axes: Axes) -> PlanRequest:
+        """Returns the request for a plan on the same axes, with as many stages as ranks of the pipeline."""
+        same = {axis.name: axes.of(axis) for axis in GROUP}
+        return self.model_copy(update={**same, "stages": axes.pp})
 
     @property
     def activation_policy(self) -> ActivationPolicy:
@@ -180,25 +184,26 @@ class PlanRequest(Record):
                 numbers=self.mesh(1).beyond_pp,
                 next_step="leave out exact (--exact), or the axes",
             )
-        if self.ep > 1 and self.tp > 1 and self.sequence_parallel:
+        mesh = self.mesh(1)
+        if mesh.expert_parts > 1 and mesh.product_parts > 1 and self.sequence_parallel:
             raise BadOption(
                 "ranks of tp have the same tokens where experts are divided over them, and sequence "
                 "parallelism divides these",
-                numbers=f"ep={self.ep}, tp={self.tp}, sequence_parallel=True",
+                numbers=f"ep={mesh.ep}, tp={mesh.tp}, sequence_parallel=True",
                 next_step="leave out sequence_parallel (--sequence-parallel), or ep",
             )
         if self.inference:
             self._check_inference()
         if self.bn == "sync":
             self._check_whole_batch()
-        if self.sequence_parallel and self.tp == 1 and not self.searches_axes:
+        if self.sequence_parallel and mesh.product_parts == 1 and not self.searches_axes:
             raise BadOption(
                 "sequence parallelism is between the ranks of tensor parallelism, and there is one",
                 numbers="sequence_parallel=True, tp=1",
                 next_step="tp=2, or leave sequence_parallel out",
             )
         divides = self.weight_policy.shards_weights
-        if divides and self.dp_shard * self.cp == 1 and not self.searches_axes:
+        if divides and mesh.state_parts == 1 and not self.searches_axes:
             raise BadOption(
                 "weights='sharded' divides the weights among the ranks of dp_shard and cp, and there is one",
                 numbers="dp_shard 1, cp 1",
@@ -224,7 +229,9 @@ class PlanRequest(Record):
         if self.mesh(1).replicas > 1:
             raise BadOption(
                 "bn='sync' takes the statistics of the whole batch, and replicas split the batch",
-                numbers=f"dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, ep {self.ep}",
+                numbers=", ".join(
+                    f"{axis.name} {getattr(self, axis.name)}" for axis in LISTED if axis.divides_batch
+                ),
                 next_step="bn='deferred'",
             )
         if self.microbatches not in (None, 1):

@@ -35,6 +35,8 @@ from typing import Final, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
+from outsize.axes.axis import Axis
+from outsize.axes.registry import EXPERT_HOLDERS, HOLDERS, ranks_along, those
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import MATMULS, ModelGraph, ShardedFraction, Work
 from outsize.ir.plan import Axes
@@ -52,8 +54,7 @@ from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.expert_parallel import absent_bytes, sent_bytes
 from outsize.planner.layout.layout import Layout
 
-# The axes of one rank of the pipeline, the last one innermost (train/ranks/mesh.py).
-MESH: Final = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
+_PRODUCTS: Final = those(lambda axis: axis.divides_products)
 
 
 @final
@@ -149,13 +150,13 @@ class WeightCollectives:
     layout: Layout
     cluster: Cluster
     experts: float = 0.0
-    _known: dict[tuple[Collective, int, tuple[str, ...]], float] = field(default_factory=dict)
+    _known: dict[tuple[Collective, int, tuple[Axis, ...]], float] = field(default_factory=dict)
 
     def gather_s(self, weights_bytes: int) -> float:
         """Returns the seconds in which the weights of some units become whole (UNSHARD)."""
         return sum(
-            self._seconds("all_gather", size, self._sharing(others))
-            for size, others in self._parts(weights_bytes)
+            self._seconds("all_gather", size, self._sharing(holders))
+            for size, holders in self._parts(weights_bytes)
         )
 
     def reduce_s(self, gradients_bytes: int, *, last: bool) -> float:
@@ -168,27 +169,27 @@ class WeightCollectives:
         """Returns the seconds in which a rank gives so many bytes of its parts of tensors to their owners, or
         gets as many from them.
         """
-        along = ("tp", *self._sharing(("ep",)))
+        along = (*_PRODUCTS, *self._sharing(HOLDERS))
         return self._seconds("all_to_all", size_bytes, along) if size_bytes else 0.0
 
-    def _parts(self, size_bytes: int) -> Sequence[tuple[int, tuple[str, ...]]]:
-        """Returns the bytes of experts, and of all else with the axis of ranks that hold these, too."""
+    def _parts(self, size_bytes: int) -> Sequence[tuple[int, tuple[Axis, ...]]]:
+        """Returns the bytes of experts and of all else, each with the axes of ranks that hold the same."""
         experts_bytes = int(self.experts * size_bytes)
-        parts = ((size_bytes - experts_bytes, ("ep",)), (experts_bytes, ()))
+        parts = ((size_bytes - experts_bytes, HOLDERS), (experts_bytes, EXPERT_HOLDERS))
         return [part for part in parts if part[0]]
 
-    def _sharing(self, others: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the axes over which weights are sharded that ranks of `others` hold, too."""
-        return ("dp_shard", *others, "cp") if self.layout.shards > 1 else ()
+    def _sharing(self, holders: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """Returns the axes over which weights are sharded that ranks along `holders` hold."""
+        return tuple(axis for axis in holders if axis.shares_states) if self.layout.shards > 1 else ()
 
-    def _reduce_s(self, size_bytes: int, others: tuple[str, ...], *, last: bool) -> float:
-        sharing = self._sharing(others)
+    def _reduce_s(self, size_bytes: int, holders: tuple[Axis, ...], *, last: bool) -> float:
+        sharing = self._sharing(holders)
         scatter_s = self._scatter_s(size_bytes, sharing)
         part_bytes = -(-size_bytes // len(self._ranks(sharing)))
-        same = ("dp_replicate",) if sharing else ("dp_replicate", *others, "cp")
+        same = tuple(axis for axis in holders if axis not in sharing)
         return scatter_s + (self._seconds("all_reduce", part_bytes, same) if last else 0.0)
 
-    def _scatter_s(self, gradients_bytes: int, sharing: tuple[str, ...]) -> float:
+    def _scatter_s(self, gradients_bytes: int, sharing: tuple[Axis, ...]) -> float:
         """Returns the seconds in which each shard of the gradients is summed on its rank."""
         device, shards = self.cluster.devices[0], len(self._ranks(sharing))
         if shards == 1 or not default_of(device).sums_whole:
@@ -197,21 +198,16 @@ class WeightCollectives:
         copied_s = default_of(device).copied_s(copied_bytes, device)
         return self._seconds("all_reduce", gradients_bytes, sharing) + copied_s
 
-    def _seconds(self, kind: Collective, size_bytes: int, along: tuple[str, ...]) -> float:
+    def _seconds(self, kind: Collective, size_bytes: int, along: tuple[Axis, ...]) -> float:
         """Returns the seconds of a collective among the ranks along some axes."""
         key = kind, size_bytes, along
         if key not in self._known:
             self._known[key] = collective_s(kind, size_bytes, self._ranks(along), self.cluster)
         return self._known[key]
 
-    def _ranks(self, along: tuple[str, ...]) -> list[int]:
-        """Returns the ranks of the first group along some axes of the mesh, whose last one is innermost."""
-        ranks, stride, sizes = [0], 1, self.layout.axes.model_dump()
-        for name in reversed(MESH):
-            if name in along:
-                ranks = [place * stride + rank for place in range(sizes[name]) for rank in ranks]
-            stride *= sizes[name]
-        return ranks
+    def _ranks(self, along: tuple[Axis, ...]) -> list[int]:
+        """Returns the ranks of the first group along some axes of the mesh."""
+        return ranks_along(self.layout.axes.model_dump(), along)
 
 
 def _hiding(graph: ModelGraph) -> Iterator[tuple[int, tuple[int, ...]]]:

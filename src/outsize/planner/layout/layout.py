@@ -101,7 +101,7 @@ class Layout:
     @property
     def group(self) -> int:
         """Returns the number of devices that compute one stage."""
-        return self.axes.world_size // self.axes.pp
+        return self.axes.group_size
 
     @property
     def weight_policy(self) -> WeightPolicy:
@@ -135,7 +135,7 @@ class Layout:
     @property
     def microbatch_ranks(self) -> int:
         """Returns the number of devices that share the work of one microbatch."""
-        return self.axes.tp * self.axes.cp
+        return self.axes.microbatch_ranks
 
     @property
     def hosted(self) -> bool:
@@ -149,7 +149,7 @@ class Layout:
 
     def on(self, ranks: int) -> Layout:
         """Returns the layout with another number of ranks, a stage each: groups may stay idle."""
-        return replace(self, axes=self.axes.model_copy(update={"pp": ranks}), stages=ranks)
+        return replace(self, axes=self.axes.with_pipeline(ranks), stages=ranks)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Layout:

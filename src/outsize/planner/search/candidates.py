@@ -57,7 +57,8 @@ def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> It
     if not candidates:
         return  # Nothing was captured for what was asked for, which the search of pipelines tells.
     graph = candidates[max(candidates)][0]
-    contexts = context_sizes(graph, len(cluster.devices)) if request.cp == 1 else (request.cp,)
+    asked = request.mesh(1).token_parts
+    contexts = context_sizes(graph, len(cluster.devices)) if asked == 1 else (asked,)
     schedules = _schedules(request, candidates, (DEFAULT.name,))
     experts = expert_sizes(graph, len(cluster.devices))
     for layout in all_layouts(cluster, candidates, schedules, _units(candidates), contexts, experts):
@@ -117,7 +118,10 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
     """
     fixed, axes = request.mesh(layout.axes.pp).model_dump(), layout.axes.model_dump()
     has_fixed = all(axes[name] == size for name, size in fixed.items() if size > 1)
-    has_fixed &= request.stages in (None, axes["pp"]) and request.microbatches in (None, layout.microbatches)
+    has_fixed &= request.stages in (None, layout.axes.pp) and request.microbatches in (
+        None,
+        layout.microbatches,
+    )
     has_fixed &= request.weights in (None, layout.weights) and (request.bn != "sync" or layout.replicas == 1)
     has_fixed &= not request.exact or layout.group == 1
     runs = not unsupported(layout.axes, layout.weights, graph.form)

@@ -89,7 +89,7 @@ def check_hosted(request: PlanRequest, graphs: Sequence[ModelGraph], cluster: Cl
         ranks = "a pipeline with one device a rank" if policy.on_host and policy.in_pipeline else "one device"
         raise BadOption(
             f"{policy.text}: that is for {ranks}",
-            numbers=f"asked for: {axes.used_besides(())}",
+            numbers=f"asked for: {', '.join(f'{name} {size}' for name, size in axes.used.items())}",
             next_step=f"leave these out, or weights={weights!r}",
         )
     allowed = (f for f in families() if (f.layer_by_layer if axes.pp > 1 else f.on_host_as))

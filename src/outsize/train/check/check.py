@@ -20,6 +20,7 @@ from typing import final
 import torch
 from torch import nn
 
+from outsize.axes.registry import those
 from outsize.capture.fakes.untouched import taken_back
 from outsize.capture.graph.build import Captured
 from outsize.capture.guards.trace import without_writes
@@ -280,7 +281,7 @@ def _in_one_process(question: Question, batches: Sequence[Batch]) -> list[Traini
 def _engine(question: Question) -> Engine:
     """Returns an engine in this process, where no rank has parts of a layer."""
     model, loss_fn, plan = _copied(question.model), question.loss_fn, question.plan
-    plan = plan.model_copy(update={"axes": plan.axes.model_copy(update={"tp": 1})})
+    plan = plan.model_copy(update={"axes": plan.axes.with_one(those(lambda axis: axis.divides_products))})
     return make_engine(model, plan, None, EngineOptions(loss_fn, adamw, seed=question.seed))
 
 

@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from outsize.axes.axis import Axis
 from outsize.errors import BadOption, OutsizeError, RankFailed, error_of
 from outsize.program.source_line import raising_line
 from outsize.run.transport.control_messages import all_gather_json
@@ -65,10 +66,10 @@ class NamedCall:
 
 @final
 class NamedCalls:
-    """Runs calls by name over the ranks of one pipeline; `division` names the axis that divides a weight."""
+    """Runs calls by name over the ranks of one pipeline; `division` tells the axis that divides a weight."""
 
     def __init__(
-        self, model: nn.Module, crew: Crew, placement: Placement, division: Callable[[str], str | None]
+        self, model: nn.Module, crew: Crew, placement: Placement, division: Callable[[str], Axis | None]
     ) -> None:
         self._model, self._crew, self._placement = model, crew, placement
         self._division = division
@@ -163,12 +164,13 @@ class NamedCalls:
         homes = {self._home(tensor) for _, tensor in row}
         axes = [(name, self._division(self._first_names[id(tensor)])) for name, tensor in row]
         for name, axis in axes:
-            if axis in ("tp", "ep") or (axis is not None and len(homes) > 1):
+            if axis is not None and (axis.divides_weights is not None or len(homes) > 1):
                 stages = ", ".join(map(str, sorted(homes)))
                 raise BadOption(
                     f"ranks hold parts of {name}, and the function would get one",
-                    numbers=f"axis {axis}; {', '.join(name for name, _ in row)} in stages {stages}",
-                    next_step=f"a plan without {axis}, or engine.whole(name, tensor) and a loop of your own",
+                    numbers=f"axis {axis.name}; {', '.join(name for name, _ in row)} in stages {stages}",
+                    next_step=f"a plan without {axis.name}, or engine.whole(name, tensor) and a loop of your "
+                    "own",
                 )
 
 

@@ -86,8 +86,8 @@ def places_for(plan: Plan, devices: tuple[str, ...] | None) -> tuple[str, ...] |
 
 def concurrent_replicas(plan: Plan) -> int:
     """Returns how many pipelines of the plan can run at the same time in one process."""
-    is_single = plan.form == "modules" or plan.axes.used_besides({"pp", "dp_replicate"})
-    return 1 if is_single else plan.axes.dp_replicate
+    is_single = plan.form == "modules" or plan.axes.has_parts
+    return 1 if is_single else plan.axes.copies
 
 
 def in_process_ranks(places: tuple[str, ...] | None, replicas: int = 1) -> InProcessRanks:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from outsize.axes.axis import Axis
+from outsize.axes.shard import SHARD
 from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
@@ -165,13 +167,13 @@ class Ownership:
     def of_experts(self, name: str) -> bool:
         """Tells whether ranks divide the weight of this name as one of experts."""
         ranks = self._tensor
-        return ranks is not None and ranks.share(name) is not None and ranks.axis_of(name) == "ep"
+        return ranks is not None and ranks.share(name) is not None and ranks.axis_of(name).divides_experts
 
-    def division(self, name: str) -> Literal["tp", "ep", "dp_shard"] | None:
+    def division(self, name: str) -> Axis | None:
         """Returns the axis whose ranks may hold parts of the weight of this name."""
         if self._tensor is not None and self._tensor.share(name) is not None:
             return self._tensor.axis_of(name)
-        return "dp_shard" if self._plan.shards and self._crew.mesh is not None else None
+        return SHARD if self._plan.shards and self._crew.mesh is not None else None
 
     def trained(self) -> list[nn.Parameter]:
         """Returns the parameters of this rank that are given to the maker of its optimizer: the model's.

@@ -121,7 +121,7 @@ class StageFactory:
             "the host keeps weights, values or activations": self.plan.streams
             or self.values.offloads
             or policy.offloads,
-            "its ranks exchange values within it": max(axes.tp, axes.cp, axes.ep) > 1,
+            "its ranks exchange values within it": axes.exchanges_values,
             "weights are sharded over replicas": self.plan.shards,
             f'bn="{self.plan.bn}" collects statistics in Python': self.statistics is not None,
         }

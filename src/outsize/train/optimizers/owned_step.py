@@ -155,7 +155,7 @@ class OwnedStep:
     @property
     def _is_first(self) -> bool:
         mesh = self._held.crew.mesh
-        return mesh is None or mesh.coordinate["dp_replicate"] == 0
+        return mesh is None or mesh.copy == 0
 
     # -- weights -----------------------------------------------------------------------------------------
 

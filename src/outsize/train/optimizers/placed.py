@@ -74,7 +74,7 @@ class OptimizerPlacing:
         if mesh is None or mesh.group.size() == 1:
             return PlacedOptimizer(make(self._own()))
         axes = self.plan.axes
-        is_divided = max(axes.tp, axes.ep) > 1 or self.plan.shards
+        is_divided = axes.divides_weights or self.plan.shards
         is_spread = is_divided or axes.pp > 1
         coupling = self._agreed(mesh, factory, is_divided, is_spread)
         if coupling.wants == "a closure":
@@ -178,7 +178,7 @@ class OptimizerPlacing:
         weights_bytes = sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in trained)
         needs_bytes = int(weights_bytes * (2 + coupling.states))
         free = free_bytes(self.held.crew.gradient_device)
-        every = shared_facts(mesh.group.host, lambda: [mesh.coordinate["dp_replicate"], rank, free])
+        every = shared_facts(mesh.group.host, lambda: [mesh.copy, rank, free])
         least = {at: min(each[2] for each in every if each[1] == at) for at in sorted({e[1] for e in every})}
         fitting = [at for at, free in least.items() if free >= needs_bytes]
         if not fitting:

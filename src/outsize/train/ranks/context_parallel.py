@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from outsize.axes.context import CONTEXT
 from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.program.context_parallel.row_tape import RowCollectives, row_tape
@@ -62,4 +63,4 @@ def context_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: 
             numbers=f"the plan needs {plan.axes.world_size}, cp={degree}",
             next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py",
         )
-    return ContextRanks(model, mesh.device_mesh["cp"], compiled=compiled)
+    return ContextRanks(model, mesh.along(CONTEXT), compiled=compiled)

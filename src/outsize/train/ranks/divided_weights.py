@@ -12,11 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from outsize.axes.axis import Axis
 from outsize.device.accelerators import current_device, is_accelerator
 from outsize.program.tape import Tape
 from outsize.program.tensor_parallel.share import Share
@@ -29,7 +30,7 @@ from outsize.run.weights.ownership import like, places, replace
 class DividedWeights(ABC):
     """The ranks of `group`, which divide some weights of a model along the axis `axis` of the mesh."""
 
-    axis: ClassVar[Literal["tp", "ep"]]
+    axis: ClassVar[Axis]
 
     def __init__(self, model: nn.Module, group: TensorParallelGroup) -> None:
         self.group, self._model = group, model
@@ -39,7 +40,7 @@ class DividedWeights(ABC):
         """Returns the ranks that divide the weight of this name, if any do."""
         return self.group
 
-    def axis_of(self, name: str) -> Literal["tp", "ep"]:
+    def axis_of(self, name: str) -> Axis:
         """Returns the axis along which the weight of this name is divided, if it is."""
         return self.axis
 

@@ -15,12 +15,15 @@ So every weight is divided along one axis.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from outsize.axes.axis import Axis
+from outsize.axes.expert import EXPERT
+from outsize.axes.tensor import TENSOR
 from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.program.expert_parallel.expert_tape import ExpertCollectives, expert_tape
@@ -38,7 +41,7 @@ from outsize.train.ranks.tensor_parallel import TensorRanks, tensor_ranks
 class ExpertRanks(DividedWeights):
     """The ranks of a mesh of one dim, each of which has some of the experts of every collection."""
 
-    axis: ClassVar[Literal["tp", "ep"]] = "ep"
+    axis: ClassVar[Axis] = EXPERT
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class ExpertRanks(DividedWeights):
 class TensorAndExpertRanks(DividedWeights):
     """The ranks of tp, which divide layers, and those of ep and tp, which divide experts."""
 
-    axis: ClassVar[Literal["tp", "ep"]] = "tp"
+    axis: ClassVar[Axis] = TENSOR
 
     def __init__(self, model: nn.Module, layers: TensorRanks, experts: ExpertRanks) -> None:
         super().__init__(model, layers.group)
@@ -113,8 +116,8 @@ class TensorAndExpertRanks(DividedWeights):
     def group_of(self, name: str) -> TensorParallelGroup:
         return self._experts.group if self._experts.share(name) else self.group
 
-    def axis_of(self, name: str) -> Literal["tp", "ep"]:
-        return "ep" if self._experts.share(name) else "tp"
+    def axis_of(self, name: str) -> Axis:
+        return (self._experts if self._experts.share(name) else self._layers).axis
 
     def local(self, tape: Tape) -> Tape:
         """Returns the rank's own tape, on which layers are divided but for experts, then these.

@@ -4,41 +4,53 @@ neighbours.
     axes        pp 2 x dp_replicate 2 x tp 2      torch's names and order, the last one innermost
     rank 5   =  pp 1, dp_replicate 0, tp 1
     pipeline    ranks 1, 5                        as rank 5 on every axis but pp
-    replicas    ranks 5, 7                        as rank 5 on every axis but dp_replicate, dp_shard and ep
-    holders     ranks 5, 7                        as rank 5 on every axis but these and cp
-    of experts  ranks 5, 7                        as rank 5 on every axis but dp_replicate, dp_shard and cp
+    replicas    ranks 5, 7                        as rank 5 on every axis that does not divide the batch
+    holders     ranks 5, 7                        as rank 5 but on axes whose ranks hold the same weights
+    of experts  ranks 5, 7                        as rank 5 but on axes whose ranks hold the same experts
 
+A group is made of the axes whose records say so (outsize.axes), so a new axis is in the right ones by itself.
 A run of pp alone has one pipeline, the group of the run, and makes no other.
 """
 
 from __future__ import annotations
 
-from math import prod
-from typing import Any, Final, final
+from collections.abc import Iterable, Sequence
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from outsize.axes.axis import Axis
+from outsize.axes.registry import (
+    AXES,
+    COPIES,
+    DIVIDING,
+    EXPERT_HOLDERS,
+    HOLDERS,
+    PARTS,
+    REPLICAS,
+    STAGES,
+    coordinate,
+    number_along,
+)
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Axes
 from outsize.run.transport.groups import RankGroup, backend_of, device_backend, made_once
 
-_HOLDING: Final = ("dp_shard", "ep", "cp", "tp")  # axes whose ranks may have parts of one weight
-AXES: Final = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-
 
 @final
 class Mesh:
-    """`coordinate` of this process by axis. `device_mesh`: torch's, with all six names; None for pp alone.
+    """`coordinate` of this process by axis. `device_mesh`: torch's, with all names; None for pp alone.
 
     group     all processes of the run, among which this one is `rank`
     pipeline  the ranks of this process's pipeline, in the order of the plan
     replicas  those that hold this stage for other parts of the batch, by `replica`
     holders   those that hold the same weights of this stage, and add up their gradients
     expert_holders   those that hold the same experts, where ranks divide them
+    copy      the number of this process's copy of the model, where the run has several
 
-    Each is None where nobody else holds them.
+    Each group is None where nobody else holds them.
     """
 
     @classmethod
@@ -55,45 +67,37 @@ class Mesh:
         Raises WorldMismatch before it.
         """
         insist_on_size(axes, group.size())
-        self._flattened = set[str]()
-        self._device, self._holding = device, dict[str, RankGroup]()
+        self._flattened = dict[str, DeviceMesh]()
+        self._device, self._groups = device, dict[str, RankGroup]()
         self.axes, self.group, self.rank = axes, RankGroup.of(group, device), group.rank()
-        self.coordinate = coordinate(axes, self.rank)
+        sizes = axes.model_dump()
+        self.coordinate = coordinate(sizes, self.rank)
         self.device_mesh = None if axes.group_size == 1 else _device_mesh(axes, group, device)
-        mesh, axis = self.device_mesh, self.coordinate
-        self.pipeline = self.group if mesh is None else RankGroup.of(mesh.get_group("pp"), device)
-        self.replica = (axis["dp_replicate"] * axes.dp_shard + axis["dp_shard"]) * axes.ep + axis["ep"]
+        self.pipeline = self.group if self.device_mesh is None else self._along(STAGES)
+        self.replica = number_along(sizes, self.coordinate, REPLICAS)
+        self.copy = number_along(sizes, self.coordinate, COPIES)
         self.replicas = self.holders = self.expert_holders = None
-        if mesh is not None and axes.replicas * axes.cp > 1:
-            self.replicas = self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "ep"), device)
-        if mesh is not None and axes.cp > 1:
-            self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "ep", "cp"), device)
-        if mesh is not None and axes.ep > 1 and axes.replicas * axes.cp > axes.ep:
-            self.expert_holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "cp"), device)
+        if axes.weight_holders > 1:
+            self.replicas = self._along(REPLICAS)
+            shares_replica = axes.weight_holders > axes.replicas
+            self.holders = self._along(HOLDERS) if shares_replica else self.replicas
+        if axes.expert_parts > 1 and axes.expert_holders > 1:
+            self.expert_holders = self._along(EXPERT_HOLDERS)
 
     def experts(self) -> DeviceMesh:
         """Returns the ranks over which experts are divided: those of ep, and of tp, which have the same
         tokens.
         """
-        mesh = self.device_mesh
-        assert mesh is not None
-        return mesh["ep"] if self.axes.tp == 1 else mesh["ep", "tp"]._flatten("ep_tp")
+        return self._flat(self._used(DIVIDING))
 
     def holding(self, *, whole_model: bool) -> RankGroup:
         """Returns the ranks that together have each weight of this stage once, or those of all stages.
 
         The ranks of dp_replicate have the weights again. Every rank of the run calls this alike.
         """
-        if self.device_mesh is None or (whole_model and self.axes.dp_replicate == 1):
+        if self.device_mesh is None or (whole_model and self.axes.copies == 1):
             return self.group
-        names = ("pp", *_HOLDING) if whole_model else _HOLDING
-        used = tuple(name for name in names if getattr(self.axes, name) > 1)
-        key = "_".join(used)
-        if len(used) == 1:
-            return RankGroup.of(self.device_mesh.get_group(key), self._device)
-        if key not in self._holding:
-            self._holding[key] = RankGroup.of(_flat(self.device_mesh, *used), self._device)
-        return self._holding[key]
+        return self._along(self._used((*STAGES, *PARTS) if whole_model else PARTS))
 
     def sharding(self, *, of_experts: bool = False) -> DeviceMesh:
         """Returns the mesh over whose last dim weights are sharded; a first dim replicates.
@@ -101,21 +105,45 @@ class Mesh:
         Ranks that share sequences, or divide the experts, hold the same other weights, so they share those as
         replicas do.
         """
-        mesh, axes = self.device_mesh, self.axes
+        used = self._used(EXPERT_HOLDERS if of_experts else HOLDERS)
+        sharing = [axis for axis in AXES if axis.divides_states or (axis in used and axis.joins_states)]
+        copies = self._used(COPIES)
+        last = self._flat(sharing)
+        if not copies:
+            return last
+        assert self.device_mesh is not None
+        self._flat(copies)
+        return self.device_mesh[_name(copies), _name(sharing)]
+
+    def along(self, axis: Axis) -> DeviceMesh:
+        """Returns the ranks along one axis."""
+        return self._flat([axis])
+
+    # -- dims of torch's mesh ----------------------------------------------------------------------------
+
+    def _used(self, axes: Iterable[Axis]) -> list[Axis]:
+        """Returns those axes with more than one device."""
+        return [axis for axis in axes if self.axes.of(axis) > 1]
+
+    def _flat(self, axes: Sequence[Axis]) -> DeviceMesh:
+        """Returns one dim over the ranks along these axes, which is made once."""
+        mesh, name = self.device_mesh, _name(axes)
         assert mesh is not None
-        others = ("cp",) if of_experts else ("ep", "cp")
-        sharing = ("dp_shard", *(name for name in others if getattr(axes, name) > 1))
-        last = "_".join(sharing)
-        if len(sharing) > 1 and last not in self._flattened:
-            mesh[sharing]._flatten(last)
-            self._flattened.add(last)
-        return mesh["dp_replicate", last] if axes.dp_replicate > 1 else mesh[last]
+        if name not in self._flattened:
+            names = tuple(axis.name for axis in axes)
+            self._flattened[name] = mesh[name] if len(names) == 1 else mesh[names]._flatten(name)
+        return self._flattened[name]
+
+    def _along(self, axes: Sequence[Axis]) -> RankGroup:
+        """Returns the group of the ranks along these axes."""
+        name = _name(axes)
+        if name not in self._groups:
+            self._groups[name] = RankGroup.of(self._flat(axes).get_group(), self._device)
+        return self._groups[name]
 
 
-def coordinate(axes: Axes, rank: int) -> dict[str, int]:
-    """Returns the rank's coordinate on each axis."""
-    sizes = [getattr(axes, name) for name in AXES]
-    return {name: rank // prod(sizes[at + 1 :]) % sizes[at] for at, name in enumerate(AXES)}
+def _name(axes: Sequence[Axis]) -> str:
+    return "_".join(axis.name for axis in axes)
 
 
 def insist_on_size(axes: Axes, processes: int) -> None:
@@ -129,10 +157,7 @@ def insist_on_size(axes: Axes, processes: int) -> None:
 
 
 def _device_mesh(axes: Axes, group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    shape, takes_device = tuple(getattr(axes, name) for name in AXES), backend_of(group, device.type)
-    override: Any = None if takes_device else dict.fromkeys(AXES, device_backend(group, device))
-    return init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=override)
-
-
-def _flat(mesh: DeviceMesh, *names: str) -> dist.ProcessGroup:
-    return mesh[names]._flatten("_".join(names)).get_group()
+    names, takes_device = tuple(axis.name for axis in AXES), backend_of(group, device.type)
+    override: Any = None if takes_device else dict.fromkeys(names, device_backend(group, device))
+    shape = tuple(map(axes.of, AXES))
+    return init_device_mesh(device.type, shape, mesh_dim_names=names, backend_override=override)

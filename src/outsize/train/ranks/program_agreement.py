@@ -35,8 +35,9 @@ from typing import Any, Final, Self, final
 
 import torch.distributed as dist
 
+from outsize.axes.registry import REPLICAS, STAGES, coordinate, number_along
 from outsize.errors import WorldMismatch
-from outsize.train.ranks.mesh import Mesh, coordinate
+from outsize.train.ranks.mesh import Mesh
 
 WHOLE: Final = "*"
 POLL_S: Final = 0.2
@@ -101,8 +102,9 @@ class ProgramAgreement:
         ranks = dist.get_process_group_ranks(mesh.group.host)
         store: Any = dist.distributed_c10d._get_default_store()
         self._rank, self._places, self._own_batches = mesh.rank, tuple(places), own_batches
-        at = [coordinate(mesh.axes, rank) for rank in range(mesh.group.size())]
-        self._seats = [(axis["pp"], (axis["dp_replicate"], axis["dp_shard"], axis["ep"])) for axis in at]
+        sizes = mesh.axes.model_dump()
+        at = [coordinate(sizes, rank) for rank in range(mesh.group.size())]
+        self._seats = [(number_along(sizes, one, STAGES), number_along(sizes, one, REPLICAS)) for one in at]
         name = f"outsize/programs/{'-'.join(map(str, ranks))}"
         engine = store.add(f"{name}/{mesh.rank}", 1)  # engines are made in one order on all ranks
         self._store, self._name = store, f"{name}/{engine}"

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, Literal, final
+from typing import ClassVar, final
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from outsize.axes.axis import Axis
+from outsize.axes.registry import DIVIDING, LISTED
+from outsize.axes.tensor import TENSOR
 from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.program.tape import Tape
@@ -32,7 +35,7 @@ from outsize.train.ranks.mesh import Mesh
 class TensorRanks(DividedWeights):
     """The ranks of a mesh of one dim, which share every stage of a pipeline."""
 
-    axis: ClassVar[Literal["tp", "ep"]] = "tp"
+    axis: ClassVar[Axis] = TENSOR
 
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, compiled: bool = False
@@ -73,10 +76,11 @@ class TensorRanks(DividedWeights):
 
 def insist_on_bits(plan: Plan) -> None:
     """Raises BadOption for a plan that one process cannot run as it is, to compare bits."""
-    if max(plan.axes.tp, plan.axes.ep) > 1:
+    if plan.axes.divides_weights:
+        sizes = ", ".join(f"{axis.name}={plan.axes.of(axis)}" for axis in LISTED if axis in DIVIDING)
         raise BadOption(
             "a check compares bits, and ranks that divide layers or experts add up in another order",
-            numbers=f"tp={plan.axes.tp}, ep={plan.axes.ep}; float32 agrees to about 1e-6, float64 to 1e-15",
+            numbers=f"{sizes}; float32 agrees to about 1e-6, float64 to 1e-15",
             next_step="outsize check MODEL --plan FILE --processes, which compares within that",
         )
 
@@ -86,8 +90,8 @@ def insist_on_whole(ranks: DividedWeights | None, what: str) -> None:
     if ranks is not None:
         raise BadOption(
             f"{what} runs the model's own Python, which wants whole weights, and ranks have parts of them",
-            numbers=f"{ranks.axis}={ranks.group.place.ranks}",
-            next_step=f"engine.full_state_dict(to=FOLDER), and run from them with {ranks.axis}=1",
+            numbers=f"{ranks.axis.name}={ranks.group.place.ranks}",
+            next_step=f"engine.full_state_dict(to=FOLDER), and run from them with {ranks.axis.name}=1",
         )
 
 
@@ -111,4 +115,4 @@ def tensor_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: b
             numbers=f"the plan needs {plan.axes.world_size}, tp={degree}",
             next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py",
         )
-    return TensorRanks(model, mesh.device_mesh["tp"], sequence=plan.sequence_parallel, compiled=compiled)
+    return TensorRanks(model, mesh.along(TENSOR), sequence=plan.sequence_parallel, compiled=compiled)
