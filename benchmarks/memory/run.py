@@ -31,8 +31,8 @@ from outsize.ir.plan import Stage
 from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress_units
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import lower_along
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import StageMemory, account_stages
 from outsize.planner.partition.stage_prices import PricedModel
@@ -131,7 +131,7 @@ def some_again(case: Case, plan: outsize.Plan, draw: random.Random, every: bool 
 
 def _selective(plan: outsize.Plan, graph: ModelGraph, profile: Profile) -> tuple[StageMemory, ...]:
     cluster, layout = find_cluster(plan.cluster), Layout.of_plan(plan)
-    menu = CostTables({plan.microbatches: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
+    menu = Pricing({plan.microbatches: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
     names, stages = [u.name for u in graph.units], range(len(plan.stages))
     pipeline = menu.pipeline(layout, ("none", "full"))
     assert pipeline is not None

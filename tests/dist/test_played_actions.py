@@ -23,9 +23,9 @@ from outsize.ir.cluster import parse_cluster
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.timeline import Lane, Timeline
 from outsize.planner.costs.roofline import roofline
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut
 from outsize.planner.evaluate.played_step import PlayedStep
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.policies.weights import Weights
 from outsize.schedules.refine import by_blocks
@@ -53,7 +53,7 @@ def step_of(name: str, plan: Plan) -> PlayedStep:
     """What the planner plays of it."""
     cluster = parse_cluster(f"{plan.axes.world_size}xcpu")
     graph = captured(name, MICROBATCHES).graph
-    tables = CostTables({MICROBATCHES: (graph, roofline(graph, cluster.devices[0]))}, cluster, "sgd")
+    tables = Pricing({MICROBATCHES: (graph, roofline(graph, cluster.devices[0]))}, cluster, "sgd")
     layout = Layout(plan.axes, plan.axes.pp, plan.schedule, plan.microbatches, MICROBATCHES, plan.weights)
     pipeline = tables.pipeline(layout, ("none",))
     assert pipeline is not None

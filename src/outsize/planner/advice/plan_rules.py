@@ -46,7 +46,7 @@ from outsize.ir.plan import Axes, Expected, Plan, StageFigures
 from outsize.ir.profile import Profile
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.dag.balance_gain import branches
-from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import BITS
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.feasibility import ChainFeasibility
@@ -139,9 +139,9 @@ def _sharded(view: _View) -> Iterator[ReplicasFaster]:
     devices, plan, count = len(view.cluster.devices), view.plan, view.plan.microbatches
     if count % devices or plan.form != "tape":
         return
-    tables = CostTables({count: (view.graph, view.profile)}, view.cluster, plan.optimizer)
+    pricing = Pricing({count: (view.graph, view.profile)}, view.cluster, plan.optimizer)
     layout = Layout(Axes(dp_shard=devices), 1, DEFAULT.name, count // devices, count, SHARDED.name)
-    estimates = BranchAndBound(tables, OPEN).run([layout]).estimates
+    estimates = BranchAndBound(pricing, OPEN).run([layout]).estimates
     if estimates:
         yield from _faster(view, estimates[0].step_s, MUCH, sharded=True)
 

@@ -25,6 +25,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import Queue
 from outsize.planner.bounds.memory import EACH, MemoryBounds
 from outsize.planner.bounds.step_time import PrefixTimes, losses
+from outsize.planner.costs.cache import Cache
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.layout.layout import Layout
 from outsize.schedules.families import family_of
@@ -35,9 +36,10 @@ from outsize.schedules.refine import pieces_of
 class CollectiveBounds:
     """Bounds the collectives of one model at some microbatch sizes, of which `held` has the bytes."""
 
-    def __init__(self, candidates: Mapping[int, tuple[ModelGraph, Profile]], held: MemoryBounds) -> None:
-        self._candidates, self._held = candidates, held
-        self._together: dict[int, Sequence[tuple[int, ...]]] = {}
+    def __init__(
+        self, candidates: Mapping[int, tuple[ModelGraph, Profile]], held: MemoryBounds, cache: Cache
+    ) -> None:
+        self._candidates, self._held, self._cache = candidates, held, cache
 
     def average_s(self, layout: Layout, work: PrefixTimes, prices: WeightCollectives) -> float:
         """Returns a lower bound of a step: the collectives on an average rank."""
@@ -83,15 +85,16 @@ class CollectiveBounds:
         """Returns, for each block, the weight bytes of the blocks whose weights it uses: its own, and those
         that own tied ones.
         """
-        if captured not in self._together:
-            graph = self._candidates[captured][0]
-            piece, owners = pieces_of(graph), defaultdict[int, set[int]](set)
-            sizes = defaultdict[int, int](int)
-            for name, unit in graph.owner_of.items():
-                sizes[piece[unit]] += graph.parameter_of[name].size_bytes
-            for unit in graph.units:
-                names = (graph.parameter_of[name].name for name in unit.parameters)
-                owners[piece[unit.index]] |= {piece[graph.owner_of[name]] for name in names}
-            together = {tuple(sizes[owner] for owner in sorted(own)) for own in owners.values()}
-            self._together[captured] = sorted(together)
-        return self._together[captured]
+        graph = self._candidates[captured][0]
+        return self._cache.once(("gathered together", captured), lambda: _gathered_together(graph))
+
+
+def _gathered_together(graph: ModelGraph) -> Sequence[tuple[int, ...]]:
+    piece, owners = pieces_of(graph), defaultdict[int, set[int]](set)
+    sizes = defaultdict[int, int](int)
+    for name, unit in graph.owner_of.items():
+        sizes[piece[unit]] += graph.parameter_of[name].size_bytes
+    for unit in graph.units:
+        names = (graph.parameter_of[name].name for name in unit.parameters)
+        owners[piece[unit.index]] |= {piece[graph.owner_of[name]] for name in names}
+    return sorted({tuple(sizes[owner] for owner in sorted(own)) for own in owners.values()})

@@ -13,6 +13,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import Room
 from outsize.planner.bounds.recompute import recompute_s, storable_bytes
 from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.costs.cache import Cache
 from outsize.planner.layout.expert_parallel import of_expert_rank
 from outsize.planner.layout.layout import Layout
 from outsize.planner.layout.tensor_parallel import SavedBytes
@@ -66,12 +67,15 @@ class MemoryBounds:
     """
 
     def __init__(
-        self, candidates: Mapping[int, tuple[ModelGraph, Profile]], optimizer: OptimizerBytes, together: bool
+        self,
+        candidates: Mapping[int, tuple[ModelGraph, Profile]],
+        optimizer: OptimizerBytes,
+        cache: Cache,
+        *,
+        together: bool,
     ) -> None:
         self._candidates, self._optimizer, self._together = candidates, optimizer, together
-        self._held: dict[tuple[int, int], dict[str, Bytes]] = {}
-        self._units: dict[tuple[int, bool], SavedBytes] = {}
-        self._saved: dict[tuple[int, int, bool], Bytes] = {}
+        self._cache = cache
 
     def bytes_of(self, layout: Layout, units: int | slice = -1) -> LeastBytes:
         """Returns what devices hold of the units before each; of all units, or of shape (n + 1,)."""
@@ -129,22 +133,23 @@ class MemoryBounds:
         model = self._candidates[layout.captured]
         if axes.tp == 1 or axes.ep > 1 or model[0].tensor is None:
             return sums / axes.tp
-        key, whole = (layout.captured, axes.tp, layout.sequence), (layout.captured, layout.sequence)
-        if key not in self._saved:
-            if whole not in self._units:
-                self._units[whole] = SavedBytes.of(*model, layout.sequence)
-            self._saved[key] = np.append(0, np.cumsum(self._units[whole].of_rank(axes.tp)))
-        return self._saved[key]
+        whole = layout.captured, layout.sequence
+
+        def summed() -> Bytes:
+            units = self._cache.once(("saved", *whole), lambda: SavedBytes.of(*model, layout.sequence))
+            return np.append(0, np.cumsum(units.of_rank(axes.tp)))
+
+        return self._cache.once(("sums of saved", *whole, axes.tp), summed)
 
     def _sums(self, layout: Layout) -> dict[str, Bytes]:
         """Returns sums over units, of shape (n + 1,), of a rank that may have some of the experts alone;
         weights without what every device has all of (`kept`), and copies of weights.
         """
         key = layout.captured, layout.axes.ep
-        if key not in self._held:
-            model = of_expert_rank(self._candidates[layout.captured], layout.axes.ep)
-            sizes = bytes_of_units(*model, self._optimizer)
-            sizes["weights"] = sizes["weights"] - sizes["buffers"]
-            sizes["kept"] = sizes["buffers"] - sizes["casts"]
-            self._held[key] = {name: np.append(0, np.cumsum(part)) for name, part in sizes.items()}
-        return self._held[key]
+        return self._cache.once(("sums of bytes", *key), lambda: self._summed(*key))
+
+    def _summed(self, captured: int, ep: int) -> dict[str, Bytes]:
+        sizes = bytes_of_units(*of_expert_rank(self._candidates[captured], ep), self._optimizer)
+        sizes["weights"] = sizes["weights"] - sizes["buffers"]
+        sizes["kept"] = sizes["buffers"] - sizes["casts"]
+        return {name: np.append(0, np.cumsum(part)) for name, part in sizes.items()}

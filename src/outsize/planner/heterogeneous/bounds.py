@@ -21,7 +21,7 @@ of a unit of work
 L for which the runs get from the end to the beginning is found by bisection. With a lower bound of the bytes
 and every block of depths as lenient as its most lenient depth, L is a lower bound over all orders of groups,
 all numbers of idle groups, and all cuts; with an upper bound of the bytes and strict blocks it is reached,
-apart from links. The exact account decides what memory does to a run in between (evaluate/cost_tables.py).
+apart from links. The exact account decides what memory does to a run in between (evaluate/pricing.py).
 
 Symbols: m -> microbatches, w = min(d + 1, m) -> in flight. Depths below FEW have a block each, then blocks
 grow with depth. Complexity: O(b k n log n + S k) for each L: n units, k kinds, b blocks, S states. Oracle:

@@ -22,9 +22,9 @@ from operator import itemgetter
 from typing import Final, final
 
 from outsize.planner.bounds.step_time import StepBound
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.local_search import polish
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, StagePrices
@@ -113,10 +113,10 @@ class _Queue:
         return None
 
 
-def polished(estimate: Estimate, tables: CostTables) -> Estimate:
+def polished(estimate: Estimate, pricing: Pricing) -> Estimate:
     """Returns the estimate with its cut moved to the shortest step that is near; it is moved once."""
-    moved = tables.kept(("polished", estimate), lambda: polish(estimate))
-    return tables.kept(("polished", moved), lambda: moved)
+    moved = pricing.once(("polished", estimate), lambda: polish(estimate))
+    return pricing.once(("polished", moved), lambda: moved)
 
 
 @final
@@ -129,13 +129,13 @@ class BranchAndBound:
 
     def __init__(
         self,
-        tables: CostTables,
+        pricing: Pricing,
         recompute: Sequence[Recompute],
         *,
         compares: bool = True,
         most_s: float = inf,
     ) -> None:
-        self._cost_tables, self._recompute = tables, tuple(recompute)
+        self._pricing, self._recompute = pricing, tuple(recompute)
         self._compares, self._most_s = compares, most_s
         self._estimates: list[Estimate] = []
         self._rejected: list[Pipeline] = []
@@ -146,13 +146,13 @@ class BranchAndBound:
     def run(self, layouts: Sequence[Layout]) -> SearchResult:
         """Prices what may win, by ascending lower bound."""
         queue, self._asked = _Queue(self, layouts), len(layouts)
-        self._compares &= not any(map(self._cost_tables.is_arranged, layouts))
+        self._compares &= not any(map(self._pricing.is_arranged, layouts))
         while queue.layouts_wait and not self._is_finished(queue.least_s):
             if self._polishes(queue.least_s):
                 continue
             if (least := queue.pop()) is None:
                 continue
-            if not self._cost_tables.has_pieces(least[0]):
+            if not self._pricing.has_pieces(least[0]):
                 self._floors.append(least[1])  # The bound holds, but none of its cuts can be priced.
             elif not self._price_or_reject(*least):
                 self._slower.append((least[1], least[0]))
@@ -168,7 +168,7 @@ class BranchAndBound:
         best = self._estimates[at]
         if floor_s < SOON * best.step_s:
             return False
-        self._estimates[at] = polished(best, self._cost_tables)
+        self._estimates[at] = polished(best, self._pricing)
         return self._estimates[at] is not best
 
     def _result(self, queue: _Queue) -> SearchResult:
@@ -203,7 +203,7 @@ class BranchAndBound:
     def most_pipeline_s(self, layout: Layout) -> float:
         """Returns the seconds of a pipeline beyond which its layout cannot win."""
         beyond_s = inf if self._prices_all else self._cutoff_s()
-        return beyond_s if beyond_s == inf else SURELY * beyond_s - self._cost_tables.update_s(layout)
+        return beyond_s if beyond_s == inf else SURELY * beyond_s - self._pricing.bounds.update_s(layout)
 
     def _cutoff_s(self) -> float:
         """Returns the seconds beyond which a layout is pruned: it would not be close to the best one yet."""
@@ -216,13 +216,13 @@ class BranchAndBound:
 
     def refuted(self, layout: Layout) -> bool:
         """Returns whether it is seen at once that nothing fits, block by block recompute included."""
-        tables = self._cost_tables
-        return tables.refuted(layout, self._unselective) and (
-            not self._by_blocks(layout) or tables.refuted(layout, self._recompute)
+        pricing = self._pricing
+        return pricing.bounds.refuted(layout, self._unselective) and (
+            not self._by_blocks(layout) or pricing.bounds.refuted(layout, self._recompute)
         )
 
     def _by_blocks(self, layout: Layout) -> bool:
-        return by_units(self._recompute) and self._cost_tables.by_blocks(layout)
+        return by_units(self._recompute) and self._pricing.by_blocks(layout)
 
     @property
     def _unselective(self) -> tuple[Recompute, ...]:
@@ -230,38 +230,32 @@ class BranchAndBound:
 
     def least_s(self, layout: Layout) -> float:
         """Returns a lower bound that needs only sums; infinite where nothing can fit."""
-        if not self._cost_tables.may_fit(layout, self._recompute):
+        if not self._pricing.bounds.may_fit(layout, self._recompute):
             return inf
-        return self.together_s(layout, self._cost_tables.least_s(layout))
+        return self.together_s(layout, self._pricing.bounds.least_s(layout))
 
     def bound(self, layout: Layout) -> StepBound:
         """Returns a lower bound of the pipeline's seconds that can be sharpened."""
-        return self._cost_tables.bound(layout, self._recompute)
-
-    def balanced_s(self, layout: Layout) -> float:
-        """Returns the step of a balanced cut of an interleaved layout: a lower bound would rank it first."""
-        m, pp = layout.microbatches, layout.axes.pp
-        recompute_s = self._cost_tables.recompute_s(layout) * m / pp
-        return self._cost_tables.work(layout).balanced_s(layout.stages, pp, m) + recompute_s
+        return self._pricing.bounds.bound(layout, self._recompute)
 
     def likely_s(self, layout: Layout) -> float:
         """Returns the step of a balanced cut with its collectives; infinite where nothing can fit."""
-        if not self._cost_tables.may_fit(layout, self._recompute):
+        if not self._pricing.bounds.may_fit(layout, self._recompute):
             return inf
-        return self.together_s(layout, self.balanced_s(layout))
+        return self.together_s(layout, self._pricing.bounds.balanced_s(layout))
 
     def together_s(self, layout: Layout, pipeline_s: float) -> float:
         """Adds the optimizer's seconds to the bound of the pipeline or of the replicas' collectives."""
-        together_s = max(pipeline_s, self._cost_tables.collectives_s(layout))
-        return together_s + self._cost_tables.update_s(layout)
+        together_s = max(pipeline_s, self._pricing.bounds.collectives_s(layout))
+        return together_s + self._pricing.bounds.update_s(layout)
 
     def _price_or_reject(self, layout: Layout, floor_s: float) -> bool:
         """Prices or rejects a layout; returns False where it was given up because it cannot win."""
         most_s = inf if self._prices_all else self._cutoff_s()
-        if not self._cost_tables.may_be_arranged(layout):
+        if not self._pricing.may_be_arranged(layout):
             self._floors.append(floor_s)
             return True
-        if self._cost_tables.unequal:  # Not all orders of unequal devices are tried.
+        if self._pricing.unequal:  # Not all orders of unequal devices are tried.
             floor_s = max(floor_s, self._floor_below(layout, most_s))
             self._floors.append(floor_s)
             if self._is_pruned(floor_s):
@@ -269,13 +263,13 @@ class BranchAndBound:
         return self._reject(layout) if self.refuted(layout) else self._cut(layout, floor_s, most_s)
 
     def _reject(self, layout: Layout) -> bool:
-        self._rejected.extend(islice(self._cost_tables.pipelines(layout, self._recompute), 1))
+        self._rejected.extend(islice(self._pricing.pipelines(layout, self._recompute), 1))
         return True
 
     def _cut(self, layout: Layout, floor_s: float, most_s: float) -> bool:
         """Prices the best cut of a layout; returns as `_price_or_reject`."""
         best, least_s, pipeline = None, inf, None
-        for demand in self._cost_tables.demands(layout):
+        for demand in self._pricing.demands(layout):
             if demand is None and (best is not None or least_s < inf):
                 break
             tables = self._tables(layout, floor_s, most_s, demand)
@@ -296,8 +290,8 @@ class BranchAndBound:
     def _floor_below(self, layout: Layout, most_s: float) -> float:
         """Returns the bound of a layout of unequal devices, which is not sought above `most_s`."""
         if layout.chunks > 1:
-            return self.balanced_s(layout)
-        return self.together_s(layout, self._cost_tables.floor_s(layout, self._recompute, most_s))
+            return self._pricing.bounds.balanced_s(layout)
+        return self.together_s(layout, self._pricing.bounds.floor_s(layout, self._recompute, most_s))
 
     def _best_of(
         self, tables: Sequence[StagePrices], floor_s: float, most_s: float
@@ -325,7 +319,7 @@ class BranchAndBound:
     ) -> list[StagePrices]:
         """Returns the tables; block by block recompute is tried where only it may help."""
         by_blocks = self._by_blocks(layout)
-        if not by_blocks or not self._cost_tables.refuted(layout, self._unselective):
+        if not by_blocks or not self._pricing.bounds.refuted(layout, self._unselective):
             tables = self._stage_prices(layout, self._unselective, floor_s, demand)
             if not by_blocks or not all(each.may_gain(most_s) for each in tables):
                 return tables
@@ -335,7 +329,7 @@ class BranchAndBound:
         self, layout: Layout, recompute: Sequence[Recompute], floor_s: float, demand: Demand | None
     ) -> list[StagePrices]:
         """Returns the tables of a layout's pipelines that may use these ways to recompute."""
-        pipelines = self._cost_tables.pipelines(layout, recompute)
+        pipelines = self._pricing.pipelines(layout, recompute)
         return [StagePrices(replace(pipeline, demand=demand), floor_s) for pipeline in pipelines]
 
     def _priced(self, tables: StagePrices, most_s: float) -> Estimate | float:
@@ -357,4 +351,4 @@ class BranchAndBound:
 
     def _exact(self, layout: Layout) -> bool:
         """Returns whether its tables give a bound that no cut of it beats."""
-        return layout.chunks == 1 and self._cost_tables.exact(layout) and not self._cost_tables.unequal
+        return layout.chunks == 1 and self._pricing.stages.exact(layout) and not self._pricing.unequal

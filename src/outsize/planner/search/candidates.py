@@ -15,7 +15,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName, unsupported
 from outsize.ir.profile import Profile
 from outsize.planner.costs.context_parallel import context_sizes
-from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.fit.nearest import device_part
 from outsize.planner.layout.expert_parallel import expert_sizes
 from outsize.planner.layout.layout import (
@@ -100,13 +100,13 @@ def no_layout(
     )
 
 
-def too_few_pieces(layouts: Sequence[Layout], tables: CostTables) -> TooManyStages:
+def too_few_pieces(layouts: Sequence[Layout], pricing: Pricing) -> TooManyStages:
     """Returns the error for pipelines that have more stages than pieces between which the search cuts."""
     fewest = min(layouts, key=lambda layout: layout.stages)
-    pieces = len(tables.ends(fewest)) - 1
+    pieces = len(pricing.stages.ends(fewest)) - 1
     return TooManyStages(
         f"a pipeline of {fewest.stages} stages is not searched: the model is cut in {pieces} pieces",
-        numbers=f"it has {len(tables.graph(fewest).units)} units, and each stage needs a piece",
+        numbers=f"it has {len(pricing.units.graph(fewest).units)} units, and each stage needs a piece",
         next_step=f"--stages {pieces}, or other axes beside pp",
     )
 

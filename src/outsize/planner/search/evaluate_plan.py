@@ -15,9 +15,9 @@ from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import fastest
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.evaluate.plan_findings import shortages
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout, grouped, rank_named
 from outsize.planner.memory.memory_samples import with_memory_samples
 from outsize.planner.strategies import host_one_device, host_round_robin
@@ -78,7 +78,7 @@ def in_plans_order(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[Mod
 def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Estimate:
     check_enough(plan.batch_size, plan.microbatches)
     layout, bounds = Layout.of_plan(plan), plan.bounds(graph)
-    tables = CostTables({layout.captured: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
+    pricing = Pricing({layout.captured: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
     groups = grouped(cluster, layout.group)
     if groups is None:
         raise _no_groups(plan, cluster)
@@ -88,14 +88,14 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     policies = plan.activation_policies
     offered = OPEN if by_blocks else WHOLE_STAGE
     offered = (*offered, OFFLOAD.name) if offloads(plan) else offered
-    estimate = tables.pipeline(layout, offered, places)
+    estimate = pricing.pipeline(layout, offered, places)
     assert estimate is not None, "there are groups"
     choices = [
         offered.index(policy.name) if not policy.lists_units or s in by_blocks else 0
         for s, policy in enumerate(policies)
     ]
     some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}
-    return recomputing(estimate, bounds, choices, some, tables, plan.optimizer)
+    return recomputing(estimate, bounds, choices, some, pricing, plan.optimizer)
 
 
 def _chosen(plan: Plan, graph: ModelGraph) -> dict[int, Units]:

@@ -42,10 +42,10 @@ from outsize.ir.formatting import microbatches_text
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Expected, Plan, ScheduleName, stages_from_bounds
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons, whole_tensor_updates
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.plan_findings import device_kinds
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import (
     BITS,
     alternative,
@@ -126,11 +126,11 @@ def search(
     found = _open(request, candidates, cluster)
     mesh = _mesh(request, found, candidates, cluster)
     most_s = inf if mesh is None or mesh.expected is None else BITS * mesh.expected.step_s
-    # Pipelines are priced from the same tables, unless devices may be left out, which meshes alone do.
-    tables = None if cluster.unequal else found[1]
+    # Pipelines have the same prices, unless devices may be left out, which meshes alone do.
+    pricing = None if cluster.unequal else found[1]
     try:
         given_plan = _with_given_axes(
-            request.without_axis_search, candidates, cluster, most_s, tables, explains=explains
+            request.without_axis_search, candidates, cluster, most_s, pricing, explains=explains
         )
     except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
         if mesh is not None:
@@ -153,7 +153,7 @@ def _instead(
     refused: OutsizeError,
     request: PlanRequest,
     candidates: Candidates,
-    found: tuple[SearchResult, CostTables],
+    found: tuple[SearchResult, Pricing],
     cluster: Cluster,
 ) -> Plan:
     """Returns a plan with weights on the host, because pipelines were `refused` and no mesh was `found`.
@@ -177,7 +177,7 @@ def _with_given_axes(
     candidates: Candidates,
     cluster: Cluster,
     most_s: float = inf,
-    tables: CostTables | None = None,
+    pricing: Pricing | None = None,
     *,
     explains: bool = True,
 ) -> Plan:
@@ -192,14 +192,14 @@ def _with_given_axes(
         return with_schedule(run_plan, request.actions, *model, cluster)
     free = request.schedule is None and not request.has_group_axes and not request.inference
     if request.schedule != COMPOSED.name and not free:
-        return _by_runs(request, candidates, cluster, most_s, tables, explains=explains)
+        return _by_runs(request, candidates, cluster, most_s, pricing, explains=explains)
     named = request.model_copy(update={"schedule": None})
-    plan = _by_runs(named, candidates, cluster, most_s, tables, explains=explains)
+    plan = _by_runs(named, candidates, cluster, most_s, pricing, explains=explains)
     composed = _composed(request, plan, candidates, cluster)
     if composed is plan or _takes_longer(composed, most_s) or not _takes_longer(plan, most_s):
         return composed
     # Composed it may be chosen after all, so it needs the alternatives that a plan above `most_s` is without.
-    return _composed(request, _by_runs(named, candidates, cluster, inf, tables), candidates, cluster)
+    return _composed(request, _by_runs(named, candidates, cluster, inf, pricing), candidates, cluster)
 
 
 def _takes_longer(plan: Plan, most_s: float) -> bool:
@@ -228,7 +228,7 @@ def _by_runs(
     candidates: Candidates,
     cluster: Cluster,
     most_s: float = inf,
-    tables: CostTables | None = None,
+    pricing: Pricing | None = None,
     *,
     explains: bool = True,
 ) -> Plan:
@@ -244,20 +244,20 @@ def _by_runs(
     for count in asked:
         check_enough(request.batch_size, count)
     layouts = tuple(pipeline_layouts(request, asked, cluster))
-    tables = tables or CostTables(candidates, cluster, request.optimizer)
+    pricing = pricing or Pricing(candidates, cluster, request.optimizer)
     searched, compares = () if request.weight_policy.on_host else layouts, most_s == inf
-    if searched and not any(map(tables.has_pieces, searched)):
-        raise too_few_pieces(searched, tables)
-    result = BranchAndBound(tables, searched_for(request.recompute), compares=compares).run(searched)
+    if searched and not any(map(pricing.has_pieces, searched)):
+        raise too_few_pieces(searched, pricing)
+    result = BranchAndBound(pricing, searched_for(request.recompute), compares=compares).run(searched)
     if result.estimates:
-        improved = _improved(request, result, tables, cluster)
+        improved = _improved(request, result, pricing, cluster)
         # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
-        # chosen, so it is searched again with its alternatives; what was priced is still in the tables.
+        # chosen, so it is searched again with its alternatives; what was priced is still in its cache.
         if not compares and improved.estimate.step_s <= most_s:
-            result = BranchAndBound(tables, searched_for(request.recompute)).run(searched)
+            result = BranchAndBound(pricing, searched_for(request.recompute)).run(searched)
         return _written(request, result, improved, cluster)
     last = not request.inference and (len(cluster.devices) == 1 or request.weight_policy.on_host)
-    plan = _hosted(request, asked, result, tables, cluster) if last else None
+    plan = _hosted(request, asked, result, pricing, cluster) if last else None
     if plan is not None:
         return plan
     if request.schedule is not None and not request.weight_policy.on_host and not layouts:
@@ -268,28 +268,28 @@ def _by_runs(
             numbers=f"cluster {cluster.name!r} has {len(cluster.devices)} devices",
             next_step="outsize fit, which says what would have to change",
         )
-    raise _nothing_fits(request, candidates, layouts, tables, cluster)
+    raise _nothing_fits(request, candidates, layouts, pricing, cluster)
 
 
 def _mesh(
-    request: PlanRequest, found: tuple[SearchResult, CostTables], candidates: Candidates, cluster: Cluster
+    request: PlanRequest, found: tuple[SearchResult, Pricing], candidates: Candidates, cluster: Cluster
 ) -> Plan | None:
     """Returns the plan of the best mesh that was found, its schedule composed where that is asked for."""
-    result, tables = found
+    result, pricing = found
     if not result.estimates:
         return None
     if request.schedule != COMPOSED.name:
-        return _plan(request, result, tables, cluster)
+        return _plan(request, result, pricing, cluster)
     named = request.model_copy(update={"schedule": None})
-    return _composed(request, _plan(named, result, tables, cluster), candidates, cluster)
+    return _composed(request, _plan(named, result, pricing, cluster), candidates, cluster)
 
 
-def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tuple[SearchResult, CostTables]:
+def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tuple[SearchResult, Pricing]:
     """Prices the meshes of all axes that the request leaves open."""
-    tables = CostTables(candidates, cluster, request.optimizer, idle=request.may_idle)
-    search_loop = BranchAndBound(tables, searched_for(request.recompute))
+    pricing = Pricing(candidates, cluster, request.optimizer, idle=request.may_idle)
+    search_loop = BranchAndBound(pricing, searched_for(request.recompute))
     if not request.opens_axes(cluster):
-        return search_loop.run(()), tables
+        return search_loop.run(()), pricing
     if request.schedule == COMPOSED.name:
         request = request.model_copy(update={"schedule": None})
     layouts = tuple(meshes(request, candidates, cluster))
@@ -298,14 +298,14 @@ def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tup
     is_grouped = [layout.group > 1 or cluster.unequal for layout in layouts]
     grouped_layouts = tuple(compress(layouts, is_grouped))
     if request.schedule is None and not request.inference:
-        grouped_layouts += tuple(_interleaved(search_loop, tables, grouped_layouts))
+        grouped_layouts += tuple(_interleaved(search_loop, pricing, grouped_layouts))
     result = search_loop.run(grouped_layouts)
     least_s = search_loop.floor_s(compress(layouts, map(not_, is_grouped)))
-    return replace(result, floor_s=min(result.floor_s, least_s)), tables
+    return replace(result, floor_s=min(result.floor_s, least_s)), pricing
 
 
 def _hosted(
-    request: PlanRequest, candidates: Candidates, result: SearchResult, tables: CostTables, cluster: Cluster
+    request: PlanRequest, candidates: Candidates, result: SearchResult, pricing: Pricing, cluster: Cluster
 ) -> Plan | None:
     """Returns a plan with weights on the host in the fastest degree of offload, on one device or on several
     in round-robin.
@@ -315,22 +315,22 @@ def _hosted(
     def on_one_device() -> Plan | None:
         layouts = tuple(on_host(request, candidates, cluster))
         degrees = [
-            _streamed([layout for layout in layouts if layout.weights == w], tables, own)
+            _streamed([layout for layout in layouts if layout.weights == w], pricing, own)
             for w in HOSTED
             if (own := weight_policy(w).allowed(options))
         ]
         results = [replace(degree, rejected=result.rejected) for degree in degrees if degree.estimates]
-        made = [_plan(request, degree, tables, cluster) for degree in results]
+        made = [_plan(request, degree, pricing, cluster) for degree in results]
         plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made]
         return fastest(plans, candidates, cluster) if plans else None
 
     return or_round_robin(on_one_device, request, candidates, cluster, options)
 
 
-def _streamed(layouts: Sequence[Layout], tables: CostTables, options: Sequence[Recompute]) -> SearchResult:
+def _streamed(layouts: Sequence[Layout], pricing: Pricing, options: Sequence[Recompute]) -> SearchResult:
     """Prices layer by layer, and microbatch by microbatch only where that does not fit."""
-    result = BranchAndBound(tables, options).run([layout for layout in layouts if layerwise(layout)])
-    return result if result.estimates else BranchAndBound(tables, options).run(layouts)
+    result = BranchAndBound(pricing, options).run([layout for layout in layouts if layerwise(layout)])
+    return result if result.estimates else BranchAndBound(pricing, options).run(layouts)
 
 
 def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
@@ -347,14 +347,14 @@ def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
 
 
 def _interleaved(
-    search_loop: BranchAndBound, tables: CostTables, layouts: Sequence[Layout]
+    search_loop: BranchAndBound, pricing: Pricing, layouts: Sequence[Layout]
 ) -> Iterator[Layout]:
     """Yields the meshes again with several stages on a device whose balanced cut is shortest that way: such
     cuts take long to price. Meshes that do not fit with one stage on a device are left out.
     """
     found: list[tuple[float, int, tuple[Layout, ...]]] = []
     for place, layout in enumerate(layouts):
-        counts, units = [(layout.microbatches, layout.captured)], len(tables.graph(layout).units)
+        counts, units = [(layout.microbatches, layout.captured)], len(pricing.units.graph(layout).units)
         chunked = tuple(
             replace(each, weights=layout.weights, sequence=layout.sequence)
             for each in pipelines(layout.axes, counts, (CHUNKED.name,), units)
@@ -370,14 +370,14 @@ def _nothing_fits(
     request: PlanRequest,
     candidates: Candidates,
     layouts: Sequence[Layout],
-    tables: CostTables,
+    pricing: Pricing,
     cluster: Cluster,
 ) -> NoFeasiblePlan:
     """Returns the error: which stage lacks how much, and what would fit."""
     streaming = tuple(on_host(request, candidates, cluster)) if request.weight_policy.on_host else ()
     if streaming:
         keeps = request.recompute is not None and request.activation_policy.keeps_all
-        return too_small(streaming, tables, KEEP.name if keeps else RECOMPUTE.name)
+        return too_small(streaming, pricing, KEEP.name if keeps else RECOMPUTE.name)
     one_stage_layouts = [layout for layout in layouts if layout.chunks == 1] or [
         Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), DEFAULT.name, count, count)
         for count in candidates
@@ -389,11 +389,12 @@ def _nothing_fits(
     }
     options = searched_for(request.recompute)
     device = cluster.devices[0]
-    asked = [tables.case(layout, device, option) for layout in counts.values() for option in options]
-    more = [tables.case(layout, device, option) for layout in spare.values() for option in options]
+    asked = [pricing.stages.case(layout, device, option) for layout in counts.values() for option in options]
+    more = [pricing.stages.case(layout, device, option) for layout in spare.values() for option in options]
     if not request.inference:
         more += [
-            tables.case(layout, device, RECOMPUTE.name) for layout in (*counts.values(), *spare.values())
+            pricing.stages.case(layout, device, RECOMPUTE.name)
+            for layout in (*counts.values(), *spare.values())
         ]
     return no_feasible_plan(asked, more, schedules, one_stage_layouts[0].axes.pp, with_usable_memory(cluster))
 
@@ -403,26 +404,26 @@ def _nothing_fits(
 
 @final
 class _Improved(NamedTuple):
-    """Holds the best estimate after moves of its cut and finer recompute; the tables that its bounds are of,
-    and the recomputed units by stage.
+    """Holds the best estimate after moves of its cut and finer recompute; the prices whose pieces its bounds
+    count, and the recomputed units by stage.
     """
 
-    tables: CostTables
+    pricing: Pricing
     estimate: Estimate
     recomputed: dict[int, Units]
 
 
-def _plan(request: PlanRequest, result: SearchResult, tables: CostTables, cluster: Cluster) -> Plan:
-    return _written(request, result, _improved(request, result, tables, cluster), cluster)
+def _plan(request: PlanRequest, result: SearchResult, pricing: Pricing, cluster: Cluster) -> Plan:
+    return _written(request, result, _improved(request, result, pricing, cluster), cluster)
 
 
 def _written(request: PlanRequest, result: SearchResult, improved: _Improved, cluster: Cluster) -> Plan:
     """Returns the best of a search as a plan that is compared with what else was priced."""
-    tables, best, recomputed = improved
-    layout, piece_ends = best.layout, tables.ends(best.layout)
+    pricing, best, recomputed = improved
+    layout, piece_ends = best.layout, pricing.stages.ends(best.layout)
     bounds = tuple(piece_ends[b] for b in best.bounds)
     recomputed = by_blocks(best, bounds) | recomputed
-    graph = tables.graph(layout)
+    graph = pricing.units.graph(layout)
     first, one = best.cases[0].activation_policy, len({case.recompute for case in best.cases}) == 1
     overall = first.name if one and not first.lists_units else KEEP.name
     stages = stages_from_bounds(graph, bounds, tuple(device.name for device in best.devices))
@@ -445,7 +446,7 @@ def _written(request: PlanRequest, result: SearchResult, improved: _Improved, cl
         module_pieces=request.module_pieces or 1,
         recompute=overall,
         bn=request.bn,
-        expected=counted(_expected(request, best, result, bounds, tables), recomputed),
+        expected=counted(_expected(request, best, result, bounds, pricing), recomputed),
         alternatives=tuple(alternative(request.batch_size, rival) for rival in shown(not_chosen)),
         why=(
             *_why_best(request, best, graph, bounds, cluster),
@@ -458,30 +459,30 @@ def _written(request: PlanRequest, result: SearchResult, improved: _Improved, cl
     )
 
 
-def _improved(request: PlanRequest, result: SearchResult, tables: CostTables, cluster: Cluster) -> _Improved:
-    best, all_tables = polished(choose(result.estimates), tables), tables
-    if not (tables.exact(best.layout) or tables.unequal):
-        tables, best = _refined(request, tables, best)
-    best, recomputed = selective(best, tables, request.optimizer)
-    tables, best, recomputed = _between_blocks(request, tables, best, recomputed)
+def _improved(request: PlanRequest, result: SearchResult, pricing: Pricing, cluster: Cluster) -> _Improved:
+    best, all_tables = polished(choose(result.estimates), pricing), pricing
+    if not (pricing.stages.exact(best.layout) or pricing.unequal):
+        pricing, best = _refined(request, pricing, best)
+    best, recomputed = selective(best, pricing, request.optimizer)
+    pricing, best, recomputed = _between_blocks(request, pricing, best, recomputed)
     if request.recompute is None and (other := or_offloaded(best, result.layouts, all_tables, cluster)):
         return _Improved(all_tables, other, {})
-    return _Improved(tables, best, recomputed)
+    return _Improved(pricing, best, recomputed)
 
 
 def _between_blocks(
-    request: PlanRequest, tables: CostTables, best: Estimate, recomputed: dict[int, Units]
-) -> tuple[CostTables, Estimate, dict[int, Units]]:
+    request: PlanRequest, pricing: Pricing, best: Estimate, recomputed: dict[int, Units]
+) -> tuple[Pricing, Estimate, dict[int, Units]]:
     """Returns the best cut between repeated blocks, where its step is at most BLOCKS times as long; else what
     was given.
 
     Its floor is that of all cuts.
     """
-    layout, given = best.layout, (tables, best, recomputed)
-    blocks = tables.between_blocks(layout)
-    cuts, all_ends = blocks.ends(layout), tables.ends(layout)
+    layout, given = best.layout, (pricing, best, recomputed)
+    blocks = pricing.between_blocks(layout)
+    cuts, all_ends = blocks.stages.ends(layout), pricing.stages.ends(layout)
     inside = any(all_ends[bound] not in cuts for bound in best.bounds)
-    if not inside or len(cuts) <= layout.stages or tables.unequal or layout.hosted:
+    if not inside or len(cuts) <= layout.stages or pricing.unequal or layout.hosted:
         return given
     most_s = BLOCKS * best.step_s
     searched = BranchAndBound(
@@ -517,30 +518,30 @@ def _why_axes(request: PlanRequest, layout: Layout, graph: ModelGraph, cluster: 
     yield from beyond_reasons(graph, layout, cluster, request.optimizer)
 
 
-def _refined(request: PlanRequest, tables: CostTables, best: Estimate) -> tuple[CostTables, Estimate]:
+def _refined(request: PlanRequest, pricing: Pricing, best: Estimate) -> tuple[Pricing, Estimate]:
     """Searches the winner again with every cut near its bounds instead of pieces; one stage has none."""
     if best.layout.stages == 1:
-        return tables, best
-    ends = tables.ends(best.layout)
-    finer = tables.finer(best.layout, [ends[bound] for bound in best.bounds])
+        return pricing, best
+    ends = pricing.stages.ends(best.layout)
+    finer = pricing.finer(best.layout, [ends[bound] for bound in best.bounds])
     searched = BranchAndBound(finer, searched_for(request.recompute), compares=False, most_s=best.step_s)
     estimates = searched.run([best.layout]).estimates
     better = polish(estimates[0]) if estimates else best
-    return (finer, better) if better.step_s < best.step_s else (tables, best)
+    return (finer, better) if better.step_s < best.step_s else (pricing, best)
 
 
 def _expected(
-    request: PlanRequest, best: Estimate, result: SearchResult, bounds: Sequence[int], tables: CostTables
+    request: PlanRequest, best: Estimate, result: SearchResult, bounds: Sequence[int], pricing: Pricing
 ) -> Expected:
-    figures = expected(best, request.batch_size, bounds)
+    figures, units = expected(best, request.batch_size, bounds), pricing.units
     floor_s = min(result.floor_s, best.floor_s or inf)
     # The other cuts of an interleaved layout are not among those that were priced.
     if best.layout.chunks > 1:
-        floor_s = min(floor_s, tables.least_s(best.layout))
+        floor_s = min(floor_s, pricing.bounds.least_s(best.layout))
     gap = max(0.0, best.step_s / floor_s - 1) if floor_s > 0 and not offloaded(best) else None
     return figures.model_copy(
         update={
             "gap": 0.0 if gap is not None and gap < OPTIMAL else gap,
-            "limited_by": limited_by(best, tables.work(best.layout), tables.graph(best.layout), bounds),
+            "limited_by": limited_by(best, units.work(best.layout), units.graph(best.layout), bounds),
         }
     )

@@ -24,9 +24,9 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.findings import ActivationsOffloaded
 from outsize.ir.hardware.devices import host_link
 from outsize.ir.plan import Plan
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.local_search import polish, with_first_options
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import CLOSE, choose
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import StagePrices
@@ -39,18 +39,18 @@ NEAR: Final = 4 / 3
 
 
 def or_offloaded(
-    best: Estimate, layouts: Sequence[Layout], tables: CostTables, cluster: Cluster
+    best: Estimate, layouts: Sequence[Layout], pricing: Pricing, cluster: Cluster
 ) -> Estimate | None:
     """Returns a faster estimate than the best one, which recomputes; None where there is none.
 
     `layouts` are those that were searched, the fastest first.
     """
     links = all(host_link(device) is not None for device in cluster.devices)
-    possible = links and not tables.unequal and best.graph.form == "tape"
+    possible = links and not pricing.unequal and best.graph.form == "tape"
     if not possible or all(case.activation_policy.keeps_all for case in best.cases):
         return None
     most_s = best.step_s / CLOSE
-    options = (option for layout in layouts[:TRIED] for option in _offload_options(layout, tables, most_s))
+    options = (option for layout in layouts[:TRIED] for option in _offload_options(layout, pricing, most_s))
     tried = [with_first_options(option) for option in options]
     if not tried:
         return None
@@ -99,12 +99,12 @@ def offload_reasons(estimate: Estimate) -> Iterator[ActivationsOffloaded]:
         )
 
 
-def _offload_options(layout: Layout, tables: CostTables, most_s: float) -> Iterator[Estimate]:
+def _offload_options(layout: Layout, pricing: Pricing, most_s: float) -> Iterator[Estimate]:
     """Yields the best cuts of a layout that fit, where a step may be as short as `most_s` and is near it."""
-    if layout.hosted or tables.floor_without_memory_s(layout) > most_s:
+    if layout.hosted or pricing.bounds.floor_without_memory_s(layout) > most_s:
         return
     near_s = NEAR * most_s
-    for pipeline in tables.pipelines(layout, (KEEP.name, OFFLOAD.name)):
+    for pipeline in pricing.pipelines(layout, (KEEP.name, OFFLOAD.name)):
         prices = StagePrices(pipeline)
         if max(prices.least_busy_s(), prices.floor_below(most_s)) > most_s:
             continue

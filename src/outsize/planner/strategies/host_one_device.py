@@ -38,11 +38,11 @@ from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
 from outsize.planner.costs.stage_edges import Edges
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected
 from outsize.planner.evaluate.hosted_step import HostedStep
 from outsize.planner.evaluate.plan_findings import fullest_device, shortages
 from outsize.planner.evaluate.played_step import stage_cost
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.fit.nearest import parts_text, recomputed_text, stage_needs_text
 from outsize.planner.layout.layout import Layout, rank_named
 from outsize.planner.memory.range_tables import Bytes
@@ -102,9 +102,9 @@ def check_hosted(request: PlanRequest, graphs: Sequence[ModelGraph], cluster: Cl
         )
 
 
-def too_small(layouts: Iterable[Layout], tables: CostTables, recompute: Recompute) -> NoFeasiblePlan:
+def too_small(layouts: Iterable[Layout], pricing: Pricing, recompute: Recompute) -> NoFeasiblePlan:
     """Returns the error where no requested degree fits: what the one that fills the device least lacks."""
-    tried = [pipeline for layout in layouts if (pipeline := tables.pipeline(layout, (recompute,)))]
+    tried = [pipeline for layout in layouts if (pipeline := pricing.pipeline(layout, (recompute,)))]
     priced = [estimate_cut(pipeline, (0, pipeline.case.units), (0,)) for pipeline in tried]
     smallest = min(priced, key=lambda candidate: candidate.peak_bytes)
     (memory,), policy, m = smallest.memories, smallest.layout.weight_policy, smallest.layout.microbatches
@@ -236,8 +236,8 @@ def _estimate_and_bound(
     schedule = plan.schedule if family_of(plan.schedule).layer_by_layer else DEFAULT.name
     layout = Layout(plan.axes, 1, schedule, m, m, plan.weights)
     recompute = KEEP.name if plan.keeps_activations else RECOMPUTE.name
-    tables = CostTables({m: coarse}, cluster, plan.optimizer, most=len(bounds))
-    pipeline = tables.pipeline(layout, (recompute,), (device,))
+    pricing = Pricing({m: coarse}, cluster, plan.optimizer, most=len(bounds))
+    pipeline = pricing.pipeline(layout, (recompute,), (device,))
     assert pipeline is not None, "one device always exists"
     candidate = estimate_cut(pipeline, (0, len(bounds) - 1), (0,))
     blocks = StreamedBlocks.of_stages(*coarse, plan.optimizer)

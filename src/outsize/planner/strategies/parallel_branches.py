@@ -37,9 +37,9 @@ from outsize.planner.costs.stage_edges import Edge, Edges, edges_among, edges_of
 from outsize.planner.costs.unit_times import fastest
 from outsize.planner.dag.stage_levels import Placed, by_branches, stages_of
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut, expected, reasons
 from outsize.planner.evaluate.played_step import forward_bytes, stage_cost
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import as_alternative
 from outsize.planner.layout.layout import Layout, grouped
 from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state
@@ -179,15 +179,15 @@ class _Composer:
         self._graph, self._profile, self._p = graph, profile, plan.axes.pp
         self._layout = Layout(plan.axes, self._p, COMPOSED.name, count, count, plan.weights)
         self._layout = replace(self._layout, sequence=plan.sequence_parallel)
-        whole, groups = self._cost_tables((graph, profile)), grouped(cluster, plan.axes.group_size)
+        whole, groups = self._unit_by_unit((graph, profile)), grouped(cluster, plan.axes.group_size)
         assert groups is not None, "the plan is laid out on them"
         self._groups, self._flows = groups, flows(graph)
-        self._seconds = whole.whole(self._layout, cluster.devices[0])[2]
+        self._seconds = whole.units.whole(self._layout, cluster.devices[0])[2]
 
-    def _cost_tables(self, model: tuple[ModelGraph, Profile]) -> CostTables:
-        """Returns the tables of the model unit by unit."""
+    def _unit_by_unit(self, model: tuple[ModelGraph, Profile]) -> Pricing:
+        """Returns the prices of the model unit by unit."""
         units = len(model[0].units)
-        return CostTables({self._count: model}, self._cluster, self._plan.optimizer, most=units)
+        return Pricing({self._count: model}, self._cluster, self._plan.optimizer, most=units)
 
     def best(self, limit_s: float) -> _PricedPlacement | None:
         """Returns the best placement; None where nothing can be composed, nothing fits, or no step is below
@@ -289,7 +289,7 @@ class _Composer:
         layout = replace(self._layout, stages=len(placement.ranks))
         whole = activation_policy(self._plan.recompute).recomputes_all
         recompute = RECOMPUTE.name if whole else KEEP.name
-        pipeline = self._cost_tables(model).pipeline(layout, (recompute,), placement.ranks)
+        pipeline = self._unit_by_unit(model).pipeline(layout, (recompute,), placement.ranks)
         if pipeline is None:
             return
         bounds = (0, *accumulate(map(len, placement.units)))

@@ -31,8 +31,8 @@ import numpy as np
 from outsize.ir.units.recompute_segments import Run
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import fastest
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.memory.account import peak_table
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.range_tables import Bytes, Seconds
@@ -58,7 +58,7 @@ SHARING: Final = 12
 WORTH: Final = 1e-3
 
 
-def selective(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
+def selective(best: Estimate, pricing: Pricing, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
     """Returns the best cut and the recomputed units by stage; the given estimate and none where nothing is
     better.
     """
@@ -70,12 +70,12 @@ def selective(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Estim
     if family_of(layout.schedule).splits_backward:
         return best, chosen
     if layout.chunks > 1:
-        return _one_by_one(best, tables, optimizer)
+        return _one_by_one(best, pricing, optimizer)
     recomputes = any(case.activation_policy.recomputes for case in best.cases)
-    least_s = tables.work(layout).floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
+    least_s = pricing.bounds.floor_without_memory_s(layout)
     if not recomputes and best.floor_s <= least_s * (1 + WORTH):
         return best, chosen
-    joint = _JointSearch(best, tables, optimizer)
+    joint = _JointSearch(best, pricing, optimizer)
     for bounds in joint.cuts():
         candidate = joint.estimate(bounds)
         if candidate is not None and candidate[0].may_be_chosen and candidate[0].step_s < best.step_s:
@@ -83,7 +83,7 @@ def selective(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Estim
     return replace(best, floor_s=min(best.step_s, joint.floor_s)), chosen
 
 
-def _one_by_one(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
+def _one_by_one(best: Estimate, pricing: Pricing, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
     """Keeps the cut where stages share devices: each stage that recomputes takes the memory that the others
     leave.
     """
@@ -91,11 +91,11 @@ def _one_by_one(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Est
     recomputing_stages = [stage for stage, case in enumerate(best.cases) if case.activation_policy.recomputes]
     for stage in recomputing_stages[:SHARING]:
         units_choice = shared_choice(
-            improved, stage, UnitLevelModel.of(tables, best.pipeline, stage, optimizer)
+            improved, stage, UnitLevelModel.of(pricing, best.pipeline, stage, optimizer)
         )
         if units_choice is not None:
             extended = chosen | {stage: units_choice.units}
-            tried = recomputing(best.pipeline, best.bounds, best.choices, extended, tables, optimizer)
+            tried = recomputing(best.pipeline, best.bounds, best.choices, extended, pricing, optimizer)
             if tried.may_be_chosen and tried.step_s <= improved.step_s:
                 improved, chosen = replace(tried, floor_s=best.floor_s), extended
     return improved, chosen
@@ -105,11 +105,11 @@ def _one_by_one(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Est
 class _JointSearch:
     """Holds prices of runs, which are made exact where a cut needs them."""
 
-    def __init__(self, start: Estimate, tables: CostTables, optimizer: str) -> None:
-        self._start, self._pipeline, self._cost_tables, self._optimizer = (
+    def __init__(self, start: Estimate, pricing: Pricing, optimizer: str) -> None:
+        self._start, self._pipeline, self._pricing, self._optimizer = (
             start,
             start.pipeline,
-            tables,
+            pricing,
             optimizer,
         )
         layout, n = start.layout, start.pipeline.case.units
@@ -140,7 +140,7 @@ class _JointSearch:
         return list(cuts)
 
     def _units_known(self) -> int:
-        ends = self._cost_tables.ends(self._start.layout)
+        ends = self._pricing.stages.ends(self._start.layout)
         return sum(ends[end] - ends[first] for _, (first, end) in self._known)
 
     def estimate(self, bounds: tuple[int, ...]) -> tuple[Estimate, dict[int, Units]] | None:
@@ -155,7 +155,7 @@ class _JointSearch:
                     return None
                 choices[stage] = self._whole_option(stage, run) or 0 if units is None else 0
                 chosen |= {} if units is None else {stage: units}
-        candidate = recomputing(self._pipeline, bounds, choices, chosen, self._cost_tables, self._optimizer)
+        candidate = recomputing(self._pipeline, bounds, choices, chosen, self._pricing, self._optimizer)
         return candidate, chosen
 
     def _learn(self, bounds: tuple[int, ...]) -> bool:
@@ -177,7 +177,7 @@ class _JointSearch:
         """
         kind = self._pipeline.device(stage).kind
         if kind not in self._fine:
-            self._fine[kind] = UnitLevelModel.of(self._cost_tables, self._pipeline, stage, self._optimizer)
+            self._fine[kind] = UnitLevelModel.of(self._pricing, self._pipeline, stage, self._optimizer)
         cheapest = choice(self._pipeline, stage, run, self._fine[kind])
         if cheapest is not None:
             return cheapest.units, cheapest.extra_s, cheapest.least_s

@@ -17,8 +17,8 @@ from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress_units
 from outsize.ir.units.recompute_segments import Run
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state, component_table
 from outsize.planner.memory.in_flight_states import states_by_rank, states_by_stage
 from outsize.planner.memory.optimizer_states import optimizer_bytes
@@ -67,16 +67,17 @@ class UnitLevelModel:
     ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, tables: CostTables, pipeline: Pipeline, stage: int, optimizer: str) -> Self:
-        """Returns the model as the stage's device runs it; tables keep it, since tries of units share it."""
+    def of(cls, pricing: Pricing, pipeline: Pipeline, stage: int, optimizer: str) -> Self:
+        """Returns the model as the stage's device runs it, which all tries of units share."""
         layout, device = pipeline.layout, pipeline.device(stage)
+        ends = pricing.stages.ends(layout)
 
         def built() -> Self:
-            graph, profile, seconds = tables.whole(layout, device)
+            graph, profile, seconds = pricing.units.whole(layout, device)
             gradients = owned_gradients(graph, optimizer_bytes(optimizer))
-            return cls(graph, profile, seconds, gradients, tables.ends(layout))
+            return cls(graph, profile, seconds, gradients, ends)
 
-        return tables.kept((cls, layout, tables.ends(layout), device.kind, optimizer), built)
+        return pricing.once(("unit by unit", layout, ends, device.kind, optimizer), built)
 
     @cached_property
     def stage(self) -> Callable[[Run], StageBytes]:
@@ -199,7 +200,7 @@ def recomputing(
     bounds: Sequence[int],
     choices: Sequence[int],
     chosen: Mapping[int, Units],
-    tables: CostTables,
+    pricing: Pricing,
     optimizer: str,
 ) -> Estimate:
     """Prices a cut whose stages recompute the units in `chosen`, as numbered in the model; the others run
@@ -207,7 +208,7 @@ def recomputing(
     """
     options, places, runs = list(pipeline.options), list(choices), tuple(pairwise(bounds))
     for stage, units in chosen.items():
-        fine = UnitLevelModel.of(tables, pipeline, stage, optimizer)
+        fine = UnitLevelModel.of(pricing, pipeline, stage, optimizer)
         places[stage] = len(options[stage])
         options[stage] = (*options[stage], fine.case(saving_case(pipeline, stage), runs[stage], units))
     return estimate_cut(replace(pipeline, options=tuple(options)), bounds, places)

@@ -17,8 +17,8 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import ChainBound, ChainShape, Room
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import UnitSeconds
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.policies.activations import Recompute
 
@@ -89,7 +89,7 @@ def test_no_cut_that_fits_is_below_the_floor(
         for u, each in zip(profile.units, rows, strict=True)
     ]
     stages, n = min(stages, len(rows)), len(rows)
-    menu = CostTables(
+    menu = Pricing(
         {m: (graph, profile.model_copy(update={"units": tuple(timed)}))},
         make_cluster("4xcpu", "cpu", 1, stages, memory_bytes),
         "adamw",
@@ -100,4 +100,4 @@ def test_no_cut_that_fits_is_below_the_floor(
     cuts = [(0, *inner, n) for inner in combinations(range(1, n), stages - 1)]
     found = [estimate_cut(pipeline, c, ways) for c in cuts for ways in product(range(2), repeat=stages)]
     fastest = min((each.step_s for each in found if each.fits), default=float("inf"))
-    assert menu.floor_s(layout, WAYS) <= fastest * (1 + 1e-9)
+    assert menu.bounds.floor_s(layout, WAYS) <= fastest * (1 + 1e-9)

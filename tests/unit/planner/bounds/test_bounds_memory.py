@@ -7,6 +7,7 @@ from planner_graphs import chain
 
 from outsize.ir.cluster import parse_cluster
 from outsize.planner.bounds.memory import MemoryBounds, exceeds_all_devices
+from outsize.planner.costs.cache import Cache
 from outsize.planner.layout.layout import all_layouts
 from outsize.planner.memory.headroom import with_usable_memory
 from outsize.planner.memory.optimizer_states import optimizer_bytes
@@ -25,7 +26,7 @@ def test_where_sums_exceed_all_devices_no_layout_may_fit(optimizer: str, device:
     for part in range(1, 13):
         graph, profile = chain([0.01] * UNITS, weight_bytes=part * room // UNITS // 24, batch_size=1)
         model = graph, profile.model_copy(update={"device": device})
-        bounds = MemoryBounds({1: model}, states, together=True)
+        bounds = MemoryBounds({1: model}, states, Cache(), together=True)
         layouts = list(all_layouts(cluster, [1, 2, 4], ["1f1b"], UNITS))
         rooms = {d: [room // DEVICES] * d for d in (1, 2, 4)}
         may_fit = (

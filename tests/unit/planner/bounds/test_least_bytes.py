@@ -19,8 +19,9 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.memory import EACH, MemoryBounds
+from outsize.planner.costs.cache import Cache
 from outsize.planner.costs.roofline import roofline
-from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.layout.tensor_parallel import SavedBytes, of_rank
 from outsize.planner.memory.account import InFlightState, Phase, peak_table
@@ -54,9 +55,10 @@ def test_no_run_holds_less(tp: int, shard: int, sequence: bool) -> None:
     pp = 8 // tp // shard
     weights = "sharded" if shard > 1 else "resident"
     layout = Layout(Axes(pp=pp, tp=tp, dp_shard=shard), pp, "1f1b", 4, 4, weights, sequence=sequence)
-    tables = CostTables({4: model()}, CLUSTER, "adamw")
-    ranges = tables.case(layout, CLUSTER.devices[0], "none").ranges
-    least = MemoryBounds({4: model()}, optimizer_bytes("adamw"), together=True).bytes_of(layout, EACH)
+    tables = Pricing({4: model()}, CLUSTER, "adamw")
+    ranges = tables.stages.case(layout, CLUSTER.devices[0], "none").ranges
+    bounds = MemoryBounds({4: model()}, optimizer_bytes("adamw"), Cache(), together=True)
+    least = bounds.bytes_of(layout, EACH)
     runs = np.triu(np.ones(ranges.saved.shape, bool), 1)
     for in_flight in (1, 3):
         state = InFlightState(in_flight, 0, 0, 0, Phase.BACKWARD)

@@ -17,8 +17,8 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut, lower_along
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, split
 from outsize.planner.simulation.simulate import StageCost, bound_s
@@ -164,7 +164,7 @@ def test_no_cut_that_fits_is_below_the_floor_of_split(
     schedule: ScheduleName, model: Model, stages: int, microbatches: int, memory_bytes: int
 ) -> None:
     layout = Layout(Axes(pp=stages), stages, schedule, microbatches, microbatches)
-    pipeline = CostTables({microbatches: model}, small(memory_bytes), "sgd").pipeline(layout, WAYS)
+    pipeline = Pricing({microbatches: model}, small(memory_bytes), "sgd").pipeline(layout, WAYS)
     assert pipeline is not None
     cut, fitting = split(pipeline), list(every(pipeline))
     if cut is None:
@@ -179,8 +179,8 @@ def test_no_cut_that_fits_is_below_the_floor_of_split(
 def test_memory_raises_the_floor() -> None:
     """Stage 0 holds two microbatches of each unit, stage 1 one: one unit fits there, three here."""
     model, layout = chain([1.0] * 4, saved_bytes=1000), Layout(Axes(pp=2), 2, "1f1b", 2, 2)
-    tight = CostTables({2: model}, small(4000), "sgd").pipeline(layout, ("none",))
-    roomy = CostTables({2: model}, small(9000), "sgd").pipeline(layout, ("none",))
+    tight = Pricing({2: model}, small(4000), "sgd").pipeline(layout, ("none",))
+    roomy = Pricing({2: model}, small(9000), "sgd").pipeline(layout, ("none",))
     assert tight is not None
     assert roomy is not None
     found, free = split(tight), split(roomy)

@@ -21,8 +21,8 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import split
 
@@ -39,7 +39,7 @@ def limit(model: Model, microbatches: int, cluster: Cluster = TWO, axes: Axes | 
     """What limits the best cut under 1f1b."""
     mesh = axes or Axes(pp=2)
     layout = Layout(mesh, mesh.pp, "1f1b", microbatches, microbatches * mesh.replicas)
-    menu = CostTables({layout.captured: model}, cluster, "sgd")
+    menu = Pricing({layout.captured: model}, cluster, "sgd")
     pipeline = menu.pipeline(layout, ("none", "full"))
     assert pipeline is not None
     cut = split(pipeline)

@@ -10,9 +10,9 @@ from planner_graphs import chain
 from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.planner.evaluate import played_step as module
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.played_step import is_message, simulated_microbatches
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.policies.weights import Weights
 
@@ -24,7 +24,7 @@ def priced(schedule: ScheduleName, stages: int, microbatches: int, seed: int) ->
     values = [v.model_copy(update={"size_bytes": rng.randrange(1, 11)}) for v in graph.values]
     layout = Layout(Axes(pp=stages), stages, schedule, microbatches, microbatches)
     model = graph.model_copy(update={"values": tuple(values)}), profile
-    pipeline = CostTables({microbatches: model}, slowly_joined(stages), "sgd").pipeline(layout, ("none",))
+    pipeline = Pricing({microbatches: model}, slowly_joined(stages), "sgd").pipeline(layout, ("none",))
     assert pipeline is not None
     return estimate_cut(pipeline, range(stages + 1), [0] * stages)
 
@@ -58,7 +58,7 @@ def test_what_follows_from_a_part_is_what_the_whole_takes(
 def test_a_rank_sends_the_next_stage_all_that_it_has(axes: Axes, cp: int) -> None:
     """80 bytes there and 80 back, of which only cp gives each rank a part; counted: test_tensor_plans.py."""
     model, layout = chain([1.0, 1.0], value_bytes=80), Layout(axes, 2, "naive", 1, 1)
-    pipeline = CostTables({1: model}, slowly_joined(axes.world_size), "sgd").pipeline(layout, ("none",))
+    pipeline = Pricing({1: model}, slowly_joined(axes.world_size), "sgd").pipeline(layout, ("none",))
     assert pipeline is not None
     found = estimate_cut(pipeline, (0, 1, 2), (0, 0))
     assert found.step.exposed_s(is_message) == pytest.approx(2 * 80 / cp)
@@ -85,7 +85,7 @@ def test_the_optimizer_of_an_accelerator_moves_its_bytes_after_the_last_backward
     model = graph, profile.model_copy(update={"device": "a100-80gb"})
     estimates = {}
     for optimizer in ("adamw", "sgd"):
-        pipeline = CostTables({4: model}, cluster, optimizer).pipeline(layout, ("none",))
+        pipeline = Pricing({4: model}, cluster, optimizer).pipeline(layout, ("none",))
         assert pipeline is not None
         estimates[optimizer] = estimate_cut(pipeline, (0, 1, 3), [0, 0])
     # The second stage has two units of 10^9 bytes; foreach accesses each element 20 times, sgd 3 times.

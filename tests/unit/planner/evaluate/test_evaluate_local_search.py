@@ -7,9 +7,9 @@ from planner_graphs import chain
 
 from outsize.ir.cluster import make_cluster
 from outsize.ir.plan import Axes
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut
 from outsize.planner.evaluate.local_search import polish
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import MOST_STAGES, Layout
 from outsize.schedules.families import CHUNKS
 
@@ -19,7 +19,7 @@ RANKS = MOST_STAGES // CHUNKS[-1]
 @pytest.mark.parametrize("stages", [RANKS, MOST_STAGES])
 def test_stages_that_fit_do_not_recompute(stages: int) -> None:
     schedule = "1f1b" if stages == RANKS else "interleaved"
-    menu = CostTables({RANKS: chain([1.0] * stages)}, make_cluster("many", "cpu", 1, RANKS, 1 << 30), "adamw")
+    menu = Pricing({RANKS: chain([1.0] * stages)}, make_cluster("many", "cpu", 1, RANKS, 1 << 30), "adamw")
     pipeline = menu.pipeline(Layout(Axes(pp=RANKS), stages, schedule, RANKS, RANKS), ("none", "full"))
     assert pipeline is not None
     start = estimate_cut(pipeline, range(stages + 1), [1] * stages)

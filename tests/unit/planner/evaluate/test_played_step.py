@@ -20,9 +20,9 @@ from outsize.ir.profile import Profile
 from outsize.planner.costs.efficiency import Efficiency
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.evaluate import played_step as module
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.played_step import BUCKET_BYTES, PlayedStep, is_collective
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.policies.activations import Recompute
 from outsize.policies.weights import Weights
@@ -42,7 +42,7 @@ def joined(devices: int, kind: str = "h100-80gb", bytes_per_s: float = 100.0) ->
 def cut(
     model: Model, layout: Layout, cluster: Cluster, bounds: tuple[int, ...], again: Recompute = "none"
 ) -> Estimate:
-    pipeline = CostTables({layout.captured: model}, cluster, "sgd").pipeline(layout, (again,))
+    pipeline = Pricing({layout.captured: model}, cluster, "sgd").pipeline(layout, (again,))
     assert pipeline is not None
     return estimate_cut(pipeline, bounds, [0] * layout.stages)
 
@@ -228,15 +228,15 @@ def test_no_cut_is_played_faster_than_its_bounds(
     pp, n = axes.pp, len(model[0].units)
     layout = Layout(axes, pp, "1f1b", microbatches, microbatches * axes.replicas, weights)
     cluster = joined(axes.world_size, kind, speed)
-    tables = CostTables({layout.captured: model}, cluster, "sgd")
-    bound_s, pipeline = tables.collectives_s(layout), tables.pipeline(layout, ("none",))
-    bound_s = max(bound_s, tables.bound(layout, ("none",)).sharpened())
+    tables = Pricing({layout.captured: model}, cluster, "sgd")
+    bound_s, pipeline = tables.bounds.collectives_s(layout), tables.pipeline(layout, ("none",))
+    bound_s = max(bound_s, tables.bounds.bound(layout, ("none",)).sharpened())
     assert pipeline is not None
     for inner in combinations(range(1, n), pp - 1):
         found = estimate_cut(pipeline, (0, *inner, n), [0] * pp)
         step_s = found.step.seconds()
         assert found.least_s <= found.step_s * (1 + 1e-9)
-        assert max(bound_s, tables.work(layout).least_s(pp, microbatches)) <= step_s * (1 + 1e-9)
+        assert max(bound_s, tables.units.work(layout).least_s(pp, microbatches)) <= step_s * (1 + 1e-9)
         whole = Layout(Axes(pp=pp), pp, "1f1b", microbatches, microbatches)
         alone = cut(model, whole, joined(pp, kind, speed), found.bounds)
         insist_on_laws(found.step, alone.step.seconds())
@@ -259,9 +259,9 @@ def test_no_chain_is_played_faster_than_its_queue(
         microbatches = min(microbatches, 3)
     layout = Layout(Axes(pp=pp, dp_shard=2), pp, schedule, microbatches, 2 * microbatches, "sharded")
     model = chain(costs, weight_bytes=100)
-    tables = CostTables({layout.captured: model}, joined(2 * pp, bytes_per_s=speed), "sgd")
+    tables = Pricing({layout.captured: model}, joined(2 * pp, bytes_per_s=speed), "sgd")
     pipeline, n = tables.pipeline(layout, ("none", "full")), len(costs)
-    bound_s = tables.bound(layout, ("none", "full")).sharpened()
+    bound_s = tables.bounds.bound(layout, ("none", "full")).sharpened()
     assert pipeline is not None
     cuts = list(combinations(range(1, n), pp - 1))
     for inner in cuts[draw % 7 :: 7] or cuts:
@@ -300,12 +300,12 @@ def test_gathers_pace_a_pipeline() -> None:
     graph = graph.model_copy(update={"units": tuple(units)})
     layout = Layout(Axes(pp=2, dp_shard=2), 2, "1f1b", 2, 4, "sharded")
     model = graph, profile_of(graph, [0.001] * 128)
-    tables = CostTables({4: model}, joined(4, bytes_per_s=10.0), "sgd")
+    tables = Pricing({4: model}, joined(4, bytes_per_s=10.0), "sgd")
     pipeline = tables.pipeline(layout, ("none",))
     assert pipeline is not None
-    bound_s = tables.bound(layout, ("none",)).sharpened()
+    bound_s = tables.bounds.bound(layout, ("none",)).sharpened()
     step_s = estimate_cut(pipeline, (0, 64, 128), [0, 0]).step_s
-    assert 1.2 * tables.collectives_s(layout) < bound_s <= step_s
+    assert 1.2 * tables.bounds.collectives_s(layout) < bound_s <= step_s
     assert step_s < 1.2 * bound_s
 
 

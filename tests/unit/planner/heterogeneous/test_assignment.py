@@ -20,7 +20,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.planner.costs.roofline import roofline
-from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.heterogeneous.assignment import kinds_of
 from outsize.planner.layout.layout import Layout, all_layouts, grouped, of_kind
 from outsize.planner.memory.headroom import LARGE_SEGMENT, SMALL_SEGMENT, room_bytes
@@ -137,16 +137,16 @@ def test_no_order_of_groups_beats_the_plan(seconds: list[int], rooms: tuple[int,
 @given(rows, st.sampled_from([TWO, MORE, THREE]))
 def test_floors_of_groups_are_below_every_plan(seconds: list[int], name: str) -> None:
     models, cluster = {4: model(seconds[:4], 4)}, small(name, (1500, 1800, 2500))
-    menu = CostTables(models, cluster, "adamw", idle=True)
+    menu = Pricing(models, cluster, "adamw", idle=True)
     for layout in all_layouts(cluster, models, ("1f1b",), 4):
         groups = grouped(cluster, layout.group)
         if layout.group == 2 and groups is not None:
-            fresh = CostTables(models, cluster, "adamw", idle=True)
-            floor_s = fresh.floor_s(layout, ("none", "full"))
+            fresh = Pricing(models, cluster, "adamw", idle=True)
+            floor_s = fresh.bounds.floor_s(layout, ("none", "full"))
             fewer = map(layout.on, range(1, layout.axes.pp + 1))
             plans = (plan for each in fewer for plan in _of(models, cluster, each, groups))
             best = min((step_s(p) for p in plans if fits(p, cluster)), default=float("inf"))
-            assert max(floor_s, menu.least_s(layout)) <= best * (1 + 1e-9)
+            assert max(floor_s, menu.bounds.least_s(layout)) <= best * (1 + 1e-9)
 
 
 @few

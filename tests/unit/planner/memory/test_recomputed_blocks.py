@@ -17,8 +17,8 @@ from outsize.ir.cluster import make_cluster
 from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.plan import Axes
 from outsize.ir.units.recompute_segments import blocks
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.activations import UnitBytes
 from outsize.planner.memory.optimizer_states import optimizer_bytes
@@ -77,7 +77,7 @@ def test_the_search_finds_what_fits_in_any_way(saved: list[int], memory_bytes: i
     profile = profile_of(graph, [1.0] * len(saved))
     assert "" not in blocks([u.name for u in graph.units])[: len(saved) // 2 * 2]
     cluster = make_cluster("2xcpu", "cpu", 1, 2, memory_bytes)
-    pipeline = CostTables({3: (graph, profile)}, cluster, "adamw").pipeline(
+    pipeline = Pricing({3: (graph, profile)}, cluster, "adamw").pipeline(
         Layout(Axes(pp=2), 2, "1f1b", 3, 3), WAYS
     )
     assert pipeline is not None

@@ -12,8 +12,8 @@ from outsize.ir.cluster import GIB, make_cluster
 from outsize.ir.plan import Axes
 from outsize.ir.schedule import COMPUTE, Action, Kind
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut, lower_along
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import InFlightState, Phase, peak_table
 from outsize.planner.memory.range_tables import RangeTables
@@ -51,7 +51,7 @@ def test_a_device_holds_what_its_stages_hold_together(ranks: int, chunks: int) -
     model = chain([0.1 * (1 + n % 3) for n in range(2 * stages)], value_bytes=8000, saved_bytes=50_000)
     layout = Layout(Axes(pp=ranks), stages, "interleaved", m, m)
     cluster = make_cluster("toy", "cpu", 1, ranks, GIB)
-    pipeline = CostTables({m: model}, cluster, "adamw").pipeline(layout, ("none",))
+    pipeline = Pricing({m: model}, cluster, "adamw").pipeline(layout, ("none",))
     assert pipeline is not None
     bounds = tuple(range(0, 2 * stages + 1, 2))
     priced = estimate_cut(pipeline, bounds, (0,) * stages)

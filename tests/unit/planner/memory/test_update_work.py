@@ -10,7 +10,7 @@ from outsize.ir.graph import ModelGraph, Parameter
 from outsize.ir.plan import Axes
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.parallel_times import WeightCollectives
-from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import RangeTables, owners_update
@@ -95,10 +95,10 @@ def test_an_owner_holds_a_whole_tensor_however_many_ranks_share_it() -> None:
 @pytest.mark.parametrize("name", ["muon", "soap", "adafactor", "adamw"])
 def test_the_bound_of_a_step_is_no_longer_than_any_cut_of_it(name: str) -> None:
     graph, cluster = model(), parse_cluster("2xh100-80gb")
-    tables = CostTables({4: (graph, profile_of(graph, [1e-3] * 5))}, cluster, name)
+    tables = Pricing({4: (graph, profile_of(graph, [1e-3] * 5))}, cluster, name)
     spread = layout(pp=2)
     device, work = cluster.devices[0], UpdateWork.of(graph, optimizer_bytes(name), "foreach")
     for cut in range(1, 5):
         slowest = max(work.products_s(run, spread, device) for run in ((0, cut), (cut, 5)))
-        assert tables.update_s(spread) <= slowest + 1e-3
-    assert tables.update_s(spread) > 0.0
+        assert tables.bounds.update_s(spread) <= slowest + 1e-3
+    assert tables.bounds.update_s(spread) > 0.0

@@ -20,7 +20,7 @@ from outsize.ir.hardware.devices import HOST_BYTES_PER_S, TABLE
 from outsize.ir.hardware.links import LINKS, Link
 from outsize.ir.plan import Axes, Plan, ScheduleName
 from outsize.planner.costs.unit_times import UnitSeconds
-from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import InFlightState, Phase, peak_table
 from outsize.planner.memory.optimizer_states import optimizer_bytes
@@ -292,6 +292,6 @@ def test_a_floor_is_below_both_ways(recompute: Recompute) -> None:
     """What a block waits for is with its first unit: where it recomputes it works longer and waits less."""
     graph, profile = chain([20e-6] * 130, weight_bytes=2_000_000)
     where, cluster = Layout(Axes(pp=100), 100, "1f1b", 2, 2, "host"), parse_cluster("100xh100-80gb")
-    menu = CostTables({2: (graph, profile)}, cluster, "adamw")
-    seconds = menu.case(where, cluster.devices[0], recompute).seconds.total
-    assert menu.least_s(where) <= 2 * max(seconds.sum() / 100, seconds.max()) * (1 + 1e-9)
+    menu = Pricing({2: (graph, profile)}, cluster, "adamw")
+    seconds = menu.stages.case(where, cluster.devices[0], recompute).seconds.total
+    assert menu.bounds.least_s(where) <= 2 * max(seconds.sum() / 100, seconds.max()) * (1 + 1e-9)

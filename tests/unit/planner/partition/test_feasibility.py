@@ -13,8 +13,8 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import estimate_cut, lower_along
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import account_stages
 from outsize.planner.partition.feasibility import ChainFeasibility
@@ -76,11 +76,11 @@ def test_no_cut_of_a_refuted_layout_fits(
     axes, weights = how
     pp, n, captured = axes.pp, len(model[0].units), microbatches * axes.replicas
     layout = Layout(axes, pp, "1f1b", microbatches, captured, weights)
-    tables = CostTables({captured: model}, devices(axes.world_size, memory_bytes), "adamw")
-    assert CostTables({captured: model}, devices(axes.world_size, 1), "adamw").refuted(layout, WAYS)
+    tables = Pricing({captured: model}, devices(axes.world_size, memory_bytes), "adamw")
+    assert Pricing({captured: model}, devices(axes.world_size, 1), "adamw").bounds.refuted(layout, WAYS)
     pipeline = tables.pipeline(layout, WAYS)
     assert pipeline is not None
-    refuted = {ways: tables.refuted(layout, ways) for ways in (WAYS[:2], WAYS)}
+    refuted = {ways: tables.bounds.refuted(layout, ways) for ways in (WAYS[:2], WAYS)}
     for inner, choices in product(combinations(range(1, n), pp - 1), product(range(3), repeat=pp)):
         if estimate_cut(pipeline, (0, *inner, n), choices).fits:
             assert not refuted[WAYS]

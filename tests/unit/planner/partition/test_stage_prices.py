@@ -15,7 +15,7 @@ from outsize.ir.cluster import make_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
-from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import InFlightState, peak_states, peak_table
 from outsize.planner.memory.in_flight_states import microbatches_to_simulate, states_by_stage
@@ -68,7 +68,7 @@ def pipeline_of(
 ) -> Pipeline:
     ranks = layout.axes.pp
     cluster = make_cluster(f"{ranks}xcpu", "cpu", 1, ranks, memory_bytes)
-    found = CostTables({layout.captured: model}, cluster, "sgd").pipeline(layout, ways)
+    found = Pricing({layout.captured: model}, cluster, "sgd").pipeline(layout, ways)
     assert found is not None
     return found
 
@@ -105,7 +105,7 @@ def test_a_stage_recomputes_only_where_it_must(
 def test_the_busiest_device_is_found_where_a_row_of_stages_turns_back() -> None:
     """In a V stages 0 and 3 share a device, not 0 and 2."""
     model, microbatches = chain([1.0, 2.0, 4.0, 8.0]), 4
-    menu = CostTables({microbatches: model}, make_cluster("2xcpu", "cpu", 1, 2, 1 << 30), "adamw")
+    menu = Pricing({microbatches: model}, make_cluster("2xcpu", "cpu", 1, 2, 1 << 30), "adamw")
     found = {}
     for name in ("zero-bubble-v", "interleaved"):
         pipeline = menu.pipeline(Layout(Axes(pp=2), 4, name, microbatches, microbatches), ("none",))

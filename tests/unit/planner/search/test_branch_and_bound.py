@@ -9,7 +9,7 @@ from planner_graphs import chain
 
 from outsize.ir.cluster import make_cluster
 from outsize.ir.plan import Axes, ScheduleName
-from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import choose
 from outsize.planner.layout.layout import Layout
 from outsize.planner.search.branch_and_bound import BranchAndBound
@@ -18,7 +18,7 @@ from outsize.planner.search.branch_and_bound import BranchAndBound
 def test_more_stages_than_pieces_are_bounded_and_not_rejected() -> None:
     """Eight units in two pieces, on four devices with room for all: a bound, and no word of memory."""
     cluster = make_cluster("4xcpu", "cpu", 1, 4, 2**40)
-    tables = CostTables({4: chain([1.0] * 8)}, cluster, "adamw", ends={4: (0, 4, 8)})
+    tables = Pricing({4: chain([1.0] * 8)}, cluster, "adamw", ends={4: (0, 4, 8)})
     layouts = [Layout(Axes(pp=stages), stages, "1f1b", 4, 4) for stages in (2, 4)]
     result = BranchAndBound(tables, ("none", "full")).run(layouts)
     assert [estimate.layout.stages for estimate in result.estimates] == [2]
@@ -26,11 +26,11 @@ def test_more_stages_than_pieces_are_bounded_and_not_rejected() -> None:
     assert 0 < result.floor_s < inf
 
 
-def tables_of(stages: int) -> tuple[CostTables, list[Layout]]:
+def tables_of(stages: int) -> tuple[Pricing, list[Layout]]:
     """Sixteen equal units on four devices with room for all, in pipelines of every count of microbatches."""
     cluster = make_cluster("4xcpu", "cpu", 1, 4, 2**40)
     counts = (1, 2, 4, 8, 16)
-    tables = CostTables({count: chain([16.0 / count] * 16) for count in counts}, cluster, "adamw")
+    tables = Pricing({count: chain([16.0 / count] * 16) for count in counts}, cluster, "adamw")
     names: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "naive")
     axes = Axes(pp=stages)
     return tables, [Layout(axes, stages, name, count, count) for name in names for count in counts]

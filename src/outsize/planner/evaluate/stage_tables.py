@@ -1,0 +1,165 @@
+"""Prices runs of units: tables of the seconds and bytes of every stage that a cut of a layout may have.
+
+Bytes are divided over the devices of a group by memory/sharded.py. Models of very many units are cut in
+pieces (costs/coarsening.py), between which stages begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import final
+
+import numpy as np
+
+from outsize.ir.cluster import Device
+from outsize.planner.costs.cache import Cache
+from outsize.planner.costs.coarsening import between_blocks, coarse_graph, coarse_profile, pieces
+from outsize.planner.evaluate.device_groups import DeviceGroups
+from outsize.planner.evaluate.unit_prices import UnitPrices, model_key, spread_key
+from outsize.planner.layout.layout import Layout
+from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
+from outsize.planner.memory.range_tables import owned_gradients, owners_update
+from outsize.planner.memory.recomputed_blocks import block_ranges
+from outsize.planner.memory.sharded import KeyBytes, UnshardedBytes, device_tables
+from outsize.planner.offload.host_traffic import hosted
+from outsize.planner.partition.feasibility import none_fits
+from outsize.planner.partition.stage_prices import PricedModel
+from outsize.policies.activations import KEEP, SELECTIVE, Recompute, activation_policy
+
+Ends = tuple[int, ...]
+"""Holds the first unit of each piece, then the number of units."""
+
+
+@final
+class StageTables:
+    """Answers for runs of pieces, on each kind of device and in each policy of activations."""
+
+    def __init__(
+        self,
+        units: UnitPrices,
+        groups: DeviceGroups,
+        optimizer: str,
+        most_pieces: int,
+        ends: Mapping[int, Ends],
+        cache: Cache,
+    ) -> None:
+        """Takes the `ends` of models whose pieces are given; others are cut in at most `most_pieces`."""
+        self._units, self._groups, self._cache = units, groups, cache
+        self._optimizer_name, self._optimizer = optimizer, optimizer_bytes(optimizer)
+        self._most_pieces, self._given_ends = most_pieces, ends
+        self._arranged_ends: dict[Layout, Ends] = {}
+
+    def ends(self, layout: Layout) -> Ends:
+        """Returns the first unit of each piece, then the number of units."""
+        if layout in self._arranged_ends:
+            return self._arranged_ends[layout]
+        captured = layout.captured
+        if captured in self._given_ends:
+            return self._given_ends[captured]
+        return self._cache.once(("pieces", captured), lambda: self._pieces(captured))
+
+    def _pieces(self, captured: int) -> Ends:
+        seconds = self._units.alone(captured, self._groups.cluster.devices[0])
+        return pieces(self._units.candidates[captured][0], seconds, self._most_pieces)
+
+    def arrange(self, layout: Layout, ends: Ends) -> None:
+        """Makes stages of a layout those that kinds of devices were assigned to."""
+        self._arranged_ends[layout] = ends
+
+    def between_blocks(self, layout: Layout) -> Ends:
+        """Returns the ends of the model's repeated blocks."""
+        return between_blocks(self._units.graph(layout))
+
+    def exact(self, layout: Layout) -> bool:
+        """Returns whether every cut of the model is tried."""
+        return len(self.ends(layout)) == len(self._units.graph(layout).units) + 1
+
+    def refuted(self, layout: Layout, options: tuple[Recompute, ...]) -> bool:
+        """Returns whether no run fits as any stage of equal devices, in any of these options."""
+        return self._cache.once(("refuted", layout, options), lambda: self._none_fits(layout, options))
+
+    def _none_fits(self, layout: Layout, options: tuple[Recompute, ...]) -> bool:
+        room = self._groups.room(layout.group)
+        cases = [self.case(layout, self._groups.cluster.devices[0], again) for again in options]
+        return room is not None and none_fits(
+            cases, layout.schedule, [room.devices[0].memory_bytes] * layout.stages
+        )
+
+    def case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
+        """Returns tables of the layout's units on such a device; where a policy lists units, all of them are
+        recomputed, block by block.
+        """
+        key = *spread_key(layout), layout.shards, layout.microbatches, device.kind, recompute
+        return self._cache.once(
+            ("case", *key, self._arranged_ends.get(layout)), lambda: self._case(layout, device, recompute)
+        )
+
+    def _case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
+        policy = activation_policy(recompute)
+        if layout.hosted:
+            whole, blocks = self._whole(layout, device), self._units.blocks(layout, device)
+            return hosted(whole, blocks, self.ends(layout), layout, self._groups.cluster, recompute)
+        if policy.keeps_all or policy.lists_units:
+            key = *spread_key(layout), layout.shards, device.kind, recompute, self._arranged_ends.get(layout)
+            made = self._cache.once(
+                ("case of a microbatch", *key), lambda: self._divided(layout, device, recompute)
+            )
+            return replace(made, microbatches=layout.microbatches)
+        return self.case(layout, device, KEEP.name).with_recompute(recompute, device)
+
+    def _divided(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
+        """Returns the tables with what each device of a group holds of a rank's bytes."""
+        whole, seconds = self._whole(layout, device), self._units.seconds(layout, device)
+        if activation_policy(recompute).lists_units:
+            whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
+        styled, gathered = self._units.graph(layout).tensor is not None, self._gathered(layout)
+        ranges = device_tables(whole.ranges, layout, self._keys(layout, recompute), gathered, styled)
+        if self._optimizer.couples and layout.shards > 1:
+            ranges = replace(ranges, update=owners_update(whole.graph, self._optimizer, layout.shards))
+        return replace(whole, ranges=ranges).with_seconds(seconds.merged(self.ends(layout)))
+
+    def _keys(self, layout: Layout, recompute: Recompute) -> KeyBytes:
+        """Returns what context parallelism gathers in each piece of the model, where the layout has it."""
+        units, starts = self._units.graph(layout).units, self.ends(layout)[:-1]
+        per_unit = np.zeros(len(units), np.int64)
+        sums = np.array([u.weight_sum_bytes for u in units], np.int64)
+        for unit, size in self._units.sharing(layout).keys.items() if layout.axes.cp > 1 else ():
+            per_unit[unit] = size // layout.axes.tp
+        whole = np.add.reduceat(per_unit, starts), np.maximum.reduceat(sums, starts)
+        return KeyBytes(*whole, kept=activation_policy(recompute).keeps_all)
+
+    def _gathered(self, layout: Layout) -> UnshardedBytes | None:
+        """Returns what is gathered for a moment, where weights are sharded."""
+        if not layout.weight_policy.shards_weights:
+            return None
+        graph, _ = self._units.of_rank(layout)
+        left = layout.axes.tp if graph.tensor is None else 1
+        return UnshardedBytes.of(graph, self._optimizer, self.ends(layout), left)
+
+    def _whole(self, layout: Layout, device: Device) -> PricedModel:
+        """Returns the case of the model as one tensor-parallel rank runs it: bytes are divided from here."""
+        key = *model_key(layout), style_of(device.kind), self._arranged_ends.get(layout)
+        return self._cache.once(("undivided case", *key), lambda: self._undivided(layout, device))
+
+    def _undivided(self, layout: Layout, device: Device) -> PricedModel:
+        ends = self.ends(layout)
+        graph, profile = self._units.of_rank(layout)
+        on_device = profile.model_copy(update={"device": device.kind})
+        costs = coarse_profile(on_device, ends)
+        case = PricedModel.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer_name)
+        split = np.array([unit.backward_weight_s > 0 for unit in profile.units], np.int64)
+        return replace(case, split_units=np.add.reduceat(split, ends[:-1]))
+
+    def _in_blocks(self, layout: Layout, device: Device) -> PricedModel:
+        """Returns the same when all units are recomputed block by block."""
+
+        def made() -> PricedModel:
+            whole = self._whole(layout, device)
+            graph, profile = self._units.of_rank(layout)
+            gradients = owned_gradients(graph, self._optimizer)
+            ranges = block_ranges(whole.ranges, graph, profile, gradients, self.ends(layout))
+            return replace(whole, ranges=ranges, recompute=SELECTIVE.name)
+
+        key = *model_key(layout), device.kind, self._arranged_ends.get(layout)
+        return self._cache.once(("undivided case in blocks", *key), made)
