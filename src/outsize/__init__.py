@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from outsize.ops.renting import rank_clusters
     from outsize.ops.training import parallelize, resume
     from outsize.ops.tuning import tune
-    from outsize.run.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+    from outsize.run.collectives.linear import ColumnParallelLinear, RowParallelLinear
     from outsize.train.batch.batch import microbatch
     from outsize.train.engine.callbacks import Callback
     from outsize.train.engine.engine import Engine
@@ -63,14 +63,14 @@ _HOME = {
     "tune": "outsize.ops.tuning",
     "Callback": "outsize.train.engine.callbacks",
     "Cluster": "outsize.ir.cluster",
-    "ColumnParallelLinear": "outsize.run.tensor_parallel.linear",
+    "ColumnParallelLinear": "outsize.run.collectives.linear",
     "Engine": "outsize.train.engine.engine",
     "ModelGraph": "outsize.ir.graph",
     "OutsizeError": "outsize.errors",
     "Plan": "outsize.ir.plan",
     "Profile": "outsize.ir.profile",
     "ProfileSet": "outsize.ir.profile",
-    "RowParallelLinear": "outsize.run.tensor_parallel.linear",
+    "RowParallelLinear": "outsize.run.collectives.linear",
     "Schedule": "outsize.ir.schedule",
     "TensorStyles": "outsize.ir.units.tensor_styles",
     "Timeline": "outsize.ir.timeline",

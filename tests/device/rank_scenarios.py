@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ops.doctor.models import TIED
-from outsize.program.tensor_parallel.share import Share
+from outsize.program.sharding.share import Share
 from outsize.program.tree import map_leaves
-from outsize.run.tensor_parallel.collectives import TensorParallelGroup
+from outsize.run.collectives.tensor_parallel import TensorParallelGroup
 from outsize.run.transport.groups import RankGroup
 from outsize.run.transport.process_group import ProcessTransport, TransportGroups
 from outsize.train.check.compare import (

@@ -26,8 +26,8 @@ from torch.nn import functional
 
 import outsize
 from outsize.ir.plan import Plan
-from outsize.run.expert_parallel.collectives import ExpertParallelGroup
-from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.collectives.expert_parallel import ExpertParallelGroup
+from outsize.run.collectives.tensor_parallel import local_of
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.engine.engine import Engine

@@ -29,8 +29,8 @@ from zoo import Case, case
 import outsize
 from outsize.capture.recording.fallbacks import record
 from outsize.errors import BadOption
+from outsize.run.collectives.tensor_parallel import full_of
 from outsize.run.stage.rng import seeder
-from outsize.run.tensor_parallel.collectives import full_of
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.reference import reference_step

@@ -31,8 +31,8 @@ from outsize.ir.schedule import Action
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.evaluate_plan import timeline
 from outsize.program.tape import Tape
+from outsize.run.collectives.tensor_parallel import full_of
 from outsize.run.stage.rng import borrowed_generators, seeder
-from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection

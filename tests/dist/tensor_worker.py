@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 
 from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.errors import BadOption, NotCapturable
-from outsize.run.tensor_parallel.collectives import full_of
-from outsize.run.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from outsize.run.collectives.linear import ColumnParallelLinear, RowParallelLinear
+from outsize.run.collectives.tensor_parallel import full_of
 from outsize.train.tensor_parallel import tensor_parallel, traffic
 from outsize.train.world.join import join
 

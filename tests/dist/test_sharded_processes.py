@@ -25,8 +25,8 @@ from zoo import case
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.plan import Axes, Plan
 from outsize.policies.weights import Weights
+from outsize.run.collectives.tensor_parallel import full_of
 from outsize.run.stage.rng import seeder
-from outsize.run.tensor_parallel.collectives import full_of
 from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection

@@ -24,7 +24,7 @@ OF_OTHERS = {
     "capture/models/torchvision_operators.py": {"loader"},
     "ops/launch/worker.py": {"argv"},
     "program/generate.py": {"source"},
-    "program/tensor_parallel/bytes_sent.py": {"__name__"},
+    "program/sharding/tensor_parallel/bytes_sent.py": {"__name__"},
     "train/world/local_ranks.py": {"argv"},
     # The program's own record of a thread, and generators of NumPy.
     "capture/guards/consumed.py": {"state"},

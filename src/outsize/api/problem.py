@@ -27,8 +27,8 @@ from outsize.planner.bounds.memory import exceeds_all_devices
 from outsize.planner.costs.context_parallel import LEAST_TOKENS
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.memory.optimizer_states import optimizer_bytes
-from outsize.program.context_parallel.rows import by_rows
-from outsize.program.expert_parallel.experts import insist_on_experts
+from outsize.program.sharding.context_parallel.rows import by_rows
+from outsize.program.sharding.expert_parallel.experts import insist_on_experts
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import how_on, measure_sizes
 

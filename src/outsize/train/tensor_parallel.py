@@ -5,9 +5,10 @@ results.
     styles = outsize.tensor_parallel(model, (ids,), {"labels": ids}, mesh)
     model(ids, labels=ids).loss.backward()                     # on every rank, with the same batch
 
-The model's forward is replaced by its own program, as a rank runs it (program/tensor_parallel/local_tape.py),
-captured once for each signature of the input. Its parameters become DTensors under their names.
-program/tensor_parallel/styles.py derives which weights are divided.
+The model's forward is replaced by its own program, as a rank runs it
+(program/sharding/tensor_parallel/local_tape.py), captured once for each signature of the input. Its
+parameters become DTensors under their names. program/sharding/tensor_parallel/styles.py derives which weights
+are divided.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from outsize.program.generate import SliceSpec, compile_slice
 from outsize.program.liveness import live
 from outsize.program.replaying.modes import current_modes
 from outsize.program.replaying.replay import resolve
+from outsize.program.sharding.tensor_parallel.explain_styles import explain
+from outsize.program.sharding.tensor_parallel.local_tape import local_tape
+from outsize.program.sharding.tensor_parallel.overlap import overlapped
+from outsize.program.sharding.tensor_parallel.sequence import in_sequence
+from outsize.program.sharding.tensor_parallel.styles import Derived, Role, derive
 from outsize.program.tape import Tape
-from outsize.program.tensor_parallel.explain_styles import explain
-from outsize.program.tensor_parallel.local_tape import local_tape
-from outsize.program.tensor_parallel.overlap import overlapped
-from outsize.program.tensor_parallel.sequence import in_sequence
-from outsize.program.tensor_parallel.styles import Derived, Role, derive
 from outsize.program.weights.lookup import weight_named
 from outsize.program.weights.of_loss import with_loss
-from outsize.run.tensor_parallel.collectives import TensorParallelGroup, local_of
+from outsize.run.collectives.tensor_parallel import TensorParallelGroup, local_of
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.model_state import StructureVersions

@@ -15,7 +15,7 @@ from outsize.ops.publish.prometheus import prometheus_text
 from outsize.report.html.page import PageFacts, render
 from outsize.report.tables.plan_tables import run_facts
 from outsize.report.tables.runs import run_tables
-from outsize.run.expert_parallel.collectives import ExpertLoad
+from outsize.run.collectives.expert_parallel import ExpertLoad
 from outsize.train.engine.memory_note import routing_note
 
 

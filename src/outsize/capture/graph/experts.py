@@ -10,7 +10,7 @@ from torch import nn
 
 from outsize.capture.graph.build import Captured
 from outsize.ir.graph import ModelGraph
-from outsize.program.expert_parallel.experts import find_experts
+from outsize.program.sharding.expert_parallel.experts import find_experts
 
 
 def with_experts(captured: Captured, model: nn.Module, graph: ModelGraph) -> ModelGraph:

@@ -15,11 +15,11 @@ from torch import nn
 from outsize.capture.graph.build import Captured
 from outsize.errors import BadOption
 from outsize.ir.graph import ModelGraph, RowFacts
-from outsize.program.context_parallel.row_tape import RowCall, RowCollectives, row_tape
-from outsize.program.context_parallel.rows import by_rows
 from outsize.program.liveness import live
+from outsize.program.sharding.context_parallel.row_tape import RowCall, RowCollectives, row_tape
+from outsize.program.sharding.context_parallel.rows import by_rows
+from outsize.program.sharding.share import RankPosition
 from outsize.program.tape import Tape
-from outsize.program.tensor_parallel.share import RankPosition
 
 
 def longest_sequence(tape: Tape) -> int:

@@ -13,11 +13,11 @@ from torch import nn
 
 from outsize.capture.graph.build import Captured
 from outsize.ir.graph import ModelGraph, ShardedFraction
+from outsize.program.sharding.tensor_parallel.bytes_sent import Sent, Traffic, sent_bytes
+from outsize.program.sharding.tensor_parallel.explain_styles import explain
+from outsize.program.sharding.tensor_parallel.sequence import in_sequence
+from outsize.program.sharding.tensor_parallel.styles import Derived, derive
 from outsize.program.tape import Instruction, Ref, Tape
-from outsize.program.tensor_parallel.bytes_sent import Sent, Traffic, sent_bytes
-from outsize.program.tensor_parallel.explain_styles import explain
-from outsize.program.tensor_parallel.sequence import in_sequence
-from outsize.program.tensor_parallel.styles import Derived, derive
 
 
 def with_styles(captured: Captured, model: nn.Module) -> ModelGraph:

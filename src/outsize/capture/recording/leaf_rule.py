@@ -19,10 +19,10 @@ from torch.nn.modules.loss import _Loss
 from outsize.capture.costs.weight_casts import is_of_torch
 from outsize.capture.guards.consumed import Consumed
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
-from outsize.program.expert_parallel.experts import calls_experts
 from outsize.program.python_reads import LOSS
+from outsize.program.sharding.expert_parallel.experts import calls_experts
+from outsize.program.sharding.opaque_modules import is_hooked
 from outsize.program.tape import Weight
-from outsize.program.tensor_parallel.opaque_modules import is_hooked
 from outsize.program.tree import leaves
 
 _CONTAINERS = (

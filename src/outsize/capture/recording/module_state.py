@@ -22,9 +22,9 @@ from outsize.capture.guards.values import is_container
 from outsize.capture.recording.leaf_rule import LeafRule, common_module
 from outsize.errors import NotCapturable
 from outsize.program.python_reads import LOSS
+from outsize.program.sharding.opaque_modules import HOOKS
 from outsize.program.source_line import line_of
 from outsize.program.tape import Tape
-from outsize.program.tensor_parallel.opaque_modules import HOOKS
 from outsize.program.tree import leaves
 
 Attribute = tuple[str, str]  # module, name

@@ -49,9 +49,9 @@ from outsize.capture.recording.weight_cache import reads_cache
 from outsize.program.python_reads import LOSS
 from outsize.program.replaying.modes import Modes, current_modes
 from outsize.program.replaying.replay import insist
+from outsize.program.sharding.opaque_modules import is_hooked
 from outsize.program.source_line import calling_line
 from outsize.program.tape import Guard, Instruction, Ref, Weight
-from outsize.program.tensor_parallel.opaque_modules import is_hooked
 from outsize.program.tree import leaves, map_leaves
 
 

@@ -1,6 +1,6 @@
 """Describes how tensor parallelism shards a model, module by module, and why.
 
-The styles are derived from the recorded program in program/tensor_parallel/styles.py.
+The styles are derived from the recorded program in program/sharding/tensor_parallel/styles.py.
 """
 
 from __future__ import annotations

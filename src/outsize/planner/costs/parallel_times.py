@@ -11,7 +11,7 @@
                 computed (`ShardedFraction.beside`), unless the schedule splits the backward: of C seconds
                 beside W, max(C, W + crowded min(C, W)) - W are seen
     cp          the same shares of work, by tokens; keys and values are gathered before attention, and their
-                gradients scattered behind it (program/context_parallel)
+                gradients scattered behind it (program/sharding/context_parallel)
     ep          rows are sent to the ranks of their experts and back (`routed_times`), on top of the above;
                 the sum of tp over a unit with experts stays counted, where a gather of half its bytes runs
     replicas    a unit takes as long as on one device. Collectives of weights and gradients

@@ -3,11 +3,11 @@
     weights, values, saved bytes     the divided ones 1 / tp (rounded up), all others whole
     work, workspace                  1 / tp in a unit whose work is divided
     sequence parallelism             the same; values between layers are divided too
-                                    (program/tensor_parallel/sequence.py). What is gathered again for a
-                                    backward is whole during it
+                                    (program/sharding/tensor_parallel/sequence.py). What is gathered again for
+                                    a backward is whole during it
 
 The graph says what is divided (`ModelGraph.tensor`, derived from the program:
-program/tensor_parallel/styles.py). The planner then computes a stage on this graph as on any other;
+program/sharding/tensor_parallel/styles.py). The planner then computes a stage on this graph as on any other;
 costs/parallel_times.py adds the messages between ranks. Sources: Megatron-LM, arXiv 1909.08053, sec. 3;
 sequence parallelism, arXiv 2205.05198, sec. 4.2.2. Deviation: a unit's workspace is divided as its work is.
 Symbols: t -> tp. Complexity: O(units + values). Oracle:

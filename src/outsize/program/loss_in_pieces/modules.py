@@ -21,10 +21,10 @@ from torch import nn
 
 from outsize.program.liveness import live
 from outsize.program.loss_in_pieces.region import RowRegion, module_of, operands_of, row_step, weights_of
+from outsize.program.sharding.products import Product, product_of
+from outsize.program.sharding.rank_step import NotPropagated, RuleInput
+from outsize.program.sharding.share import Share
 from outsize.program.tape import Instruction, Ref, Tape, Weight
-from outsize.program.tensor_parallel.products import Product, product_of
-from outsize.program.tensor_parallel.rule_step import NotPropagated, RuleInput
-from outsize.program.tensor_parallel.share import Share
 
 
 def wide_modules(tape: Tape, model: nn.Module) -> list[RowRegion]:

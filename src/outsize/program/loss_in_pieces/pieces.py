@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from outsize.errors import BadOption
-from outsize.program.context_parallel.row_sums import RowParts, divides
-from outsize.program.context_parallel.rules import AddsUpOverRows, RowStep
 from outsize.program.generate import SliceSpec, compile_slice
 from outsize.program.loss_in_pieces.region import DividedRegion, RowRegion, run_form
 from outsize.program.replaying.modes import current_modes, under
 from outsize.program.replaying.replay import Relocatable
+from outsize.program.sharding.context_parallel.row_sums import RowParts, divides
+from outsize.program.sharding.context_parallel.rules import AddsUpOverRows, RowStep
+from outsize.program.sharding.rank_step import NotPropagated, Operand, RuleInput
+from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.tape import Instruction, Ref, Weight
-from outsize.program.tensor_parallel.rule_step import NotPropagated, Operand, RuleInput
-from outsize.program.tensor_parallel.share import RankPosition, Share
 
 _Cut = tuple[int, tuple[tuple[int, int], ...]]
 """Holds a dim and ranges of its rows."""

@@ -27,13 +27,13 @@ from typing import Final, final
 from torch import nn
 from torch.nn import functional
 
-from outsize.program.context_parallel.rules import RowStep, follow_rows
 from outsize.program.liveness import live
+from outsize.program.sharding.context_parallel.rules import RowStep, follow_rows
+from outsize.program.sharding.products import Product, product_of
+from outsize.program.sharding.rank_step import NotPropagated, Operand, RuleInput, Shape
+from outsize.program.sharding.share import RankPosition, Share
+from outsize.program.sharding.tensor_parallel.local_tape import resized_meta, turned_linear
 from outsize.program.tape import Instruction, Meta, Modes, Ref, Tape, Weight
-from outsize.program.tensor_parallel.local_tape import resized_meta, turned_linear
-from outsize.program.tensor_parallel.products import Product, product_of
-from outsize.program.tensor_parallel.rule_step import NotPropagated, Operand, RuleInput, Shape
-from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tree import leaves
 
 # So many of the last products are tried, the largest first; a loss has one or two heads, which may be smaller

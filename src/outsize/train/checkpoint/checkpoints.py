@@ -42,7 +42,7 @@ from outsize.run.checkpoint.manifest import published, step_of
 from outsize.run.checkpoint.overwrite import MappedWriter, begin_over
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.checkpoint.write import begin
-from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.collectives.tensor_parallel import local_of
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.background import BackgroundSaves, WrittenSave

@@ -16,8 +16,8 @@ from typing import final
 
 from torch import Tensor
 
-from outsize.program.tensor_parallel.share import RankPosition, Share
-from outsize.run.tensor_parallel.collectives import LocalBox, local_box, local_of
+from outsize.program.sharding.share import RankPosition, Share
+from outsize.run.collectives.tensor_parallel import LocalBox, local_box, local_of
 
 Sizes = tuple[int, ...]
 

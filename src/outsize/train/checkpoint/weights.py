@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadWeights, ModelMismatch
-from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.collectives.tensor_parallel import local_of
 from outsize.run.weights.dequantized import DequantizedWeights, insist_on_values
 from outsize.run.weights.freed import FreedWeight, parts_of
 from outsize.run.weights.load import saved_names

@@ -24,8 +24,8 @@ from torch.amp.grad_scaler import GradScaler
 from outsize.device.accelerators import is_accelerator, widest_float
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
+from outsize.run.collectives.tensor_parallel import local_of, mesh_of, norms_of_shards
 from outsize.run.host.speculative_step import Speculation
-from outsize.run.tensor_parallel.collectives import local_of, mesh_of, norms_of_shards
 from outsize.train.crew.crew import Crew, LocalCrew
 from outsize.train.ranks.divided_weights import DividedWeights
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
-from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.collectives.tensor_parallel import local_of
 from outsize.train.crew.crew import Crew
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outsize.errors import BadOption, BadWeights
 from outsize.run.checkpoint.write import said
-from outsize.run.tensor_parallel.collectives import full_of, local_of
+from outsize.run.collectives.tensor_parallel import full_of, local_of
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.weights.freed import FreedWeight, parts_of, structure_of
 from outsize.run.weights.ownership import like, places

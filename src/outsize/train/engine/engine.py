@@ -36,11 +36,11 @@ from outsize.program.replaying.modes import outside_autocast
 from outsize.program.tree import map_tensors
 from outsize.program.weights.of_loss import loss_parts, with_loss
 from outsize.run.by_module.run import OwnedRun
+from outsize.run.collectives.tensor_parallel import full_of
 from outsize.run.progress import watched
 from outsize.run.stage.compile import insist_on_backend
 from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
-from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.weights.pretrained_names import is_pretrained
 from outsize.run.weights.safetensors import WeightFiles

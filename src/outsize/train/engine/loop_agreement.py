@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from outsize.errors import WorldMismatch
 from outsize.program.source_line import warn_user
-from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.collectives.tensor_parallel import local_of
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.train.crew.optimizer_groups import learning_rates
 

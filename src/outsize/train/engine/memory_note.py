@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from outsize.device.accelerators import CPU, allocated_bytes, is_accelerator
 from outsize.ir.formatting import bytes_text, stages_text
 from outsize.ir.plan import EXPERT_MARGIN, Plan, StageFigures
-from outsize.run.expert_parallel.collectives import ExpertLoad
-from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.collectives.expert_parallel import ExpertLoad
+from outsize.run.collectives.tensor_parallel import local_of
 from outsize.train.crew.crew import Crew
 
 CAUSES = ("weights", "gradients", "optimizer states", "activations and others")

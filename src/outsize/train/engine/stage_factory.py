@@ -19,7 +19,7 @@ from outsize.ir.schedule import Kind, parse_row
 from outsize.ir.units.recompute_segments import blocks, segments
 from outsize.policies.activations import ActivationPolicy
 from outsize.program.generate import Compiler, compile_slice
-from outsize.program.tensor_parallel.overlap import overlapped
+from outsize.program.sharding.tensor_parallel.overlap import overlapped
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, reason_against
 from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.boundary_values import BoundaryValues

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outsize.device.accelerators import allocated_bytes, is_accelerator, peak_bytes, reset_peak
 from outsize.ir.timeline import Sample, Timeline
-from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.collectives.tensor_parallel import local_of
 
 EVERY_S: Final = 0.002
 SHARE: Final = 0.02

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
+from outsize.run.collectives.tensor_parallel import local_of
 from outsize.run.host.optimizer_step import only
-from outsize.run.tensor_parallel.collectives import local_of
 from outsize.run.transport.control_messages import broadcast_json
 from outsize.run.transport.groups import RankGroup
 from outsize.run.weights.freed import FreedWeight

@@ -26,7 +26,7 @@ from outsize.errors import BadOption
 from outsize.ir.formatting import bytes_text
 from outsize.ir.plan import Axes, Plan
 from outsize.program.source_line import warn_user
-from outsize.run.tensor_parallel.collectives import local_of, shard_like
+from outsize.run.collectives.tensor_parallel import local_of, shard_like
 from outsize.run.weights.freed import FreedWeight, bare
 from outsize.train.batch.checks import made_optimizer, refused_closure
 from outsize.train.checkpoint.agreement import shared_facts

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from outsize.axes.context import CONTEXT
 from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
-from outsize.program.context_parallel.row_tape import RowCollectives, row_tape
-from outsize.program.context_parallel.rows import by_rows
+from outsize.program.sharding.context_parallel.row_tape import RowCollectives, row_tape
+from outsize.program.sharding.context_parallel.rows import by_rows
 from outsize.program.tape import Tape
-from outsize.run.context_parallel.collectives import ContextParallelGroup
+from outsize.run.collectives.context_parallel import ContextParallelGroup
 from outsize.train.ranks.mesh import Mesh
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from outsize.axes.axis import Axis
 from outsize.device.accelerators import current_device, is_accelerator
+from outsize.program.sharding.share import Share
 from outsize.program.tape import Tape
-from outsize.program.tensor_parallel.share import Share
-from outsize.run.expert_parallel.collectives import ExpertParallelGroup
-from outsize.run.tensor_parallel.collectives import TensorParallelGroup, with_added_squares
+from outsize.run.collectives.expert_parallel import ExpertParallelGroup
+from outsize.run.collectives.tensor_parallel import TensorParallelGroup, with_added_squares
 from outsize.run.weights.freed import bare
 from outsize.run.weights.ownership import like, places, replace
 

@@ -5,7 +5,7 @@
 Each rank computes its own part of the batch, and for its experts the rows of all of them. So the gradient of
 an expert is added up over the ranks that have the same experts, that of all else over these ranks too
 (ranks/mesh.py, `expert_holders` and `holders`). The first tape decides which modules are divided
-(program/expert_parallel/experts.py).
+(program/sharding/expert_parallel/experts.py).
 
 With tp, experts are divided over the ranks of ep and of tp, and all else over those of tp alone: each rank of
 tp sends its block of the tokens, which all of them have (as Megatron-Core with expert tensor parallelism 1).
@@ -26,12 +26,12 @@ from outsize.axes.expert import EXPERT
 from outsize.axes.tensor import TENSOR
 from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
-from outsize.program.expert_parallel.expert_tape import ExpertCollectives, expert_tape
-from outsize.program.expert_parallel.experts import Experts, insist_on_experts
+from outsize.program.sharding.expert_parallel.expert_tape import ExpertCollectives, expert_tape
+from outsize.program.sharding.expert_parallel.experts import Experts, insist_on_experts
+from outsize.program.sharding.share import Share
 from outsize.program.tape import Tape
-from outsize.program.tensor_parallel.share import Share
-from outsize.run.expert_parallel.collectives import ExpertParallelGroup
-from outsize.run.tensor_parallel.collectives import TensorParallelGroup
+from outsize.run.collectives.expert_parallel import ExpertParallelGroup
+from outsize.run.collectives.tensor_parallel import TensorParallelGroup
 from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.ranks.mesh import Mesh
 from outsize.train.ranks.tensor_parallel import TensorRanks, tensor_ranks

@@ -2,7 +2,7 @@
 
     tape of one device   ->  local()   ->   tape of this rank, which is cut into stages as any other
 
-The first tape decides which weights are divided (program/tensor_parallel/styles.py).
+The first tape decides which weights are divided (program/sharding/tensor_parallel/styles.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from outsize.axes.registry import DIVIDING, LISTED
 from outsize.axes.tensor import TENSOR
 from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
+from outsize.program.sharding.share import Share
+from outsize.program.sharding.tensor_parallel.explain_styles import explain
+from outsize.program.sharding.tensor_parallel.local_tape import Collectives, local_tape
+from outsize.program.sharding.tensor_parallel.sequence import in_sequence
+from outsize.program.sharding.tensor_parallel.styles import Role, derive
 from outsize.program.tape import Tape
-from outsize.program.tensor_parallel.explain_styles import explain
-from outsize.program.tensor_parallel.local_tape import Collectives, local_tape
-from outsize.program.tensor_parallel.sequence import in_sequence
-from outsize.program.tensor_parallel.share import Share
-from outsize.program.tensor_parallel.styles import Role, derive
-from outsize.run.tensor_parallel.collectives import TensorParallelGroup
+from outsize.run.collectives.tensor_parallel import TensorParallelGroup
 from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.ranks.mesh import Mesh
 

@@ -24,7 +24,7 @@ from outsize.capture.guards.check import WholeDicts
 from outsize.capture.guards.opcodes import IS_SUPPORTED
 from outsize.capture.guards.parameters import ParameterFlags
 from outsize.program.objects import NUMBERS_AND_TEXT
-from outsize.program.tensor_parallel.opaque_modules import HOOKS
+from outsize.program.sharding.opaque_modules import HOOKS
 
 StateValues = dict[tuple[int, str], Any]
 _WATCHED: Final = 2  # steps, after a new state

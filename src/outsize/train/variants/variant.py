@@ -32,10 +32,10 @@ from outsize.program.replaying.replay import resolve
 from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
 from outsize.program.weights.of_loss import with_loss
+from outsize.run.collectives.tensor_parallel import whole_shapes
 from outsize.run.stage.boundary import backward_edges, forward_edges
 from outsize.run.stage.cut import Cut, cut
 from outsize.run.stage.to_device import TapeHome
-from outsize.run.tensor_parallel.collectives import whole_shapes
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares, LossTrial
 from outsize.train.ranks.context_parallel import ContextRanks

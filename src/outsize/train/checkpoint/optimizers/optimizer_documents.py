@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from outsize.errors import BadOption
-from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.collectives.tensor_parallel import local_of
 from outsize.train.checkpoint.plain_values import no_tensor, read, written
 
 # How a step is computed, and not what it computes, is the new run's.

@@ -24,7 +24,7 @@ from torch import Tensor
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
 from outsize.program.values.wrapper_tensors import is_wrapper
-from outsize.run.tensor_parallel.collectives import divided_like, local_of
+from outsize.run.collectives.tensor_parallel import divided_like, local_of
 from outsize.train.checkpoint.optimizers.optimizer_documents import (
     HOW,
     TOP,

@@ -1,0 +1,118 @@
+"""Recognises what tensor parallelism shards on a tape: products with a weight, embeddings,
+attention modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from outsize.program.sharding.rank_step import op_name
+from outsize.program.tape import Instruction, Ref, Weight
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Describes `input @ weight.T + bias`, or `input @ weight + bias` if `turned`, as in transformers'
+    Conv1D.
+    """
+
+    input: Ref
+    weight: str
+    bias: str | None
+    turned: bool
+
+    @property
+    def out_dim(self) -> int:
+        """Returns the dim of the weight that makes features; the other one takes them."""
+        return 1 if self.turned else 0
+
+
+def product_of(
+    instruction: Instruction, module: nn.Module | None, ndims: Mapping[str, int]
+) -> Product | None:
+    """Returns the product that an instruction computes, if any; `ndims` are those of weights."""
+    if module is not None:
+        return _of_module(instruction, module)
+    name, args = op_name(instruction), instruction.args
+    if name not in ("linear", "matmul") or len(args) < 2 or not isinstance(args[0], Ref):
+        return None
+    weight, bias = args[1], (*args[2:], instruction.kwargs.get("bias"))[0]
+    if not _is_parameter(weight) or ndims[weight.name] != 2 or not (bias is None or _is_parameter(bias)):
+        return None
+    return Product(args[0], weight.name, bias.name if bias is not None else None, name == "matmul")
+
+
+def _of_module(instruction: Instruction, module: nn.Module) -> Product | None:
+    linear = type(module) in (nn.Linear, NonDynamicallyQuantizableLinear)
+    if not (linear or is_conv1d(module)) or len(instruction.args) != 1 or "parametrizations" in vars(module):
+        return None
+    names = [w.name for w in instruction.weights if w.kind == "parameter"]
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if len(names) != len(parameters) or not isinstance(instruction.args[0], Ref):
+        return None
+    return Product(instruction.args[0], names[0], names[1] if len(names) > 1 else None, not linear)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Recognises transformers' Conv1D, a Linear with transposed weight (its `nf` bakes the number of
+    features).
+    """
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, Weight) and value.kind == "parameter"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Describes `weight[index]` of an nn.Embedding."""
+
+    index: Ref
+    weight: str
+
+
+def lookup_of(instruction: Instruction, module: nn.Module | None) -> Lookup | None:
+    """Returns a plain embedding: no renormalisation, no gradients by frequency or in sparse form."""
+    if type(module) is not nn.Embedding or not isinstance(instruction.args[0], Ref):
+        return None
+    odd = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    return None if odd else Lookup(instruction.args[0], instruction.weights[0].name)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Describes a call of nn.MultiheadAttention, with the arguments of its forward by name."""
+
+    module: nn.MultiheadAttention
+    fqn: str
+    arguments: dict[str, Any]
+
+    @property
+    def inputs(self) -> tuple[Ref, ...]:
+        """Returns query, key and value."""
+        return tuple(self.arguments[name] for name in ("query", "key", "value"))
+
+
+def heads_of(instruction: Instruction, module: nn.Module | None) -> Heads | None:
+    """Returns an attention module whose projections have one size, and that returns no attention weights."""
+    if type(module) is not nn.MultiheadAttention:
+        return None
+    bound = inspect.signature(nn.MultiheadAttention.forward).bind(
+        module, *instruction.args, **instruction.kwargs
+    )
+    bound.apply_defaults()
+    arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
+    plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+    if not plain or arguments["need_weights"]:
+        return None
+    return Heads(module, str(instruction.target), arguments)

@@ -1,0 +1,164 @@
+"""Problem: which whole values of tensor-parallel ranks can be sharded along a sequence with no more traffic?
+
+After a row-parallel product every rank has the same sum, its norm, its dropout. Where all of that treats the
+items along some dim (tokens) equally, a rank needs its own items only:
+
+    x = row(..)                all-reduce              ->  reduce-scatter along the tokens
+    y = norm(x + dropout(..))  whole on every rank     ->  its tokens; gradients of weights are added up
+    column(y)                  backward: all-reduce    ->  all-gather before it, backward: reduce-scatter
+
+A sum is a source; values are followed from it by the rules of propagate.py, as sharded values are from a
+column-parallel product. Where a rule is missing the value is gathered, or, if it comes from only one source,
+that source is excluded in another pass. The dim is the longest that is not the last, of equals the later one;
+it need not be divisible. A column product saves its shard, and gathers the whole again in its backward.
+
+Source: Korthikanti et al., arXiv 2205.05198, sec. 4.2.2. Deviations: it is derived; gradients of norms are
+added up at each use. Complexity: O(passes x instructions), two or three passes. Oracle:
+tests/dist/test_sequence.py trains by it;
+tests/unit/program/sharding/tensor_parallel/test_sequence_parts.py by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final, final
+
+from torch import nn
+
+from outsize.program.sharding.products import Heads, Product, product_of
+from outsize.program.sharding.propagate import entering, follow
+from outsize.program.sharding.rank_step import NeedsParts, NotPropagated, Operand, RuleInput, Shape
+from outsize.program.sharding.share import Share
+from outsize.program.sharding.tensor_parallel.styles import Derived, RankInstruction
+from outsize.program.tape import Instruction, Tape, Weight
+
+_SOURCES: Final = ("row", "vocabulary", "heads", "experts")
+
+
+def in_sequence(tape: Tape, derived: Derived, model: nn.Module) -> Derived:
+    """Returns styles in which values between the sharded parts are sharded along a sequence dim, too."""
+    excluded, whole_weights = frozenset[str](), frozenset[str]()
+    while True:
+        tape_pass = _SequencePass(tape, derived, model, excluded, whole_weights)
+        tape_pass.run()
+        if tape_pass.excluded <= excluded and tape_pass.whole_weights <= whole_weights:
+            return tape_pass.result()
+        excluded, whole_weights = excluded | tape_pass.excluded, whole_weights | tape_pass.whole_weights
+
+
+@final
+class _SequencePass:
+    """Goes through the tape once.
+
+    `excluded` are sources that are not scattered; `whole_weights` are weights that must not meet shards.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        derived: Derived,
+        model: nn.Module,
+        excluded: frozenset[str],
+        whole_weights: frozenset[str],
+    ) -> None:
+        self._tape, self._derived, self._modules = tape, derived, dict(model.named_modules())
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        self._weights: dict[str, Shape] = {name: tuple(t.shape) for name, t in named}
+        self._ndims = {name: len(shape) for name, shape in self._weights.items()}
+        self._written = {storage for i in tape.instructions for storage in i.writes}
+        self.excluded, self.whole_weights = excluded, whole_weights
+        self._rank_instructions: dict[int, RankInstruction] = dict(derived.rank_instructions)
+        self._shares: dict[int, Share] = {}
+        self._entered, self._whole = set[str](), set[str]()
+
+    def run(self) -> None:
+        for instruction in self._tape.instructions:
+            self._visit(instruction)
+        self.whole_weights |= self._entered & self._whole
+
+    def result(self) -> Derived:
+        """Returns the styles after a pass that excluded nothing new."""
+        outputs = {slot: self._shares[slot] for slot in self._tape.output_slots() if slot in self._shares}
+        return replace(
+            self._derived,
+            rank_instructions=self._rank_instructions,
+            shares={**self._derived.shares, **self._shares},
+            gathered={**self._derived.gathered, **outputs},
+            entered=self._derived.entered | self._entered,
+        )
+
+    def _visit(self, instruction: Instruction) -> None:
+        call = RuleInput(instruction, self._tape.metas, self._shares, self._weights)
+        local, cut = self._derived.rank_instructions.get(instruction.index), call.divided()
+        if local is None:
+            local = self._followed(call) if cut else None
+        elif cut:
+            local = replace(local, gather={**local.gather, **cut})
+        if local is None or (local.kind is None and not local.parts):
+            self._whole.update(instruction.parameters())
+        if local is not None:
+            local = self._scattered(local, call) if local.kind in _SOURCES else local
+            self._rank_instructions[instruction.index] = local
+
+    def _followed(self, call: RuleInput) -> RankInstruction:
+        try:
+            step = follow(call, self._allowed(call))
+            shares = [share for share in step.out if share is not None]
+            names = entering(call, step)
+            sizes = {share.parts for share in (*shares, *call.divided().values())}
+            if len(sizes) > 1 or not self.whole_weights.isdisjoint(names):
+                raise NotPropagated(
+                    "parts would not be those of the source, or a weight is wanted whole elsewhere"
+                )
+        except (NotPropagated, NeedsParts):
+            return self._gathered(call)
+        self._entered.update(names)
+        self._whole.update(leaf.name for leaf in step.cut if isinstance(leaf, Weight))
+        self._shares.update((s, x) for s, x in zip(call.instruction.defines(), step.out, strict=True) if x)
+        return RankInstruction(step)
+
+    def _allowed(self, call: RuleInput) -> nn.Module | None:
+        """Returns the instruction's module.
+
+        Raises NotPropagated for products, whose weights' gradients are large, and for writers of memory.
+        """
+        instruction = call.instruction
+        module = self._modules[instruction.target] if isinstance(instruction.target, str) else None
+        slots = (*instruction.reads(), *instruction.defines())
+        if product_of(instruction, module, self._ndims) is not None or not self._alone(slots):
+            raise NotPropagated("it stays whole")
+        return module
+
+    def _alone(self, slots: tuple[int, ...]) -> bool:
+        """Returns whether this memory is never written again."""
+        return self._written.isdisjoint(map(self._tape.storage, slots))
+
+    def _gathered(self, call: RuleInput) -> RankInstruction:
+        cut: dict[Operand, Share] = call.divided()
+        for share in cut.values():
+            self.excluded |= share.origins if len(share.origins) == 1 else frozenset()
+        return RankInstruction(call.same(None), gather=cut)
+
+    def _scattered(self, local: RankInstruction, call: RuleInput) -> RankInstruction:
+        """Scatters a sum, so that each rank gets a shard of it."""
+        (slot,), (shape,) = call.instruction.defines(), call.results()
+        name, bias = str(call.instruction.index), _bias(local, call)
+        free = name not in self.excluded and bias not in self.whole_weights and self._alone((slot,))
+        if not free or max(shape[:-1], default=1) == 1:
+            self._whole.update(() if bias is None else (bias,))
+            return local
+        dim = max(range(len(shape) - 1), key=lambda d: (shape[d], d))
+        self._entered.update(() if bias is None else (bias,))
+        self._shares[slot] = Share(dim, (shape[dim],), frozenset({name}))
+        return replace(local, scatter=self._shares[slot])
+
+
+def _bias(local: RankInstruction, call: RuleInput) -> str | None:
+    """Returns the bias that every rank adds to the sum."""
+    if local.kind == "row" and isinstance(local.of, Product):
+        return local.of.bias
+    name = f"{local.of.fqn}.out_proj.bias" if isinstance(local.of, Heads) else ""
+    return name if name in call.instruction.parameters() else None

@@ -1,0 +1,160 @@
+"""Implements what ranks that hold rows of a sequence compute together.
+
+    gather     forward: all-gather          backward: reduce-scatter     (keys and values)
+    cut        forward: this rank's rows    backward: zeros around them
+    total      forward: all-reduce          backward: all-reduce         (sums over the rows)
+    end        forward: the loss            backward: 1 / ranks of the gradient
+
+Every rank has the whole loss and begins its backward with its part of the gradient, so the gradient of
+anything is the sum over ranks: of a weight too, which is added up at the end of a step.
+
+Rows [start, stop) of a causal attention read the keys [0, stop), under torch's mask that is aligned at the
+lower right end, which its kernels know without writing it down. A rank has an early and a late block of each
+sequence, so all of them compute as much.
+
+Source: Llama 3, arXiv 2407.21783, sec. 3.3.2 (all-gather based context parallelism). Oracle:
+tests/dist/test_context.py, the numbers of one process.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right
+
+from outsize.program.sharding.context_parallel.row_sums import counted_targets
+from outsize.program.sharding.context_parallel.row_tape import Function, RowCollectives
+from outsize.program.sharding.context_parallel.rules import AddsUpOverRows
+from outsize.program.sharding.share import RankPosition, Share
+from outsize.run.collectives.functions import Paired
+from outsize.run.collectives.tensor_parallel import TensorParallelGroup, drawn_mask
+
+
+@final
+class ContextParallelGroup(RowCollectives):
+    """Runs the collectives over one dim of a mesh; `group.sent` counts bytes by kind of collective."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group = TensorParallelGroup(mesh)
+        self.place = self.group.place
+
+    def gather(self, share: Share, x: Tensor) -> Tensor:
+        return self.group.collect(x, share)
+
+    def cut(self, share: Share, x: Tensor) -> Tensor:
+        return Paired.apply(x, self.group.part, self._between_zeros, share)
+
+    def end(self, share: Share, loss: Tensor) -> Tensor:
+        return Paired.apply(loss, _same, self._part_of)
+
+    def dropout(
+        self,
+        share: Share,
+        function: Function,
+        x: Tensor,
+        p: float,
+        training: bool,
+        inplace: bool,
+        *others: tuple[Share, RankPosition],
+    ) -> Tensor:
+        if not training or p == 0.0:
+            return x
+        mask = drawn_mask(function, x, p, ((share, self.place), *others))
+        return x.mul_(mask) if inplace else x * mask
+
+    def attention(
+        self,
+        share: Share,
+        function: Function,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if not is_causal or share.size > key.shape[-2]:
+            mask = self._causal_mask(share, key.shape[-2], query.device) if is_causal else attn_mask
+            return function(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=enable_gqa)
+        parts, done = list[Tensor](), 0
+        for start, stop in self.place.ranges(share):
+            rows = query.narrow(-2, done, stop - start)
+            parts.append(_causal(function, rows, key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), scale))
+            done += stop - start
+        return torch.cat(parts, -2)
+
+    def cross_entropy(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        logits, target, reduction = (options.pop(name, "mean") for name in ("input", "target", "reduction"))
+        if reduction == "none":
+            return function(logits, target, **options, reduction="none")
+        summed = self.total(function(logits, target, **options, reduction="sum"))
+        if reduction == "sum":
+            return summed
+        return summed / self.group.total(counted_targets(target, **options).to(summed.dtype))
+
+    def average(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        reduction = kwargs.pop("reduction", "mean")
+        each = function(*args, **kwargs, reduction="none")
+        summed = self.total(each.sum())
+        return summed if reduction == "sum" else summed / self._whole_count(each, share)
+
+    def sum(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        return self.total(function(*args, **kwargs))
+
+    def add_up(self, share: Share, function: AddsUpOverRows, *operands: Tensor) -> Any:
+        return function.finish([self.total(part) for part in function.parts(*operands)])
+
+    def mean(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        x, *more = args
+        mean = function(x, *more, **kwargs)
+        return self.total(mean * (self.place.size(share) / share.size))
+
+    def total(self, x: Tensor) -> Tensor:
+        """Returns the sum of all ranks' x."""
+        return Paired.apply(x, self.group.total, self.group.total)
+
+    def _causal_mask(self, share: Share, keys: int, device: torch.device) -> Tensor:
+        rows = torch.cat([torch.arange(*rows, device=device) for rows in self.place.ranges(share)])
+        return rows[:, None] >= torch.arange(keys, device=device)
+
+    def _whole_count(self, x: Tensor, share: Share) -> int:
+        return prod(x.shape) // x.shape[share.dim] * share.size
+
+    def _between_zeros(self, x: Tensor, share: Share) -> Tensor:
+        """Returns a whole value of which only this rank's rows are not zero."""
+        whole = x.new_zeros([share.size if d == share.dim else size for d, size in enumerate(x.shape)])
+        done = 0
+        for start, stop in self.place.ranges(share):
+            rows = x.narrow(share.dim, done, stop - start)
+            whole.narrow(share.dim, start, stop - start).copy_(rows)
+            done += stop - start
+        return whole
+
+    def _part_of(self, x: Tensor) -> Tensor:
+        return x / self.place.ranks
+
+
+def _causal(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Returns the attention of rows that end with the last key.
+
+    torch's aligned mask knows no groups of heads: heads that share keys are computed one after another, so
+    that keys are never repeated in memory.
+    """
+    mask: Any = causal_lower_right(query.shape[-2], key.shape[-2])
+    times = query.shape[-3] // key.shape[-3] if key.ndim > 2 else 1
+    if times == 1:
+        return function(query, key, value, mask, scale=scale)
+    heads = query.unflatten(-3, (-1, times)).unbind(-3)
+    return torch.stack([function(each, key, value, mask, scale=scale) for each in heads], -3).flatten(-4, -3)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)

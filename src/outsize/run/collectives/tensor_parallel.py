@@ -1,0 +1,461 @@
+"""Implements collectives of a tensor-parallel group, and weights of which each rank has a shard.
+
+    enter   forward: x as it is       backward: all-reduce       (Megatron's f)
+    reduce  forward: all-reduce       backward: the gradient     (Megatron's g)
+    gather  forward: all-gather          backward: this rank's shard
+    cut     forward: this rank's shard   backward: all-gather    (so second derivatives are right as well)
+    scatter forward: reduce-scatter   backward: all-gather       (sequence parallelism, arXiv 2205.05198)
+    collect forward: all-gather       backward: reduce-scatter
+    columns forward: enter or collect, then products    backward: the collective beside the weights' gradients
+
+The collective of `columns` runs on the communicator's own stream. It is launched as soon as the gradient of
+the products' input is, and waited for when the gradients of their weights have been launched. Every other
+collective is on the stream of the caller, because what follows it reads its result at once.
+
+Weights remain parameters under their names, as DTensors: state dicts, torch.distributed.checkpoint,
+clip_grad_norm_ and optimizers support them. The cross entropy of logits whose classes are sharded sends three
+numbers per row instead of all logits. Dropout of a sharded value draws the mask of the whole value and takes
+its shard, so it equals that of one process, at the price of memory for all of it.
+
+Sources: Megatron-LM, arXiv 1909.08053, sec. 3; torch.distributed.tensor. Oracle:
+tests/dist/test_tensor_parallel.py, the numbers of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn import functional
+
+from outsize.device.accelerators import widest_float
+from outsize.errors import BadOption
+from outsize.program.sharding.share import RankPosition, Share
+from outsize.program.sharding.tensor_parallel.local_tape import Collectives, ColumnProduct
+from outsize.run.collectives.attention import by_heads, one_mask
+from outsize.run.collectives.functions import ColumnProducts, Entry, InFlight, Paired, lowered
+
+
+@final
+class TensorParallelGroup(Collectives):
+    """Runs collectives over one dim of a mesh; `sent` counts bytes of whole tensors by kind of collective.
+
+    The bytes are counted as in planner/costs/collectives.py: the input of an all_reduce and a reduce_scatter,
+    the output of an all_gather.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.place = RankPosition(mesh.get_local_rank(), mesh.size())
+        self.sent: Counter[str] = Counter()
+        self._group = mesh.get_group()
+
+    def total(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Returns the sum (or reduction by `op`) of all ranks' x, without gradients."""
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        self.sent["all_reduce"] += x.numel() * x.element_size()
+        dist.all_reduce(x, op, self._group)
+        return x
+
+    def part(self, x: Tensor, share: Share) -> Tensor:
+        """Returns a copy of this rank's shard of the whole x."""
+        return _part(x, share, self.place)
+
+    def whole(self, x: Tensor, share: Share) -> Tensor:
+        """Gathers all shards into the whole tensor, without gradients."""
+        places = [RankPosition(rank, self.place.ranks) for rank in range(self.place.ranks)]
+        sizes = [place.size(share) for place in places]
+        shape, is_even = [*x.shape], len(set(sizes)) == 1
+        shape[share.dim] = max(sizes)
+        mine = x.detach().contiguous() if is_even else x.new_zeros(shape)
+        if not is_even:
+            mine.narrow(share.dim, 0, x.shape[share.dim]).copy_(x.detach())
+        parts = x.new_empty([len(places) * shape[0], *shape[1:]])
+        # The first name is that of torch 2.13, the second that of earlier versions.
+        send = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        send(parts, mine, group=self._group)
+        shape[share.dim] = share.size
+        self.sent["all_gather"] += math.prod(shape) * x.element_size()
+        if is_even and share.dim == 0 and len(share.parts) == 1:  # the ranks' parts in a row
+            return parts
+        gathered = x.new_empty(shape)
+        for place, part in zip(places, parts.unflatten(0, (len(places), -1)), strict=True):
+            done = 0
+            for start, stop in place.ranges(share):
+                piece = part.narrow(share.dim, done, stop - start)
+                gathered.narrow(share.dim, start, stop - start).copy_(piece)
+                done += stop - start
+        return gathered
+
+    def total_part(self, x: Tensor, share: Share) -> Tensor:
+        """Returns this rank's shard of the sum of all ranks' x, without gradients."""
+        return self._total_part(x, share, is_async=False).wait()
+
+    def begin_total(self, x: Tensor) -> InFlight:
+        """Begins to add up all ranks' x, in place."""
+        self.sent["all_reduce"] += x.numel() * x.element_size()
+        return InFlight(dist.all_reduce(x, group=self._group, async_op=True), (x,), x)
+
+    def begin_total_part(self, x: Tensor, share: Share) -> InFlight:
+        """Begins to add up all ranks' x, of which this rank gets its shard."""
+        return self._total_part(x, share, is_async=True)
+
+    def _total_part(self, x: Tensor, share: Share, *, is_async: bool) -> InFlight:
+        parts = self._in_rows(x.detach(), share)
+        self.sent["reduce_scatter"] += x.numel() * x.element_size()
+        mine = torch.empty_like(parts[0])
+        # The first name is that of torch 2.13, the second that of earlier versions.
+        send = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = send(mine, parts.flatten(0, 1), group=self._group, async_op=is_async)
+        return InFlight(work, (parts, mine), mine.narrow(share.dim, 0, self.place.size(share)))
+
+    def _in_rows(self, x: Tensor, share: Share) -> Tensor:
+        """Returns the ranks' shards one after the other, padded to equal sizes: (ranks, ..., shard, ...)."""
+        places = [RankPosition(rank, self.place.ranks) for rank in range(self.place.ranks)]
+        sizes = [place.size(share) for place in places]
+        if len(set(sizes)) == len(share.parts) == 1:
+            return x.unflatten(share.dim, (len(places), sizes[0])).movedim(share.dim, 0).contiguous()
+        shape = [len(places), *x.shape]
+        shape[share.dim + 1] = max(sizes)
+        parts = x.new_zeros(shape)
+        for place, into, size in zip(places, parts, sizes, strict=True):
+            into.narrow(share.dim, 0, size).copy_(_part(x, share, place))
+        return parts
+
+    # -- with gradients ------------------------------------------------------------------------------
+
+    def enter(self, x: Tensor) -> Tensor:
+        return Paired.apply(x, _same, self.total)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return Paired.apply(x, self.total, _same)
+
+    def cut(self, x: Tensor, share: Share) -> Tensor:
+        return Paired.apply(x, self.part, self.whole, share)
+
+    def gather(self, x: Tensor, share: Share) -> Tensor:
+        return Paired.apply(x, self.whole, self.part, share)
+
+    def scatter(self, x: Tensor, share: Share) -> Tensor:
+        return Paired.apply(x, self.total_part, self.whole, share)
+
+    def collect(self, x: Tensor, share: Share) -> Tensor:
+        return Paired.apply(x, self.whole, self.total_part, share)
+
+    def columns(
+        self, x: Tensor, share: Share | None, products: tuple[ColumnProduct, ...]
+    ) -> tuple[Tensor, ...]:
+        weights = [lowered(tensor) for weight, bias, _ in products for tensor in (weight, bias)]
+        turned = tuple(turned for *_, turned in products)
+        results = ColumnProducts.apply(x, self._entry(share), turned, *weights)
+        return results[: 1 + len(products)]
+
+    def _entry(self, share: Share | None) -> Entry:
+        if share is None:
+            return Entry(_same, self.total, self.begin_total)
+        one = {"share": share}
+        return Entry(
+            partial(self.whole, **one),
+            partial(self.total_part, **one),
+            partial(self.begin_total_part, **one),
+            gathers=True,
+        )
+
+    def _added(self, x: Tensor, scatter: Share | None) -> Tensor:
+        return self.reduce(x) if scatter is None else self.scatter(x, scatter)
+
+    def row(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, scatter: Share | None = None
+    ) -> Tensor:
+        out = self._added(functional.linear(x, weight.t() if turned else weight), scatter)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def lookup(
+        self, index: Tensor, weight: Tensor, share: Share, padding: int | None, scatter: Share | None = None
+    ) -> Tensor:
+        ((start, stop),) = self.place.ranges(share)
+        elsewhere = (index < start) | (index >= stop)
+        if start == stop:
+            return self._added(_nothing(index, weight), scatter)
+        local_padding = None if padding is None or not start <= padding < stop else padding - start
+        rows = functional.embedding((index - start).masked_fill(elsewhere, 0), weight, local_padding)
+        return self._added(rows.masked_fill(elsewhere.unsqueeze(-1), 0), scatter)
+
+    def attend(
+        self,
+        module: nn.MultiheadAttention,
+        inputs: tuple[Tensor, ...],
+        masks: tuple[Any, ...],
+        weights: tuple[Any, ...],
+        scatter: Share | None = None,
+        share: Share | None = None,
+    ) -> tuple[Tensor, None]:
+        in_weight, in_bias, out_weight, out_bias = weights
+        biases = (None,) * 3 if in_bias is None else in_bias.chunk(3)
+        pairs = [*zip(in_weight.chunk(3), biases, strict=True)]
+        if len(inputs) == 1:
+            _, *made = self.columns(inputs[0], share, tuple((w, b, False) for w, b in pairs))
+        else:
+            made = [functional.linear(x, w, b) for x, (w, b) in zip(inputs, pairs, strict=True)]
+        q, k, v = (by_heads(each, module) for each in made)
+        mask, causal = one_mask(q, k, *masks)
+        if mask is not None and mask.ndim == 4 and mask.shape[1] == module.num_heads:
+            mask = self.part(mask, Share(1, (module.num_heads,)))
+        p = module.dropout if module.training else 0.0
+        out = self.attention(Share(1, (module.num_heads,)), q, k, v, mask, p, causal)
+        # Tokens come first in memory, as in torch's own attention: a dropout after it draws in memory order.
+        out, turned = out.permute(2, 0, 1, 3).flatten(2), module.batch_first and inputs[0].ndim == 3
+        scatter = scatter.at(1 - scatter.dim) if turned and scatter is not None else scatter
+        out = self.row(out if inputs[0].ndim == 3 else out.squeeze(1), out_weight, out_bias, False, scatter)
+        return (out.transpose(0, 1) if turned else out), None
+
+    def cross_entropy(
+        self, logits: Tensor, target: Tensor, share: Share, ignore_index: int = -100, reduction: str = "mean"
+    ) -> Tensor:
+        counted = target != ignore_index
+        if torch.is_autocast_enabled(logits.device.type):
+            logits = logits.float()  # torch's own cross entropy does the same.
+        rows = _CrossEntropy.apply(logits, target, share, self).masked_fill(~counted, 0)
+        if reduction == "none":
+            return rows
+        return rows.sum() if reduction == "sum" else rows.sum() / counted.sum()
+
+    def dropout(self, x: Tensor, p: float, training: bool, inplace: bool, share: Share) -> Tensor:
+        if not training or p == 0.0:
+            return x
+        mask = self._mask_of(x, p, share)
+        return x.mul_(mask) if inplace else x * mask
+
+    def _mask_of(self, x: Tensor, p: float, share: Share) -> Tensor:
+        return drawn_mask(functional.dropout, x, p, ((share, self.place),))
+
+    def attention(
+        self,
+        share: Share,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0.0:
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, **options
+            )
+        if enable_gqa:
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+        scores = (query * root) @ (key * root).mT
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            boolean = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if boolean else scores + attn_mask
+        chances = scores.softmax(-1)
+        return (chances * self._mask_of(chances, dropout_p, share)) @ value
+
+    # -- weights -------------------------------------------------------------------------------------
+
+    def parameter(self, weight: Tensor, share: Share | None) -> nn.Parameter:
+        """Returns the weight as a DTensor of which this rank has its shard, or with None all."""
+        local = weight.detach() if share is None else self.part(weight.detach(), share)
+        sharded = DTensor.from_local(
+            local, self.mesh, [_placement(share)], run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        return nn.Parameter(sharded, requires_grad=weight.requires_grad)
+
+
+def local_of(weight: Tensor) -> Tensor:
+    """Returns this rank's shard, whose gradient goes to the weight."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def mesh_of(weight: Tensor) -> DeviceMesh | None:
+    """Returns the mesh over whose ranks a weight (or gradient) is sharded; None where it is not."""
+    return weight.device_mesh if isinstance(weight, DTensor) else None
+
+
+def full_of(weight: Tensor) -> Tensor:
+    """Returns the whole weight (or gradient) on every rank; all of them must call it."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LocalBox:
+    """The box of a tensor that this rank has: the shape of the whole, and where the rank's part begins.
+
+    `first`: of the ranks that have this very part, it is the first.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    first: bool = True
+
+
+def local_box(weight: Tensor) -> LocalBox:
+    """Returns which part of a tensor this rank has. Raises BadOption where the part is no box."""
+    if not isinstance(weight, DTensor):
+        return LocalBox(tuple(weight.shape), (0,) * weight.ndim)
+    for placement in weight.placements:
+        if not isinstance(placement, Replicate) and type(placement) is not Shard:
+            raise BadOption(
+                f"a tensor is divided over ranks as {placement}, which is no box of it",
+                next_step="tp= of outsize.parallelize, whose parts are known",
+            )
+    mesh = weight.device_mesh
+    _, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+    place = mesh.get_coordinate() or ()
+    first = all(at == 0 for at, p in zip(place, weight.placements, strict=True) if isinstance(p, Replicate))
+    return LocalBox(tuple(weight.shape), tuple(offsets), first)
+
+
+def divided_like(local: Tensor, weight: Tensor) -> Tensor:
+    """Returns this rank's part of a new tensor as a tensor that is divided as `weight` is."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+
+
+def shard_like(local: Tensor, weight: Tensor) -> Tensor:
+    """Returns a tensor whose shard on this rank is `local`, divided over the ranks that divide `weight`."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
+
+
+@contextmanager
+def whole_shapes(model: nn.Module) -> Iterator[None]:
+    """Replaces sharded parameters within the context by meta tensors of the whole shape, to record
+    the model.
+    """
+    replacements: dict[int, nn.Parameter] = {}
+    tables = [module._parameters for module in model.modules()]
+    sharded = [(t, key, p) for t in tables for key, p in t.items() if isinstance(p, DTensor)]
+    for table, key, p in sharded:
+        empty = torch.empty(p.shape, dtype=p.dtype, device="meta")
+        table[key] = replacements.setdefault(id(p), nn.Parameter(empty, requires_grad=p.requires_grad))
+    try:
+        yield
+    finally:
+        for table, key, p in sharded:
+            table[key] = p
+
+
+def norms_of_shards(norms: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Turns norms of this rank's shards into norms of the whole gradients; all ranks must make the same call.
+
+    `norms[i]` belongs to `gradients[i]`.
+    """
+    whole = list(norms)
+    for mesh in dict.fromkeys(g.device_mesh for g in gradients if isinstance(g, DTensor)):
+        is_part = [isinstance(g, DTensor) and g.device_mesh == mesh for g in gradients]
+        whole = with_added_squares(whole, is_part, partial(_total_over, mesh.get_group(mesh.ndim - 1)))
+    return whole
+
+
+def _total_over(group: dist.ProcessGroup, squares: Tensor) -> Tensor:
+    dist.all_reduce(squares, group=group)
+    return squares
+
+
+def with_added_squares(
+    norms: Sequence[Tensor], is_part: Sequence[bool], total: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Returns norms (0-dim) of whole values from those of parts; `total` adds up squares over ranks."""
+    parts = [norm for norm, part in zip(norms, is_part, strict=True) if part]
+    if not parts:
+        return list(norms)
+    # fp64 holds the squares of every dtype exactly.
+    squares = torch.stack(parts).to(widest_float(parts[0].device)).square()
+    whole = iter(total(squares).sqrt().unbind())
+    return [next(whole) if part else norm for norm, part in zip(norms, is_part, strict=True)]
+
+
+def _placement(share: Share | None) -> Placement:
+    if share is None:
+        return Replicate()
+    return (
+        Shard(share.dim) if len(share.parts) == 1 else _StridedShard(share.dim, split_factor=len(share.parts))
+    )
+
+
+def drawn_mask(
+    dropout: Callable[..., Tensor], x: Tensor, p: float, divided: Sequence[tuple[Share, RankPosition]]
+) -> Tensor:
+    """Returns this rank's part of a dropout mask that is drawn for the whole value in memory order, as one
+    process does; x has the part that it has by each share in `divided`.
+    """
+    order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
+    sizes = {share.dim: share.size for share, _ in divided}
+    whole = x.new_ones([sizes.get(dim, x.shape[dim]) for dim in order])
+    mask = dropout(whole, p).permute([order.index(dim) for dim in range(x.ndim)])
+    for share, place in divided:
+        mask = _part(mask, share, place)
+    return mask
+
+
+def _part(x: Tensor, share: Share, place: RankPosition) -> Tensor:
+    pieces = [x.narrow(share.dim, start, stop - start) for start, stop in place.ranges(share)]
+    return torch.cat(pieces, share.dim)
+
+
+def _nothing(index: Tensor, weight: Tensor) -> Tensor:
+    """Returns zeros for a rank without rows; they depend on the weight, so that every rank has a gradient."""
+    return weight.new_zeros(*index.shape, weight.shape[1]) + weight.sum()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+@final
+class _CrossEntropy(torch.autograd.Function):
+    """Computes -log softmax at the target, per row of logits (n, classes of this rank)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, share: Share, group: TensorParallelGroup) -> Tensor:
+        ((start, stop),) = group.place.ranges(share)
+        lowest = torch.finfo(logits.dtype).min
+        top = logits.amax(1) if stop > start else logits.new_full(target.shape, lowest)
+        top = group.total(top, dist.ReduceOp.MAX)
+        powers = (logits - top[:, None]).exp()
+        is_local = (target >= start) & (target < stop)
+        at = (target - start).masked_fill(~is_local, 0)[:, None]
+        there = (logits - top[:, None]).gather(1, at)[:, 0] if stop > start else torch.zeros_like(top)
+        sums, there = group.total(torch.stack([powers.sum(1), there.masked_fill(~is_local, 0)]))
+        ctx.save_for_backward(powers / sums[:, None], at, is_local)
+        return sums.log() - there
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        chances, at, is_local = ctx.saved_tensors
+        grad = chances.clone()
+        if grad.shape[1]:
+            grad.scatter_add_(1, at, -is_local.to(grad.dtype)[:, None])
+        return grad * grads[0][:, None], None, None, None
