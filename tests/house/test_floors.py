@@ -47,6 +47,7 @@ NO_TORCH = "The thinking wing never reaches torch"
 THINKING = "The thinking wing never imports the doing wing"
 DOING = "The doing wing never imports the planner or the report"
 CORE = "What plans and trains never imports the operations software"
+PYTHONS = "What depends on the version of Python stays behind the trace of reads"
 PLOTTER = "matplotlib is imported by report/plots.py alone"
 
 # (files to plant, the contract they break)
@@ -61,6 +62,7 @@ PLANTS = [
     ({"report/near.py": "import tiny.run"}, THINKING),
     ({"train/near.py": "def late():\n    import tiny.planner"}, DOING),
     ({"train/near.py": "import tiny.run.far", "run/far.py": "import tiny.ops.watchdog"}, CORE),
+    ({"train/near.py": "import tiny.capture.guards.opcodes"}, PYTHONS),
     ({"report/tables/plan_tables.py": "import matplotlib.pyplot"}, PLOTTER),
 ]
 
@@ -100,6 +102,9 @@ def tiny(tmp_path: Path) -> Path:
         (room_of(room), name) for room in ROOMS for layer in room["layers"] for name in layer.split(" | ")
     ]
     plant(tmp_path, {f"{room}/{name}/__init__.py": "" for room, name in inner})
+    kinds = ("protected_modules", "allowed_importers")
+    named = [module for contract in CONTRACTS for kind in kinds for module in contract.get(kind, ())]
+    plant(tmp_path, {f"{module.removeprefix('outsize.').replace('.', '/')}.py": "" for module in named})
     return tmp_path
 
 

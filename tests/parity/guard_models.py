@@ -9,6 +9,7 @@ import functools
 import itertools
 import operator
 import random
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -413,14 +414,19 @@ WRITES: dict[str, Use] = {
 }
 
 
+# Since Python 3.14 iterators of itertools have no copies, so that code which uses one is refused.
+COPIES_ITERTOOLS = sys.version_info < (3, 14)
+OF_ITERTOOLS = frozenset(("itertools.count", "itertools.cycle", "method of an iterator", "zip"))
+
+
 def written(switch: Switch) -> tuple[Any, ...]:
     """Returns what WRITES write."""
-    iterators = (switch.counter, switch.cycle, switch.rows, switch.zipped)
+    iterators = (switch.cycle, switch.rows, switch.zipped) if COPIES_ITERTOOLS else (switch.rows,)
     random_states = switch.python_random.getstate(), switch.numpy_random.bit_generator.state
     return (
         *(switch.calls, switch.log, switch.table["scale"], float(switch.mean), SCALE, random_states),
-        *(repr(iterator.__reduce__()[1:]) for iterator in iterators[:1]),
-        *(next(iterator) for iterator in copy.deepcopy(iterators[1:])),
+        repr(switch.counter),
+        *(next(iterator) for iterator in copy.deepcopy(iterators)),
     )
 
 

@@ -11,9 +11,6 @@ from guard_models import KINDS, Reading, ReadingLoss, reset, squared
 from guard_runs import engine_of, insist_on_equal, plain, split
 from torch import Tensor
 
-from outsize.capture.guards import trace
-from outsize.capture.recording import fallbacks
-
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
@@ -55,26 +52,6 @@ def test_every_kind_matters() -> None:
         assert any(
             (a != b).any() for a, b in zip(changed, plain(Reading(use), squared, lambda _: None), strict=True)
         ), kind
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.full] if at % 4 else []) for at, kind in enumerate(KINDS)]
-)
-@pytest.mark.sample(every=2)
-def test_a_python_that_is_not_known_calls_the_loss_and_says_so_once(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trace, "IS_SUPPORTED", False)
-    fallbacks._say_what_is_not_seen.cache_clear()
-    use, change = KINDS[kind]
-    model, loss = Reading(), ReadingLoss(use)
-    expected = plain(model, loss, lambda n: change(loss.switch) if n == 2 else None)
-    reset()
-    other, loss = Reading(), ReadingLoss(use)
-    with pytest.warns(UserWarning, match="what a forward reads is not traced on Python") as said:
-        found = split(engine_of(other, loss), lambda n: change(loss.switch) if n == 2 else None)
-    assert len([w for w in said if "not traced" in str(w.message)]) == 1
-    insist_on_equal(expected, found)
 
 
 def test_what_a_partial_hands_to_the_loss_counts() -> None:

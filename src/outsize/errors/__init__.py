@@ -12,7 +12,8 @@
     │   └── BadCheckpoint       E108   a checkpoint on disk that is missing, damaged, or does not fit the run
     ├── CaptureError          turning a forward into a tape
     │   ├── NotCapturable       E111   the forward decides on activations, or hides a tensor
-    │   └── ReplayMismatch      E112   the tape, replayed, is not what the model does
+    │   ├── ReplayMismatch      E112   the tape, replayed, is not what the model does
+    │   └── UnknownPython       E113   a Python whose instructions are not known
     ├── PlanError             deciding
     │   ├── NoFeasiblePlan      E201   no split fits the devices
     │   ├── TooManyStages       E202   more stages than units
@@ -156,6 +157,13 @@ class ReplayMismatch(CaptureError):
     """Replaying the tape does not give what the model gives; the text names the instruction."""
 
     code = "E112"
+
+
+@final
+class UnknownPython(CaptureError):
+    """The instructions of this Python are not known, so that what a forward reads cannot be seen."""
+
+    code = "E113"
 
 
 class PlanError(OutsizeError, ABC):

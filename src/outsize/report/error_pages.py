@@ -171,6 +171,21 @@ What to do
   inputs or on registered buffers, or move it, together with what it decides,
   into one submodule.
 """
+_E113 = """
+UnknownPython [E113]: the instructions of this version of Python are not known.
+
+While a forward is captured, the Python instructions of your code are followed:
+each value that it reads (an attribute, a global, an item of a list) is compared
+before every step, and what it writes is put back. Instructions change with each
+version of Python. On one that is not known a value could change without a
+notice, and a run would go on with other numbers than the plain loop; so nothing
+is captured.
+
+What to do
+  Use one of the versions that the message names, as in
+  `python3.13 -m venv .venv`. outsize does not need to be the newest; torch has
+  wheels for all of them.
+"""
 _E201 = """
 NoFeasiblePlan [E201]: no split of the model fits the devices.
 
@@ -395,6 +410,7 @@ TEXTS = MappingProxyType(
         "E108": _E108,
         "E111": _E111,
         "E112": _E112,
+        "E113": _E113,
         "E201": _E201,
         "E202": _E202,
         "E203": _E203,

@@ -69,8 +69,8 @@ from outsize.capture.guards.notes import Key, Notes, Site, roots_of
 from outsize.capture.guards.opcodes import (
     CALLS_NAME_FUNCTION_FIRST,
     FIRST_IN_PLACE,
-    IS_SUPPORTED,
     LOADS_METHODS_AS_ATTRIBUTES,
+    LOOPS_LEAVE_THEIR_ITERATOR,
     Operation,
     operations_of,
 )
@@ -221,9 +221,6 @@ class ReadTrace:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Traces within the context."""
-        if not is_traced():
-            yield
-            return
         self._events = events_for(self)
         with self._events.active(), self._knowing_collections():
             self._is_active = self._is_on = True
@@ -765,7 +762,7 @@ class ReadTrace:
         self._begin_call(frame, state, callee, arguments)
 
     def _call_with_star(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
-        first, second, *arguments = state.pop(3 + (operation.arg & 1))
+        first, second, *arguments = state.pop(operation.pops or 3)
         self._begin_call(frame, state, first if CALLS_NAME_FUNCTION_FIRST else second, arguments)
 
     def _binary_op(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
@@ -863,7 +860,7 @@ class ReadTrace:
         def after(offset: int) -> None:
             if offset == operation.next:
                 state.entries.append(_UNKNOWN)
-            else:
+            elif not LOOPS_LEAVE_THEIR_ITERATOR:
                 state.pop(1)
 
         state.pending = after
@@ -906,11 +903,6 @@ class Switched:
 
     def __exit__(self, *_: object) -> None:
         self._trace.switch(on=self._before)
-
-
-def is_traced() -> bool:
-    """Returns whether reads are noted: the instructions of this version of Python are known."""
-    return IS_SUPPORTED
 
 
 @contextmanager

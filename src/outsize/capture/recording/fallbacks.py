@@ -10,8 +10,6 @@ shown.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,8 +27,9 @@ from outsize.capture.fakes.untouched import untouched
 from outsize.capture.guards.constants import Origins
 from outsize.capture.guards.consumed import Consumed, is_random_generator, stood_in
 from outsize.capture.guards.notes import Notes, roots_of
+from outsize.capture.guards.opcodes import insist_on_known_python
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
-from outsize.capture.guards.trace import is_traced, without_writes
+from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.call_advice import advice_for_loss, call_text, rejected_by_model, shape_text
 from outsize.capture.recording.intercept import watching
 from outsize.capture.recording.leaf_rule import LeafRule
@@ -118,9 +117,10 @@ def record(
     Without `loss_fn` the loss is the model's own (`output.loss`, `output["loss"]`, or a scalar output);
     without any, `tape.loss` is None. Raises NotCapturable, ExampleRejected and BadOption.
     """
+    insist_on_known_python()
     insist_on_module(model)
     model = with_loss(model, loss_fn)
-    rule, caches = _rule_of(model, loss_fn, options), Caches(model, loss_fn)
+    rule, caches = _rule_of(model, options), Caches(model, loss_fn)
     origins = Origins((args, kwargs, target))
     call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes(), origins)
     _insist_on_plain_inputs(call)
@@ -147,30 +147,17 @@ def record(
                     raise origins.error or _explained(call, error) from error
 
 
-def _rule_of(model: nn.Module, loss_fn: LossFn | None, options: TapeOptions) -> LeafRule:
+def _rule_of(model: nn.Module, options: TapeOptions) -> LeafRule:
     """Returns the rule by which the first recording chooses leaves."""
     live = set(options.live or ())
     rule = LeafRule(
         of_loss=frozenset(loss_modules(model)),
-        # A loss whose reads and writes are not noted is called at each replay.
-        live_loss=LOSS in live or (loss_fn is not None and not is_traced()),
+        live_loss=LOSS in live,
         guards_reads=options.live is not None,
         numbers=options.numbers,
     )
-    if rule.guards_reads and not is_traced():
-        _say_what_is_not_seen()
     rule.forced.update(dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step"))
     return rule
-
-
-@functools.cache
-def _say_what_is_not_seen() -> None:
-    version = ".".join(map(str, sys.version_info[:2]))
-    warn_user(
-        f"what a forward reads is not traced on Python {version}: numbers and texts in the attributes of "
-        "modules and of `config` are compared before each step, other values keep what they were when the "
-        "forward was recorded, and the loss function is called at each microbatch; use Python 3.11 to 3.13",
-    )
 
 
 def insist_on_module(model: Any) -> None:
@@ -319,7 +306,7 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
 def _note_origins(recorder: Recorder, reads: Notes, caches: Caches, origins: Origins) -> None:
     """Notes real tensors on the tape that are not found again at each step, where reads are noted."""
     used = [(t, site) for t, site in recorder.constants if site.frame != LOSS or not recorder.has_live_loss]
-    if is_traced() and origins.asks_again(used, reads, caches.has):
+    if origins.asks_again(used, reads, caches.has):
         raise _Retry
 
 

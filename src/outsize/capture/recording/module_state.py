@@ -187,7 +187,7 @@ def leave_alone(model: nn.Module, rule: LeafRule, use: Consumed) -> None:
             f"the forward of {type(model).__name__} uses {use.label}, a {type(use.value).__name__} that "
             "lives between calls and cannot be copied where it is: a recording would take values of it",
             numbers=f"at {use.where}",
-            next_step="hold one that can be copied (itertools.count) in an attribute, or a number",
+            next_step="hold a number in an attribute and add to it, or an iterator over a list",
         )
     if frame == "" or frame in rule.opened or any(not _is_one(frame, other) for other in known):
         raise NotCapturable(

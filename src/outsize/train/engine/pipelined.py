@@ -98,7 +98,7 @@ class Pipelined(Executor):
         )
         self.variants = Variants(model, plan, options.loss_fn, recording, changes)
         # Copies of the model in this process hold the values of when they were made, so all of them count.
-        self._settings = StructureVersions(model, plain=True) if copies else StructureVersions(model)
+        self._settings = StructureVersions(model, plain=copies)
         self._looks_checked = 0
         self._state = 0  # number of the model's state, by its settings
         self._replica_copies = ReplicaCopies(model, crew.local_replicas, ownership.device_of)

@@ -4,8 +4,8 @@
     block.register_forward_hook(f)   layer.half()      layer.__class__ = Other
 
 Values that code reads (`model.temperature = 0.5`, `norm.eval()`) are guarded where they are read
-(capture/guards); only for a version of Python whose instructions are not known, numbers and texts in the
-attributes of modules and of their `config` are looked at here.
+(capture/guards); only where copies of the model hold the values of when they were made (`plain`), numbers and
+texts in the attributes of modules and of their `config` are looked at here.
 A forward changes such things as well (a counter; hooks that transformers installs in its first call). Those
 are told apart by when they change: what was ever found changed by a step itself is no wish of the user. Steps
 are watched for that after a state that is new, and only then, and a model that looks as it did before is not
@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from outsize.capture.guards.check import WholeDicts
-from outsize.capture.guards.opcodes import IS_SUPPORTED
 from outsize.capture.guards.parameters import ParameterFlags
 from outsize.program.objects import NUMBERS_AND_TEXT
 from outsize.program.sharding.opaque_modules import HOOKS
@@ -35,8 +34,8 @@ _HOOKS_EVERY: Final = 64
 class StructureVersions:
     """Numbers the states of a model in the order in which they were met."""
 
-    def __init__(self, model: nn.Module, *, plain: bool = not IS_SUPPORTED) -> None:
-        """`plain`: numbers and texts in attributes count, since no reads of them are known."""
+    def __init__(self, model: nn.Module, *, plain: bool = False) -> None:
+        """`plain`: numbers and texts in attributes count, whether code reads them or not."""
         self._model, self._plain = model, plain
         self._known: list[StateValues] = []
         self._now: StateValues = {}

@@ -86,8 +86,8 @@ def test_only_what_was_written_is_looked_at() -> None:
     versions = DictVersions([vars(layer) for layer in layers] * 2)
     torch.stack([layer(torch.ones(1)) for layer in layers]).sum().backward()
     assert versions.written() == []
-    layers[2].train()
-    assert versions.written() == []
+    layers[2].train()  # As it was: that counts where a watcher of dicts counts, from Python 3.12 on.
+    assert [id(each) for each in versions.written()] in ([], [id(vars(layers[2]))])
     layers[2].eval()
     assert [id(each) for each in versions.written()] == [id(vars(layers[2]))]
     versions.renew()

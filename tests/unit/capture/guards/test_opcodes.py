@@ -9,16 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import outsize
 from outsize.capture.guards import opcodes
+from outsize.errors import UnknownPython
 
 WALK = Path(__file__).with_name("opcode_depths.py")
 # They end a frame or pause it, or no way leads to them (FOR_ITER jumps behind END_FOR).
-EMPTY_THE_STACK = {"RAISE_VARARGS", "RERAISE", "RETURN_GENERATOR", "YIELD_VALUE", "END_FOR"}
+EMPTY_THE_STACK = {
+    *("RAISE_VARARGS", "RERAISE", "RETURN_GENERATOR", "YIELD_VALUE", "END_FOR"),
+    *("PUSH_EXC_INFO", "WITH_EXCEPT_START", "POP_EXCEPT"),
+}
 
 
 @pytest.mark.interpreters
-@pytest.mark.parametrize("version", [(3, 11), (3, 12), (3, 13)], ids=lambda v: f"python{v[0]}.{v[1]}")
+@pytest.mark.parametrize("version", opcodes.KNOWN, ids=lambda v: f"python{v[0]}.{v[1]}")
 def test_every_instruction_has_an_entry_and_the_stack_comes_out(version: tuple[int, int]) -> None:
     """Under the Python that runs the tests always, under the others where they are found."""
     name = f"python{version[0]}.{version[1]}"
@@ -36,3 +43,20 @@ def test_every_instruction_has_an_entry_and_the_stack_comes_out(version: tuple[i
     assert tuple(found["version"]) == version
     assert found["wrong"] == []
     assert set(found["without"]) <= EMPTY_THE_STACK
+
+
+def test_a_python_that_is_not_known_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything of the model has run; a warning alone would let values change unseen."""
+    calls: list[str] = []
+
+    class Counted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append("forward")
+            return x.sum()
+
+    monkeypatch.setattr(opcodes, "VERSION", (3, 99))
+    with pytest.raises(
+        UnknownPython, match=r"Python 3\.99 .* known are 3\.11, 3\.12.* Next: python3\.\d+ -m"
+    ):
+        outsize.parallelize(Counted(), (torch.ones(2),), stages=1)
+    assert calls == []
