@@ -161,6 +161,7 @@ class Denominators:
                 value = rule(instruction)
                 if value is not None:
                     return value
+        # Entries that stay apart need no denominator; what an unknown function sums up has an unknown one.
         scalar = all(not self._tape.metas[slot].shape for slot in instruction.defines())
         return self._underivable(instruction) if scalar or _reduced(operands) else _PER_SAMPLE
 
@@ -195,6 +196,7 @@ class Denominators:
 
     def _mean_cross_entropy(self, instruction: Instruction, arguments: Mapping[str, Any]) -> Value:
         target, weights = arguments["target"], arguments["weight"]
+        # Targets that are no value of the tape were frozen with it, and cannot be counted anew.
         if not isinstance(target, Ref):
             return self._underivable(instruction)
         if self._tape.metas[target.slot].dtype.is_floating_point:  # class probabilities: a mean over samples
@@ -221,10 +223,12 @@ class Denominators:
         value = self._of(operand)
         if all(isinstance(term, Underivable) or term.reduced for term in value):
             return value  # a sum or mean over a list of losses
+        # A reduction over other dims than those of samples leaves one entry for each sample.
         dims = _dims(instruction, len(self._tape.metas[operand.slot].shape))
         if dims is not None:
             over_samples = bool(dims & self._sample_dims(operand))
             return self._underivable(instruction) if over_samples or _reduced(value) else _PER_SAMPLE
+        # A mean of what was already divided by a count has two denominators, whose product does not add up.
         measures = (self._mean_over(operand),) if "mean" in name else ()
         terms = [term for term in value if isinstance(term, Term) and not (term.measures and measures)]
         if len(terms) < len(value) or any(term.reduced for term in terms):
@@ -268,12 +272,14 @@ class Denominators:
 
     def _sum(self, operands: Sequence[Any]) -> Value:
         values = [self._of(operand) for operand in operands]
+        # A constant (a regularizer) counts once in the batch, and not once for each microbatch.
         constant = any(not v and operand != 0 for v, operand in zip(values, operands, strict=True))
         union = _union(values)
         return _union([union, (_CONSTANT,)]) if constant and _reduced(union) else union
 
     def _product(self, instruction: Instruction, operands: Sequence[Any]) -> Value:
         values = [value for operand in operands if (value := self._of(operand))]
+        # A factor that does not depend on samples is in A, and cancels in L_m / L.
         if len(values) == 1:
             return values[0]
         return _PER_SAMPLE if set(_union(values)) == set(_PER_SAMPLE) else self._underivable(instruction)
@@ -305,6 +311,7 @@ class Denominators:
         if term.measures or term.constant:
             return term
         for guard in self._tape.guards:
+            # `loss.sum() / n` with `n = int(mask.sum())`: the number was read off a tensor, under this guard.
             if guard.value == number and not isinstance(guard.value, bool | tuple):
                 read = self._of(guard.args)
                 if set(read) == {Term(reduced=True)}:

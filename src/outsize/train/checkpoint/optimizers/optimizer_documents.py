@@ -111,6 +111,7 @@ class _Splitter:
         state, groups = value.get("state"), _groups_in(value)
         if not isinstance(state, Mapping) or groups is None:
             return None
+        # Which optimizer: a wrapper returns a state of its own form beside that of the optimizer in it.
         order = self._order_of(groups, state)
         if order is None:
             return None
@@ -124,6 +125,7 @@ class _Splitter:
         weights, others = list(chain.from_iterable(order)), dict[Any, Any]()
         for key, entry in state.items():
             at = numbers.get(_key(key))
+            # LBFGS keeps vectors over all weights as the state of the first one, so that entry is of all.
             if at is None or any(map(self._is_flat, _tensors(entry, weights[at]))):
                 others[key if at is None else at] = entry
             else:
@@ -165,6 +167,7 @@ class _Splitter:
 
     def _listed(self, value: Sequence[Any], place: str) -> Any:
         """Returns a list that has None or a tensor of its shape for each weight, without them."""
+        # Of a single weight, a list of one tensor could be anything: a history, a buffer.
         if len(value) != len(self._weights) or self._in_state or len(value) < 2:
             return None
         if not all(
@@ -180,6 +183,7 @@ class _Splitter:
 
     def _look_at(self, value: Sequence[Any] | Mapping[Any, Any]) -> None:
         """Notes a container with as many values as there are weights, of which nobody knows the order."""
+        # Names of options may be as many as weights by chance; numbers and objects as keys hardly are.
         is_named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
         if 1 < len(value) == len(self._weights) and not is_named and not self._in_state:
             self.parts.is_whole = True
@@ -223,6 +227,7 @@ def put_together(
     def level(part: Facts) -> Any:
         place = part["place"]
         order = own.orders.get(place, own.order)
+        # torch numbers weights through all groups; each rank has other weights, so its numbers are its own.
         numbers = iter(range(_count(order)))
         numbered = [
             {**group, "params": [next(numbers) for _ in weights]}
@@ -322,6 +327,7 @@ def _is_state_of(optimizer: Any, order: Groups, groups: Sequence[Facts], state: 
     for key, weight in zip(keys, chain.from_iterable(order), strict=True):
         entry = state.get(key) if not isinstance(key, Tensor) else None
         mine = held.get(weight) if isinstance(held, Mapping) else None
+        # Before its first step an optimizer has no state that could tell it from another.
         if not isinstance(entry, Mapping) or not isinstance(mine, Mapping):
             continue
         if any(

@@ -102,6 +102,7 @@ class NamedOptimizer:
         apart, prefix = self._taken_apart(names), f"{self._group}/rest.{self._held.rank}"
         weights = self._held.tensors()
         self._parts, states, strides = [], Facts(), Facts()
+        # A weight on meta is stepped by its owner, which saves its states.
         here = ((name, entries) for name, entries in apart.entries.items() if not weights[name].is_meta)
         for name, entries in here:
             tensors, states[name] = dict[str, Tensor](), Facts()
@@ -114,13 +115,16 @@ class NamedOptimizer:
                 HeldPart(f"{self._group}/{name}/{key}", state, self._located(name, weights[name], key, state))
                 for key, state in tensors.items()
             ]
+            # Files hold tensors in the order of their dims, so another order is noted beside them.
             strides[name] = {k: list(t.stride()) for k, t in tensors.items() if _has_an_order_of_its_own(t)}
         self._parts += [
             HeldPart(f"{prefix}/{key}", tensor, located(tensor)) for key, tensor in apart.whole.items()
         ]
         rest: Facts = {"template": apart.template, "is_whole": apart.is_whole, "rank": self._held.rank}
+        # A state of several weights together is found again by them, and fits no other set.
         rest["names"] = [names.get(id(w)) for group in apart.order for w in group]
         inner = {place: groups for place, groups in apart.groups.items() if place != TOP}
+        # A wrapper that has no groups itself: those of the first optimizer in it stand for it.
         top = apart.groups.get(TOP, next(iter(apart.groups.values()), []))
         groups = {"groups": top, "inner": inner}
         return {"class": self.kind, **groups, "states": states, "strides": strides, "rests": [rest]}
@@ -154,6 +158,7 @@ class NamedOptimizer:
     def _located(self, name: str, weight: Tensor, key: str, state: Tensor) -> Located:
         """Returns where a state lies. Raises BadOption for one that follows from this rank's part alone."""
         division = self._held.division(name) if state.ndim else None
+        # A plain state of another shape, beside a sharded weight, was made of the local part.
         is_whole = weight is local_of(weight) or state is not local_of(state) or state.shape == weight.shape
         is_divided = division is None or _goes_along(state.shape, weight.shape, division.share.dim)
         if state.ndim and not (is_whole and is_divided and not is_wrapper(local_of(state))):
@@ -186,6 +191,7 @@ class NamedOptimizer:
         """
         self.insist_on_class(facts)
         names = self._names()
+        # The order of weights is that of this run, whatever it was in the one that saved.
         own = self._taken_apart(names)
         rest = self._rest(facts, [names.get(id(w)) for group in own.order for w in group])
         entries = self._entries(facts, saved)
@@ -212,6 +218,7 @@ class NamedOptimizer:
         """Lets the optimizer load its state. Raises BadOption where it refuses what it returned itself."""
         optimizers = optimizers_in(self._optimizer)
         own = [getattr(each, "__dict__", {}) for each in optimizers]
+        # Before it loads, since afterwards the containers that others share are no longer in it.
         kept = [(e, d.get("param_groups"), d.get("state")) for e, d in zip(optimizers, own, strict=True)]
         try:
             self._optimizer.load_state_dict(document)
@@ -231,6 +238,7 @@ class NamedOptimizer:
 
     def _rest(self, facts: Facts, names: list[str | None]) -> Facts:
         """Returns what belongs to no weight. Raises BadOption where it is of other weights together."""
+        # Checkpoints of before the rest was saved have torch's own form.
         rests: list[Facts] = facts.get("rests") or [{"template": _TORCHS_FORM, "rank": 0, "is_whole": False}]
         if len(rests) == 1 and not rests[0]["is_whole"]:
             return rests[0]
@@ -281,6 +289,7 @@ class NamedOptimizer:
 
     def _values(self, groups: list[Facts], number: int, own: Sequence[str]) -> Facts:
         """Returns the saved hyperparameters of a group that has these weights."""
+        # A rank whose weights are all in other groups still wants the values that this group has.
         chosen = [group for group in groups if not own and group["number"] == number]
         chosen = [group for group in groups if not set(own).isdisjoint(group["names"])] or chosen
         distinct = [group["values"] for group in chosen]
@@ -304,6 +313,7 @@ class NamedOptimizer:
         local, at = local_of(weight.detach()), self._held.placed(name, weight, division)
         if shape != at.shape:
             return self._of_other_shape(weight, full, shape, division, saved).to(weight.device)
+        # A state may be finer than its weight: a float32 average of a bf16 weight.
         empty = torch.empty_like(local, dtype=saved.dtype(full))
         state = divided_like(empty, weight)
         HeldPart(full, state, at).fill(saved)
@@ -446,6 +456,8 @@ def _merged_groups(by_rank: Iterable[list[Facts]]) -> list[Facts]:
     groups = list[Facts]()
     for of_rank in by_rank:
         for number, group in enumerate(of_rank):
+            # Each rank has a part of the group. One whose values differ is kept apart, and `_values`
+            # refuses it where its weights meet the others in one group.
             known = (g for g in groups if g["number"] == number and g["values"] == group["values"])
             same = next(known, None)
             if same is None:
