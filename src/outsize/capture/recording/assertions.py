@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Python 3.13 converts to bool before it jumps: in an instruction of its own, or in that of a comparison.
+_TO_BOOL = ("TO_BOOL", "COMPARE_OP")
 _JUMPS = ("JUMP", "RETURN", "YIELD", "FOR_ITER", "SEND")
 
 
@@ -44,7 +46,7 @@ def _surviving_answer(frame: FrameType) -> bool | None:
     code = list(dis.get_instructions(frame.f_code))
     place = {instruction.offset: at for at, instruction in enumerate(code)}
     at = place.get(frame.f_lasti, 0)
-    if code[at].opname == "TO_BOOL":  # Python 3.13 converts to bool before it jumps.
+    if code[at].opname in _TO_BOOL:
         at += 1
     jump = code[at]
     if not jump.opname.endswith(("_IF_TRUE", "_IF_FALSE")):
