@@ -16,6 +16,7 @@ CONTEXT: Final = Axis(
     same_weights=True,
     same_experts=True,
     within_stages=True,
+    is_searched=True,
     reads_whole="which reads whole sequences",
     help="Number of devices that share each sequence, by its tokens.",
 )

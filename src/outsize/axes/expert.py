@@ -16,6 +16,7 @@ EXPERT: Final = Axis(
     joins_states=True,
     same_weights=True,
     within_stages=True,
+    is_searched=True,
     reads_whole="which calls all experts",
     help="Number of devices that share the experts; each has its own samples.",
 )

@@ -15,5 +15,6 @@ REPLICATE: Final = Axis(
     same_weights=True,
     same_experts=True,
     by_modules=True,
+    is_searched=True,
     help="Number of replicas, each with its part of the batch.",
 )

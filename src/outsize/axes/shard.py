@@ -15,5 +15,6 @@ SHARD: Final = Axis(
     divides_states=True,
     same_weights=True,
     same_experts=True,
+    is_searched=True,
     help="Number of replicas that share weights and states (FSDP).",
 )

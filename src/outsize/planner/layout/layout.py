@@ -171,23 +171,46 @@ def pipelines(
                 yield Layout(axes, axes.pp * chunks, schedule, microbatches, captured)
 
 
+_ONE: Final = Axes()
+
+
+@final
+@dataclass(frozen=True)
+class AxisChoices:
+    """Holds the sizes of axes that depend on the model or the request: those of cp, those of ep beside 1, and
+    a mesh with the sizes of those axes that are `given` and that the search tries no other sizes of.
+    """
+
+    contexts: Sequence[int] = (1,)
+    experts: Sequence[int] = ()
+    given: Axes = _ONE
+
+    def of_each_group(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns the sizes of groups, each with their number, without the axes that are given."""
+        given = self.given.group_size
+        return [(size // given, pp) for size, pp in sizes if size % given == 0]
+
+
+_ANY: Final = AxisChoices()
+
+
 def all_layouts(
     cluster: Cluster,
     captured: Iterable[int],
     schedules: Sequence[ScheduleName],
     units: int,
-    contexts: Sequence[int] = (1,),
-    experts: Sequence[int] = (),
+    choices: AxisChoices = _ANY,
 ) -> Iterator[Layout]:
     """Yields all layouts of all devices.
 
-    `captured`: the numbers of microbatches of the whole batch for which there is a model. `contexts`: the
-    sizes of cp. `experts`: those of ep beside 1.
+    `captured`: the numbers of microbatches of the whole batch for which there is a model.
     """
-    ascending = sorted(captured)
+    ascending, given = sorted(captured), choices.given.used
     per_node = gcd(*(part.devices_per_node for part in cluster.parts)) or cluster.devices_per_node
-    for axes, weights in _meshes(_sizes(cluster, units), per_node, contexts, experts):
-        counts = counts_for(ascending if axes.cp == 1 else ascending[-1:], axes)
+    sizes = choices.of_each_group(_sizes(cluster, units))
+    for searched, weights in _meshes(sizes, per_node, choices) if sizes else ():
+        axes = searched.model_copy(update=given)
+        counts = counts_for(ascending if axes.token_parts == 1 else ascending[-1:], axes)
         for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units):
             yield replace(layout, weights=weights)
 
@@ -296,25 +319,29 @@ def _sizes(cluster: Cluster, units: int) -> list[tuple[int, int]]:
 
 
 def _meshes(
-    sizes: Sequence[tuple[int, int]], per_node: int, contexts: Sequence[int], experts: Sequence[int]
+    sizes: Sequence[tuple[int, int]], per_node: int, choices: AxisChoices
 ) -> Iterator[tuple[Axes, Weights]]:
+    """Yields the meshes of the axes that are searched, each with the ways to hold its weights."""
     largest = max(size for size, _ in sizes)
     within = [t for t in _divisors(per_node) if largest % t == 0]
-    for tp, cp in product(within, contexts):
+    for tp, cp in product(within, choices.contexts):
         for replicas, pp in ((size // tp // cp, pp) for size, pp in sizes if size % (tp * cp) == 0):
             for shard in sorted({1, replicas, _largest(replicas, per_node // tp // cp)}):
                 axes = Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas // shard, dp_shard=shard)
                 for weights in weight_modes(axes):
                     yield axes, weights
-    yield from _expert_meshes(sizes, within, contexts, experts)
+    yield from _expert_meshes(sizes, within, choices)
 
 
 def _expert_meshes(
-    sizes: Sequence[tuple[int, int]], within: Sequence[int], contexts: Sequence[int], experts: Sequence[int]
+    sizes: Sequence[tuple[int, int]], within: Sequence[int], choices: AxisChoices
 ) -> Iterator[tuple[Axes, Weights]]:
     """Yields the meshes of which each rank of ep and tp has some of the experts."""
+    experts = choices.experts
     groups = (
-        (tp, cp, ep) for tp, cp, ep in product(within, contexts, experts) if tp == 1 or tp * ep in experts
+        (tp, cp, ep)
+        for tp, cp, ep in product(within, choices.contexts, experts)
+        if tp == 1 or tp * ep in experts
     )
     for (tp, cp, ep), (size, pp) in product(groups, sizes):
         replicas, left = divmod(size, tp * cp * ep)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
+from outsize.axes.registry import those
 from outsize.errors import BadOption, TooManyStages
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
@@ -20,6 +21,7 @@ from outsize.planner.fit.nearest import device_part
 from outsize.planner.layout.expert_parallel import expert_sizes
 from outsize.planner.layout.layout import (
     MOST_STAGES,
+    AxisChoices,
     Layout,
     all_layouts,
     counts_for,
@@ -57,11 +59,13 @@ def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> It
     if not candidates:
         return  # Nothing was captured for what was asked for, which the search of pipelines tells.
     graph = candidates[max(candidates)][0]
-    asked = request.mesh(1).token_parts
-    contexts = context_sizes(graph, len(cluster.devices)) if asked == 1 else (asked,)
-    schedules = _schedules(request, candidates, (DEFAULT.name,))
-    experts = expert_sizes(graph, len(cluster.devices))
-    for layout in all_layouts(cluster, candidates, schedules, _units(candidates), contexts, experts):
+    schedules, asked = _schedules(request, candidates, (DEFAULT.name,)), request.mesh(1)
+    choices = AxisChoices(
+        contexts=(asked.cp,) if asked.cp > 1 else context_sizes(graph, len(cluster.devices)),
+        experts=expert_sizes(graph, len(cluster.devices)),
+        given=asked.with_one(those(lambda axis: axis.is_searched)),
+    )
+    for layout in all_layouts(cluster, candidates, schedules, _units(candidates), choices):
         for sequence in _sequence_options(request, layout, graph):
             ordered = request.schedule is None or layout.axes.pp > 1
             if ordered and _allows(request, layout, graph):

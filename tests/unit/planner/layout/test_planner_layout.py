@@ -8,7 +8,7 @@ import pytest
 
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.plan import Axes, Plan, ScheduleName
-from outsize.planner.layout.layout import Layout, all_layouts, grouped, host_layouts, pipelines
+from outsize.planner.layout.layout import AxisChoices, Layout, all_layouts, grouped, host_layouts, pipelines
 from outsize.policies.weights import HOSTED
 
 ONE: tuple[ScheduleName, ...] = ("1f1b",)
@@ -64,7 +64,7 @@ def test_every_factorisation_is_there_once(name: str, count: int) -> None:
 def test_tokens_are_shared_at_the_sizes_given_and_with_the_smallest_microbatches(name: str) -> None:
     cluster = parse_cluster(name)
     plain = list(all_layouts(cluster, [8, 16], ONE, 64))
-    found = list(all_layouts(cluster, [8, 16], ONE, 64, (1, 2, 4)))
+    found = list(all_layouts(cluster, [8, 16], ONE, 64, AxisChoices((1, 2, 4))))
     assert [layout for layout in found if layout.axes.cp == 1] == plain
     shared = [layout for layout in found if layout.axes.cp > 1]
     assert {layout.captured for layout in shared} == {16}
@@ -84,8 +84,8 @@ def test_experts_are_over_ep_and_tp_and_each_rank_has_one() -> None:
     none, and cp is as in layouts without ep.
     """
     cluster = parse_cluster("2x4xcpu")
-    plain = list(all_layouts(cluster, [8, 16], ONE, 64, (1, 2)))
-    found = list(all_layouts(cluster, [8, 16], ONE, 64, (1, 2), (2, 4)))
+    plain = list(all_layouts(cluster, [8, 16], ONE, 64, AxisChoices((1, 2))))
+    found = list(all_layouts(cluster, [8, 16], ONE, 64, AxisChoices((1, 2), (2, 4))))
     assert [layout for layout in found if layout.axes.ep == 1] == plain
     divided = [layout for layout in found if layout.axes.ep > 1]
     assert len(set(divided)) == len(divided)
