@@ -41,7 +41,7 @@ from outsize.train.check.reference import reference_step
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.ranks.tensor_parallel import TensorRanks
+from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 
@@ -213,7 +213,7 @@ def split(engine: Engine, batch: Batch) -> tuple[list[float], Numbers, Sent, Num
     return losses, grads, sent, engine.full_state_dict()
 
 
-def tensor_of(engine: Engine) -> TensorRanks:
+def tensor_of(engine: Engine) -> DividedWeights:
     found = engine._tensor  # pyright: ignore[reportPrivateUsage]
     assert found is not None
     return found

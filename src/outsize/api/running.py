@@ -66,7 +66,7 @@ from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import agreed, make_engine
 from outsize.train.engine.options import EngineOptions, RankOptions
 from outsize.train.measure.training_case import TrainingCase
-from outsize.train.ranks.tensor_parallel import insist_on_bits
+from outsize.train.ranks.divided_weights import insist_on_bits
 from outsize.train.world.handshake import shake_hands
 from outsize.train.world.join import join
 from outsize.train.world.world import World

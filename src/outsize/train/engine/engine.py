@@ -95,8 +95,7 @@ from outsize.train.optimizers.owned_step import OwnedStep
 from outsize.train.optimizers.placed import OptimizerPlacing
 from outsize.train.ranks.batch_check import insist_on_one_batch, is_checked
 from outsize.train.ranks.context_parallel import context_ranks
-from outsize.train.ranks.expert_parallel import divided_ranks
-from outsize.train.ranks.tensor_parallel import insist_on_whole
+from outsize.train.ranks.divided_weights import divided_ranks, insist_on_whole
 from outsize.train.variants.results import BatchLoss, EvalResult, StepResult, evaluating
 from outsize.train.variants.variant import RecordingOptions
 from outsize.train.world.world import World

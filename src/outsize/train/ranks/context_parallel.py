@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from outsize.axes.context import CONTEXT
-from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.program.sharding.context_parallel.row_tape import RowCollectives, row_tape
 from outsize.program.sharding.context_parallel.rows import by_rows
 from outsize.program.tape import Tape
 from outsize.run.collectives.context_parallel import ContextParallelGroup
+from outsize.train.ranks.axis_ranks import ranks_along
 from outsize.train.ranks.mesh import Mesh
 
 
@@ -48,19 +48,6 @@ def context_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: 
 
     Raises BadOption and WorldMismatch.
     """
-    degree = plan.axes.cp
-    if degree == 1:
+    if plan.axes.cp == 1:
         return None
-    if plan.form != "tape":
-        raise BadOption(
-            f"{plan.model} runs by modules, in its own Python, which reads whole sequences",
-            numbers=f"cp={degree}",
-            next_step="cp=1; `why` of the plan says which line is not captured",
-        )
-    if mesh is None or mesh.device_mesh is None:
-        raise WorldMismatch(
-            "context parallelism is between processes, and this is one alone",
-            numbers=f"the plan needs {plan.axes.world_size}, cp={degree}",
-            next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py",
-        )
-    return ContextRanks(model, mesh.along(CONTEXT), compiled=compiled)
+    return ContextRanks(model, ranks_along(CONTEXT, plan, mesh), compiled=compiled)

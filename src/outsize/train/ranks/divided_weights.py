@@ -1,66 +1,90 @@
-"""Defines DividedWeights: ranks that each have a part of some weights, and this process's parts.
+"""Defines DividedWeights: which parts of weights this process has, of all axes that divide some.
 
 Tensor parallelism divides layers so, and expert parallelism experts.
 
     weights   ->  divide()  ->   this rank's parts: ordinary parameters under their names
 
+Each weight is divided along one axis at most: what an axis claims, such as experts, the others leave whole.
 Code that needs the sizes of one device (to record another signature, to compute costs) runs in `whole()`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
 from outsize.axes.axis import Axis
+from outsize.axes.registry import DIVIDING, LISTED
 from outsize.device.accelerators import current_device, is_accelerator
+from outsize.errors import BadOption
+from outsize.ir.plan import Plan
 from outsize.program.sharding.share import Share
 from outsize.program.tape import Tape
 from outsize.run.collectives.expert_parallel import ExpertParallelGroup
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup, with_added_squares
 from outsize.run.weights.freed import bare
 from outsize.run.weights.ownership import like, places, replace
+from outsize.train.ranks.axis_ranks import AxisRanks, ranks_along
+from outsize.train.ranks.expert_parallel import ExpertRanks
+from outsize.train.ranks.mesh import Mesh
+from outsize.train.ranks.tensor_parallel import TensorRanks
+
+# How ranks along each of these axes divide weights.
+_RANKS: Final[Mapping[str, type[AxisRanks]]] = {
+    ranks.axis.name: ranks for ranks in (TensorRanks, ExpertRanks)
+}
 
 
-class DividedWeights(ABC):
-    """The ranks of `group`, which divide some weights of a model along the axis `axis` of the mesh."""
+@final
+class DividedWeights:
+    """The parts that this rank has of a model's weights; `along` are the axes that divide some of them."""
 
-    axis: ClassVar[Axis]
-
-    def __init__(self, model: nn.Module, group: TensorParallelGroup) -> None:
-        self.group, self._model = group, model
+    def __init__(self, model: nn.Module, along: Sequence[AxisRanks]) -> None:
+        self._model, self._along = model, along
+        # Those of the first axis share a microbatch, and count for what no axis divides.
+        self.axis, self.group = along[0].axis, along[0].group
         self._whole_parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 
-    def group_of(self, name: str) -> TensorParallelGroup:
-        """Returns the ranks that divide the weight of this name, if any do."""
-        return self.group
-
-    def axis_of(self, name: str) -> Axis:
-        """Returns the axis along which the weight of this name is divided, if it is."""
-        return self.axis
-
     @property
-    @abstractmethod
     def first(self) -> bool:
         """Tells whether this rank hands out whole weights, where it is the first of its replicas."""
-
-    @abstractmethod
-    def local(self, tape: Tape) -> Tape:
-        """Returns the rank's own tape; the first one decides which weights are divided."""
-
-    @abstractmethod
-    def share(self, name: str) -> Share | None:
-        """Returns how a weight is divided, by its first name; None where every rank has all of it."""
+        return all(ranks.first for ranks in self._along)
 
     @property
     def expert_calls(self) -> ExpertParallelGroup | None:
         """Returns what runs calls of experts over ranks; None where no rank divides them."""
-        return None
+        return next((ranks.expert_calls for ranks in self._along if ranks.expert_calls is not None), None)
+
+    def local(self, tape: Tape) -> Tape:
+        """Returns the rank's own tape; the first one decides which weights are divided.
+
+        Raises BadOption where they cannot be.
+        """
+        own = tape
+        for ranks in self._along:
+            others = (other for other in self._along if other is not ranks)
+            whole = {name: why for other in others for name, why in other.claimed(tape).items()}
+            own = ranks.local(own, whole)
+        return own
+
+    def share(self, name: str) -> Share | None:
+        """Returns how a weight is divided, by its first name; None where every rank has all of it."""
+        return self._of(name).share(name)
+
+    def group_of(self, name: str) -> TensorParallelGroup:
+        """Returns the ranks that divide the weight of this name, if any do."""
+        return self._of(name).group
+
+    def axis_of(self, name: str) -> Axis:
+        """Returns the axis along which the weight of this name is divided, if it is."""
+        return self._of(name).axis
+
+    def _of(self, name: str) -> AxisRanks:
+        return next((ranks for ranks in self._along if ranks.share(name) is not None), self._along[0])
 
     # -- weights -------------------------------------------------------------------------------------
 
@@ -104,7 +128,11 @@ class DividedWeights(ABC):
         """Returns the norms of whole weights from those of parts; `norms[i]` is that of `names[i]`, 0 for
         none.
         """
-        return with_added_squares(norms, [self.share(name) is not None for name in names], self.group.total)
+        added = list(norms)
+        for ranks in self._along:
+            is_part = [ranks.share(name) is not None for name in names]
+            added = with_added_squares(added, is_part, ranks.group.total)
+        return added
 
     def gathered(self, name: str, value: Tensor) -> Tensor:
         """Returns the whole of a weight of which each rank gives its part (on the CPU); every rank must
@@ -124,3 +152,41 @@ class DividedWeights(ABC):
     def _device(self) -> torch.device:
         kind = self.group.mesh.device_type
         return current_device() if is_accelerator(kind) else torch.device(kind)
+
+
+def divided_ranks(
+    model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: bool
+) -> DividedWeights | None:
+    """Returns the parts of weights that the plan asks for; None where no axis divides weights.
+
+    Raises BadOption and WorldMismatch.
+    """
+    used = [axis for axis in LISTED if axis in DIVIDING and plan.axes.of(axis) > 1]
+    along: list[AxisRanks] = []
+    for axis in used:
+        ranks_along(axis, plan, mesh)
+        assert mesh is not None
+        alike = along[0].group if along else None
+        along.append(_RANKS[axis.name](model, mesh, plan, alike, compiled=compiled))
+    return DividedWeights(model, along) if along else None
+
+
+def insist_on_bits(plan: Plan) -> None:
+    """Raises BadOption for a plan that one process cannot run as it is, to compare bits."""
+    if plan.axes.divides_weights:
+        sizes = ", ".join(f"{axis.name}={plan.axes.of(axis)}" for axis in LISTED if axis in DIVIDING)
+        raise BadOption(
+            "a check compares bits, and ranks that divide layers or experts add up in another order",
+            numbers=f"{sizes}; float32 agrees to about 1e-6, float64 to 1e-15",
+            next_step="outsize check MODEL --plan FILE --processes, which compares within that",
+        )
+
+
+def insist_on_whole(ranks: DividedWeights | None, what: str) -> None:
+    """Raises BadOption where the model's own Python, which `what` runs, would meet parts of weights."""
+    if ranks is not None:
+        raise BadOption(
+            f"{what} runs the model's own Python, which wants whole weights, and ranks have parts of them",
+            numbers=f"{ranks.axis.name}={ranks.group.place.ranks}",
+            next_step=f"engine.full_state_dict(to=FOLDER), and run from them with {ranks.axis.name}=1",
+        )

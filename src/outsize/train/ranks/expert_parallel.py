@@ -14,17 +14,15 @@ So every weight is divided along one axis.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
 from outsize.axes.axis import Axis
 from outsize.axes.expert import EXPERT
-from outsize.axes.tensor import TENSOR
-from outsize.errors import BadOption, WorldMismatch
+from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.program.sharding.expert_parallel.expert_tape import ExpertCollectives, expert_tape
 from outsize.program.sharding.expert_parallel.experts import Experts, insist_on_experts
@@ -32,31 +30,21 @@ from outsize.program.sharding.share import Share
 from outsize.program.tape import Tape
 from outsize.run.collectives.expert_parallel import ExpertParallelGroup
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup
-from outsize.train.ranks.divided_weights import DividedWeights
+from outsize.train.ranks.axis_ranks import AxisRanks
 from outsize.train.ranks.mesh import Mesh
-from outsize.train.ranks.tensor_parallel import TensorRanks, tensor_ranks
 
 
 @final
-class ExpertRanks(DividedWeights):
+class ExpertRanks(AxisRanks):
     """The ranks of a mesh of one dim, each of which has some of the experts of every collection."""
 
     axis: ClassVar[Axis] = EXPERT
 
     def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        alike: TensorParallelGroup | None = None,
-        *,
-        compiled: bool = False,
+        self, model: nn.Module, mesh: Mesh, plan: Plan, alike: TensorParallelGroup | None, *, compiled: bool
     ) -> None:
-        """Joins the ranks of `mesh`; `alike` are those of tp among them, which have the same tokens.
-
-        `compiled`: stages are compiled, and their graphs end at collectives.
-        """
-        self._calls = ExpertParallelGroup(mesh, alike)
-        super().__init__(model, self._calls.group)
+        self._model, self._calls = model, ExpertParallelGroup(mesh.experts(), alike)
+        self.group = self._calls.group
         for name in ExpertCollectives.__abstractmethods__ if compiled else ():
             setattr(self._calls, name, torch.compiler.disable(getattr(self._calls, name)))
         self._shares: Mapping[str, Share] | None = None
@@ -69,7 +57,12 @@ class ExpertRanks(DividedWeights):
     def expert_calls(self) -> ExpertParallelGroup:
         return self._calls
 
-    def local(self, tape: Tape) -> Tape:
+    def claimed(self, tape: Tape) -> Mapping[str, str]:
+        found = insist_on_experts(tape, self._model, self.group.place.ranks)
+        names = (name for each in found.values() for name in each.parameters)
+        return dict.fromkeys(names, "it is of experts, which ep divides")
+
+    def local(self, tape: Tape, whole: Mapping[str, str]) -> Tape:
         """Returns the rank's own tape.
 
         Raises BadOption where there are no experts, or fewer than ranks.
@@ -93,78 +86,3 @@ class ExpertRanks(DividedWeights):
 
     def share(self, name: str) -> Share | None:
         return (self._shares or {}).get(name)
-
-
-@final
-class TensorAndExpertRanks(DividedWeights):
-    """The ranks of tp, which divide layers, and those of ep and tp, which divide experts."""
-
-    axis: ClassVar[Axis] = TENSOR
-
-    def __init__(self, model: nn.Module, layers: TensorRanks, experts: ExpertRanks) -> None:
-        super().__init__(model, layers.group)
-        self._layers, self._experts = layers, experts
-
-    @property
-    def first(self) -> bool:
-        return self._layers.first
-
-    @property
-    def expert_calls(self) -> ExpertParallelGroup:
-        return self._experts.expert_calls
-
-    def group_of(self, name: str) -> TensorParallelGroup:
-        return self._experts.group if self._experts.share(name) else self.group
-
-    def axis_of(self, name: str) -> Axis:
-        return (self._experts if self._experts.share(name) else self._layers).axis
-
-    def local(self, tape: Tape) -> Tape:
-        """Returns the rank's own tape, on which layers are divided but for experts, then these.
-
-        Raises BadOption where the number of ranks does not divide a size, or there are too few experts.
-        """
-        found = insist_on_experts(tape, self._model, self._experts.group.place.ranks)
-        names = (name for each in found.values() for name in each.parameters)
-        whole = dict.fromkeys(names, "it is of experts, which ep divides")
-        return self._experts.local(self._layers.local(tape, whole))
-
-    def share(self, name: str) -> Share | None:
-        return self._experts.share(name) or self._layers.share(name)
-
-    def norms(self, norms: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-        return self._experts.norms(self._layers.norms(norms, names), names)
-
-
-def divided_ranks(
-    model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: bool
-) -> DividedWeights | None:
-    """Returns the ranks that the plan asks for to divide weights; None for tp 1 and ep 1.
-
-    Raises BadOption and WorldMismatch.
-    """
-    layers = tensor_ranks(model, plan, mesh, compiled=compiled)
-    if plan.axes.ep == 1:
-        return layers
-    experts = _expert_ranks(model, plan, mesh, layers, compiled=compiled)
-    return experts if layers is None else TensorAndExpertRanks(model, layers, experts)
-
-
-def _expert_ranks(
-    model: nn.Module, plan: Plan, mesh: Mesh | None, layers: TensorRanks | None, *, compiled: bool
-) -> ExpertRanks:
-    degree = plan.axes.ep
-    if plan.form != "tape":
-        raise BadOption(
-            f"{plan.model} runs by modules, in its own Python, which calls all experts",
-            numbers=f"ep={degree}",
-            next_step="ep=1; `why` of the plan says which line is not captured",
-        )
-    if mesh is None or mesh.device_mesh is None:
-        raise WorldMismatch(
-            "expert parallelism is between processes, and this is one alone",
-            numbers=f"the plan needs {plan.axes.world_size}, ep={degree}",
-            next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py",
-        )
-    alike = None if layers is None else layers.group
-    return ExpertRanks(model, mesh.experts(), alike, compiled=compiled)
