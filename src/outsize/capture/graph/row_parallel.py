@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +16,8 @@ from outsize.capture.graph.build import Captured
 from outsize.errors import BadOption
 from outsize.ir.graph import ModelGraph, RowFacts
 from outsize.program.liveness import live
-from outsize.program.sharding.context_parallel.row_tape import RowCall, RowCollectives, row_tape
+from outsize.program.sharding.axis_group import CountedGroup, collective_of
+from outsize.program.sharding.context_parallel.row_tape import row_tape
 from outsize.program.sharding.context_parallel.rows import by_rows
 from outsize.program.sharding.share import RankPosition
 from outsize.program.tape import Tape
@@ -45,35 +46,14 @@ def with_rows(captured: Captured, model: nn.Module, ranks: int) -> ModelGraph:
     except BadOption as refusal:
         fields["rows"] = RowFacts(refused=refusal.what)
         return ModelGraph(**fields)
-    local = row_tape(tape, rows, dict(model.named_modules()), _CountedRows(ranks))
+    local = row_tape(tape, rows, dict(model.named_modules()), CountedGroup(RankPosition(0, ranks)))
     alive = live(local, local.output_slots() if local.loss is None else (local.loss.slot,))
     gathered = Counter[int]()
     for instruction in local.instructions:
-        target = instruction.target
-        is_gather = isinstance(target, RowCall) and target.run.__name__ == "gather"
-        if is_gather and alive[instruction.index]:
+        call = collective_of(instruction)
+        if call is not None and call.name == "gather" and alive[instruction.index]:
             unit = bisect_right(captured.starts, instruction.origin) - 1
             gathered[unit] += sum(local.metas[slot].size_bytes for slot in instruction.defines())
     units = [u.model_copy(update={"row_gather_bytes": gathered[u.index]}) for u in graph.units]
     fields |= {"units": tuple(units), "rows": RowFacts(tokens=rows.tokens)}
     return ModelGraph(**fields)
-
-
-def _named(name: str) -> Any:
-    def never(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"{name}: this tape is counted, not run")
-
-    never.__name__ = name
-    return never
-
-
-@final
-class _CountedRows(RowCollectives):
-    """Stands in a tape for the collectives, which are counted and never run."""
-
-    gather, cut, end, attention = map(_named, ("gather", "cut", "end", "attention"))
-    cross_entropy, average, sum = map(_named, ("cross_entropy", "average", "sum"))
-    mean, dropout, add_up = map(_named, ("mean", "dropout", "add_up"))
-
-    def __init__(self, ranks: int) -> None:
-        self.place = RankPosition(0, ranks)

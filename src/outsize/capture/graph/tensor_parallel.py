@@ -14,6 +14,7 @@ from torch import nn
 from outsize.capture.graph.build import Captured
 from outsize.ir.graph import ModelGraph, ShardedFraction
 from outsize.program.sharding.tensor_parallel.bytes_sent import Sent, Traffic, sent_bytes
+from outsize.program.sharding.tensor_parallel.calls import ByColumns, OfClasses
 from outsize.program.sharding.tensor_parallel.explain_styles import explain
 from outsize.program.sharding.tensor_parallel.sequence import in_sequence
 from outsize.program.sharding.tensor_parallel.styles import Derived, derive
@@ -65,18 +66,18 @@ def _unit(
     total = Counter[Sent]()
     roles, beside = dict[str, None](), dict[str, None]()
     for instruction in instructions:
-        cost, local = instruction.cost, derived.rank_instructions.get(instruction.index)
-        split = local is not None and (local.parts or local.kind in ("row", "loss"))
+        cost, step = instruction.cost, derived.steps.get(instruction.index)
+        split = step is not None and step.splits_work
         # What a product by columns gathers is gathered again in its backward, and saved as a shard.
-        if local is None or local.kind == "column":
+        if step is None or isinstance(step.call, ByColumns):
             gathered = set[int]()
         else:
-            gathered = {leaf.slot for leaf in local.gather if isinstance(leaf, Ref)}
+            gathered = {leaf.slot for leaf in step.gather if isinstance(leaf, Ref)}
         amount = 1000 * cost.flops + cost.moved_bytes  # A product weighs more than the glue around it.
         all_work += amount
         work += amount if split else 0
         kept = [storages[s] for s in cost.saved_storages if s in storages]
-        if local is not None and local.kind == "loss":
+        if step is not None and isinstance(step.call, OfClasses):
             # The chances of this rank's classes, which are no value of the tape; labels are, and stay whole.
             saved += max(0, cost.saved_bytes - sum(size for size, _ in kept))
         else:

@@ -21,6 +21,7 @@ from torch import nn
 
 from outsize.program.liveness import live
 from outsize.program.loss_in_pieces.region import RowRegion, module_of, operands_of, row_step, weights_of
+from outsize.program.sharding.context_parallel.calls import OverRows
 from outsize.program.sharding.products import Product, product_of
 from outsize.program.sharding.rank_step import NotPropagated, RuleInput
 from outsize.program.sharding.share import Share
@@ -98,14 +99,14 @@ class _Finder:
             if instruction.random or writes_outside:
                 raise NotPropagated("it draws random numbers, or writes elsewhere")
             step = row_step(RuleInput(instruction, self._tape.metas, shares, self._weights), module, 2)
-            if step.method is not None or any(share is None for share in step.step.out):
+            if isinstance(step.call, OverRows) or any(share is None for share in step.out):
                 raise NotPropagated("it makes a whole value of some rows")
             product = product_of(instruction, module, self._ndims)
             if product is not None:
                 products[instruction.index] = product
             elif instruction.is_leaf and instruction.parameters():
                 raise NotPropagated("it is a module with weights")
-            pairs = zip(instruction.defines(), step.step.out, strict=True)
+            pairs = zip(instruction.defines(), step.out, strict=True)
             shares.update((slot, share) for slot, share in pairs if share is not None)
             storages |= {self._tape.storage(slot) for slot in instruction.defines()}
         if len(products) < 2 or shares[exit_slot].dim != dim:

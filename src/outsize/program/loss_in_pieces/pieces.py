@@ -29,9 +29,9 @@ from outsize.program.generate import SliceSpec, compile_slice
 from outsize.program.loss_in_pieces.region import DividedRegion, RowRegion, run_form
 from outsize.program.replaying.modes import current_modes, under
 from outsize.program.replaying.replay import Relocatable
+from outsize.program.sharding.context_parallel.calls import AddsUpOverRows, OnRows, OverRows
 from outsize.program.sharding.context_parallel.row_sums import RowParts, divides
-from outsize.program.sharding.context_parallel.rules import AddsUpOverRows, RowStep
-from outsize.program.sharding.rank_step import NotPropagated, Operand, RuleInput
+from outsize.program.sharding.rank_step import NotPropagated, Operand, RankStep, RuleInput
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.tape import Instruction, Ref, Weight
 
@@ -54,7 +54,7 @@ class LossInPieces(AddsUpOverRows, Relocatable):
             ()
             if region.keeps_rows
             else tuple(
-                divides(str(self._divided.steps[i.index].method), i.args, i.kwargs)
+                divides(_sum_over_rows(self._divided.steps[i.index]).method, i.args, i.kwargs)
                 for i in region.instructions
                 if not {*region.exits}.isdisjoint(i.defines())
             )
@@ -90,7 +90,7 @@ class LossInPieces(AddsUpOverRows, Relocatable):
             results.append(numerator / next(left).to(numerator.dtype) if has_denominator else numerator)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def follow_rows(self, call: RuleInput, ranks: int) -> RowStep:
+    def follow_rows(self, call: RuleInput, ranks: int) -> RankStep:
         """Returns how ranks that have rows of a sequence compute the call."""
         names = dict(zip(self.region.operands, call.args, strict=True))
         shares = {
@@ -108,8 +108,8 @@ class LossInPieces(AddsUpOverRows, Relocatable):
         divided = self.region.divided(shares, ranks)
         cut: dict[Operand, Share] = {names[o]: s for o, s in divided.cut.items() if names[o] not in shares}
         if self.region.keeps_rows:
-            return RowStep(call.same(divided.shares[self.region.exits[0]], cut=cut), target=local)
-        return RowStep(call.same(None, cut=cut), method="add_up", share=rows, target=local)
+            return call.same(divided.shares[self.region.exits[0]], cut=cut, call=OnRows(local))
+        return call.same(None, cut=cut, call=OverRows("add_up", rows, local))
 
     def relocated(self, move: Callable[[Instruction], Instruction]) -> LossInPieces:
         """Returns the call whose instructions name the devices of another stage."""
@@ -153,11 +153,10 @@ def _piece(divided: DividedRegion, place: RankPosition, region: RowRegion) -> _P
             instructions.append(run_form(region, instruction))
             continue
         target = instruction.target
-        assert step.method is not None
-        assert step.share is not None
+        call = _sum_over_rows(step)
         assert not isinstance(target, str)
-        parts = RowParts(step.method, target, place.size(step.share))
-        made = 2 if divides(step.method, instruction.args, instruction.kwargs) else 1
+        parts = RowParts(call.method, target, place.size(call.share))
+        made = 2 if divides(call.method, instruction.args, instruction.kwargs) else 1
         out = tuple(Ref(free + number) for number in range(made))
         exits, free = [*exits, *(ref.slot for ref in out)], free + made
         instructions.append(replace(instruction, target=parts, out=out))
@@ -176,6 +175,12 @@ def _piece(divided: DividedRegion, place: RankPosition, region: RowRegion) -> _P
     kept = divided.shares[region.exits[0]] if region.keeps_rows else None
     result = None if kept is None else (kept.dim, tuple(place.ranges(kept)))
     return _Piece(function, tuple(cuts), result)
+
+
+def _sum_over_rows(step: RankStep) -> OverRows:
+    """Returns how an exit of a region adds up."""
+    assert isinstance(step.call, OverRows)
+    return step.call
 
 
 def _rows(x: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:

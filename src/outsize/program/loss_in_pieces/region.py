@@ -28,11 +28,13 @@ from torch import nn
 from torch.nn import functional
 
 from outsize.program.liveness import live
-from outsize.program.sharding.context_parallel.rules import RowStep, follow_rows
+from outsize.program.sharding.context_parallel.calls import OverRows
+from outsize.program.sharding.context_parallel.rules import follow_rows
 from outsize.program.sharding.products import Product, product_of
-from outsize.program.sharding.rank_step import NotPropagated, Operand, RuleInput, Shape
+from outsize.program.sharding.rank_step import NotPropagated, Operand, RankStep, RuleInput, Shape
+from outsize.program.sharding.rank_tape import resized_meta
 from outsize.program.sharding.share import RankPosition, Share
-from outsize.program.sharding.tensor_parallel.local_tape import resized_meta, turned_linear
+from outsize.program.sharding.tensor_parallel.calls import turned_linear
 from outsize.program.tape import Instruction, Meta, Modes, Ref, Tape, Weight
 from outsize.program.tree import leaves
 
@@ -80,23 +82,23 @@ class RowRegion:
 
         Raises NotPropagated.
         """
-        known, steps = dict(shares), dict[int, RowStep]()
+        known, steps = dict(shares), dict[int, RankStep]()
         modules = dict(self.model.named_modules())
         cut: dict[Operand, Share] = {}
         for instruction in self.instructions:
             call = RuleInput(instruction, self.metas, known, self.weights)
             step = row_step(call, module_of(instruction, modules), ranks)
-            for operand, share in step.step.cut.items():
+            for operand, share in step.cut.items():
                 if cut.setdefault(operand, share) != share:
                     raise NotPropagated("it is read by different rows")
             steps[instruction.index] = step
-            pairs = zip(instruction.defines(), step.step.out, strict=True)
+            pairs = zip(instruction.defines(), step.out, strict=True)
             known.update((slot, share) for slot, share in pairs if share is not None)
         whole = {
             leaf
             for i in self.instructions
             for leaf in operands_of(i)
-            if leaf in cut and leaf not in steps[i.index].step.cut
+            if leaf in cut and leaf not in steps[i.index].cut
         }
         if whole:
             raise NotPropagated("an operand is read whole and by rows")
@@ -131,7 +133,7 @@ class DividedRegion:
     """
 
     region: RowRegion
-    steps: Mapping[int, RowStep]
+    steps: Mapping[int, RankStep]
     shares: Mapping[int, Share]
     cut: Mapping[Operand, Share]
     count: int = 1
@@ -145,7 +147,7 @@ class DividedRegion:
             metas[slot] = resized_meta(metas[slot], share.dim, place.size(share))
         own = []
         for instruction in region.instructions:
-            step = self.steps[instruction.index].step
+            step = self.steps[instruction.index]
             args, kwargs = instruction.args, instruction.kwargs
             if step.rewrite is not None:
                 args, kwargs = step.rewrite(place)
@@ -232,12 +234,12 @@ def _followed(
             RuleInput(instruction, tape.metas, known, weights), module_of(instruction, modules), pieces
         )
         members.append(instruction)
-        if step.method in ("cross_entropy", "average", "sum", "mean") and not any(step.step.out):
+        if isinstance(step.call, OverRows) and step.call.adds_rows_up and not any(step.out):
             exits += instruction.defines()
             continue
-        if any(share is None for share in step.step.out):
+        if any(share is None for share in step.out):
             raise NotPropagated("it makes a whole value of some rows")
-        pairs = zip(instruction.defines(), step.step.out, strict=True)
+        pairs = zip(instruction.defines(), step.out, strict=True)
         shares.update((slot, share) for slot, share in pairs if share is not None)
         made.update(instruction.defines())
     if not exits:
@@ -278,12 +280,13 @@ def _insist_on_order(tape: Tape, region: RowRegion, alive: Sequence[bool]) -> No
             raise NotPropagated("another instruction comes between")
 
 
-def row_step(call: RuleInput, module: nn.Module | None, ranks: int) -> RowStep:
+def row_step(call: RuleInput, module: nn.Module | None, ranks: int) -> RankStep:
     """Returns the step of an instruction of a region. Raises NotPropagated."""
     step = follow_rows(call, module, ranks)
-    if step.gather or step.step.dropout is not None or step.method == "attention":
+    attends = isinstance(step.call, OverRows) and not step.call.adds_rows_up
+    if step.gather or step.dropout is not None or attends:
         raise NotPropagated("it reads other rows")
-    if any(isinstance(operand, Weight) for operand in step.step.cut):
+    if any(isinstance(operand, Weight) for operand in step.cut):
         raise NotPropagated("its weights are divided")
     return step
 

@@ -15,15 +15,15 @@ from functools import partial
 
 from torch import nn
 
+from outsize.program.sharding.axis_group import CollectiveCall, collective_of, inner_call
 from outsize.program.sharding.opaque_modules import runs_own_code, works_by_vector
 from outsize.program.sharding.propagate_views import VIEWS
 from outsize.program.sharding.rank_step import (
     NotPropagated,
     Operand,
+    RankStep,
     RuleInput,
     Shape,
-    Step,
-    WrappedCall,
     op_name,
     ruled,
 )
@@ -32,13 +32,13 @@ from outsize.program.tape import Ref, Weight
 from outsize.program.tree import leaves
 
 
-def elementwise(call: RuleInput) -> Step:
+def elementwise(call: RuleInput) -> RankStep:
     """Broadcasts from the right; a whole operand that reaches along the sharded dim is cut."""
     shape = max(call.results(), key=len)
     return _aligned(call, shape, list(call.operands()))
 
 
-def _aligned(call: RuleInput, shape: Shape, operands: Sequence[Operand]) -> Step:
+def _aligned(call: RuleInput, shape: Shape, operands: Sequence[Operand]) -> RankStep:
     share, behind = _common(call, operands)
     cut: dict[Operand, Share] = {}
     for operand in operands:
@@ -75,13 +75,13 @@ def _cut(operand: Operand, shape: Shape, share: Share, call: RuleInput) -> Share
     return share
 
 
-def dropout(call: RuleInput) -> Step:
-    """Draws the mask for the whole value (Step.dropout)."""
+def dropout(call: RuleInput) -> RankStep:
+    """Draws the mask for the whole value (RankStep.dropout)."""
     share = call.alone()
     return call.same(share, dropout=share)
 
 
-def concatenate(call: RuleInput) -> Step:
+def concatenate(call: RuleInput) -> RankStep:
     """Joins along another dim than the sharded one; whole pieces are cut, empty ones do not matter."""
     shape = call.results()[0]
     pieces = [p for p in call.args[0] if len(call.shape(p)) == len(shape)]
@@ -96,7 +96,7 @@ def concatenate(call: RuleInput) -> Step:
 # -- over dims -----------------------------------------------------------------------------------------
 
 
-def reduce_dims(call: RuleInput) -> Step:
+def reduce_dims(call: RuleInput) -> RankStep:
     """Reduces (softmax, sum, mean and the like) over other dims than the sharded one."""
     share, ndim = call.alone(), len(call.shape(call.args[0]))
     dim_argument = call.arg(1, "dim", call.instruction.kwargs.get("axis"))
@@ -107,7 +107,7 @@ def reduce_dims(call: RuleInput) -> Step:
     return call.same(share.at(share.dim - (sum(d < share.dim for d in dims) if gone else 0)))
 
 
-def matmul(call: RuleInput) -> Step:
+def matmul(call: RuleInput) -> RankStep:
     """Multiplies matrices: batch dims as elementwise; rows of the first, columns of the second."""
     a, b, *_ = call.args
     if len(call.shape(a)) < 2 or len(call.shape(b)) < 2:
@@ -121,7 +121,7 @@ def matmul(call: RuleInput) -> Step:
     raise NotPropagated("a product over what is divided")
 
 
-def attention(call: RuleInput) -> Step:
+def attention(call: RuleInput) -> RankStep:
     """Applies scaled_dot_product_attention by heads of q, k, v; a mask with heads is cut."""
     operands = [call.arg(n, name) for n, name in enumerate(("query", "key", "value"))]
     ndim = len(call.shape(operands[0]))
@@ -143,7 +143,7 @@ def _cut_mask(call: RuleInput, behind: int, share: Share) -> dict[Operand, Share
     return {mask: share.at(len(shape) - behind)} if len(shape) >= behind and shape[-behind] > 1 else {}
 
 
-def einsum(call: RuleInput) -> Step:
+def einsum(call: RuleInput) -> RankStep:
     """Follows the letter of the sharded dim, wherever it is."""
     text, first, *more = call.args
     operands = [first, *more] if isinstance(first, Ref | Weight) else list(first)
@@ -161,7 +161,7 @@ def einsum(call: RuleInput) -> Step:
     return call.same(share.at(result.index(letter)), cut=cut)
 
 
-def _by_vector(call: RuleInput, module: nn.Module) -> Step:
+def _by_vector(call: RuleInput, module: nn.Module) -> RankStep:
     """Applies a module such as a norm, with weights or without, that treats each vector equally."""
     share, shape = call.alone(), call.shape(call.args[0])
     is_tried = len(call.args) == 1 and not call.instruction.kwargs and not call.instruction.random
@@ -170,7 +170,7 @@ def _by_vector(call: RuleInput, module: nn.Module) -> Step:
     return call.same(share)
 
 
-def entering(call: RuleInput, step: Step) -> list[str]:
+def entering(call: RuleInput, step: RankStep) -> list[str]:
     """Returns the whole parameters that meet sharded values, of which a rank gets a part of the gradient."""
     cut = {leaf.name for leaf in step.cut if isinstance(leaf, Weight)}
     return [name for name in call.instruction.parameters() if name not in cut]
@@ -189,11 +189,11 @@ itruediv ipow radd rmul rtruediv rpow rdiv multiply divide subtract
 _OVER = "softmax log_softmax sum mean amax amin logsumexp norm var std cumsum all any argmax"
 
 
-def _each(names: str, rule: Callable[[RuleInput], Step]) -> dict[str, Callable[[RuleInput], Step]]:
+def _each(names: str, rule: Callable[[RuleInput], RankStep]) -> dict[str, Callable[[RuleInput], RankStep]]:
     return dict.fromkeys(names.split(), rule)
 
 
-RULES: Mapping[str, Callable[[RuleInput], Step]] = {
+RULES: Mapping[str, Callable[[RuleInput], RankStep]] = {
     **VIEWS,
     **_each(_ELEMENTWISE, elementwise),
     **_each(_OVER, reduce_dims),
@@ -209,12 +209,13 @@ _ACTIVATIONS = (
 )
 
 
-def follow(call: RuleInput, module: nn.Module | None) -> Step:
+def follow(call: RuleInput, module: nn.Module | None) -> RankStep:
     """Returns the step of an instruction with some sharded operands. Raises NotPropagated and NeedsParts."""
     if module is not None and runs_own_code(module):
         raise NotPropagated(f"{type(module).__name__} has hooks or a forward of its own")
-    if isinstance(call.instruction.target, WrappedCall):
-        return call.instruction.target.follow(call)
+    collective = collective_of(call.instruction)
+    if collective is not None:
+        return _within(collective, call)
     if module is not None and call.instruction.parameters():
         return _by_vector(call, module)
     rule = RULES.get(op_name(call.instruction)) if module is None else _rule_of_module(module)
@@ -223,7 +224,26 @@ def follow(call: RuleInput, module: nn.Module | None) -> Step:
     return ruled(rule, call)
 
 
-def _rule_of_module(module: nn.Module) -> Callable[[RuleInput], Step]:
+def _within(collective: CollectiveCall, call: RuleInput) -> RankStep:
+    """Follows what ranks of another axis compute together: what is left of it for this axis to divide."""
+    if collective.function is not None:
+        inner = replace(call, instruction=inner_call(call.instruction))
+        return _with_mask_of_both(follow(inner, None), call)
+    share = call.alone()
+    if collective.share is not None and share.dim == collective.share.dim:
+        raise NotPropagated("rows of the sequence and parts of a layer are along one dim")
+    return call.same(share)
+
+
+def _with_mask_of_both(step: RankStep, call: RuleInput) -> RankStep:
+    """Returns the step of a dropout whose mask is drawn for all parts of both axes."""
+    share, args, kwargs = step.dropout, call.args, call.instruction.kwargs
+    if share is None:
+        return step
+    return replace(step, dropout=None, rewrite=lambda place: ((*args, (share, place)), kwargs))
+
+
+def _rule_of_module(module: nn.Module) -> Callable[[RuleInput], RankStep]:
     """Returns the rule of a module without weights."""
     if type(module) is nn.Dropout:
         return dropout

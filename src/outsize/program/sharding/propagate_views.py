@@ -16,9 +16,9 @@ from typing import Any
 from outsize.program.sharding.rank_step import (
     NeedsParts,
     NotPropagated,
+    RankStep,
     RuleInput,
     Shape,
-    Step,
     op_name,
 )
 from outsize.program.sharding.share import RankPosition, Share
@@ -31,34 +31,34 @@ def _dims(call: RuleInput, start: int) -> tuple[int, ...]:
     return tuple(flat)
 
 
-def transpose(call: RuleInput) -> Step:
+def transpose(call: RuleInput) -> RankStep:
     """Swaps two dims."""
     share, ndim = call.alone(), len(call.shape(call.args[0]))
     a, b = (int(d) % ndim for d in _dims(call, 1))
     return call.same(share.at({a: b, b: a}.get(share.dim, share.dim)))
 
 
-def transpose_last(call: RuleInput) -> Step:
+def transpose_last(call: RuleInput) -> RankStep:
     """Swaps the last two dims, for `t()` and `.mT`."""
     share, ndim = call.alone(), len(call.shape(call.args[0]))
     return call.same(share.at({ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(share.dim, share.dim)))
 
 
-def permute(call: RuleInput) -> Step:
+def permute(call: RuleInput) -> RankStep:
     """Reorders all dims."""
     share, ndim = call.alone(), len(call.shape(call.args[0]))
     order = [int(d) % ndim for d in _dims(call, 1)]
     return call.same(share.at(order.index(share.dim)))
 
 
-def unsqueeze(call: RuleInput) -> Step:
+def unsqueeze(call: RuleInput) -> RankStep:
     """Inserts a dim of one item."""
     share, ndim = call.alone(), len(call.shape(call.args[0]))
     dim = int(call.arg(1, "dim")) % (ndim + 1)
     return call.same(share.at(share.dim + (dim <= share.dim)))
 
 
-def view(call: RuleInput) -> Step:
+def view(call: RuleInput) -> RankStep:
     """Handles views, reshape, flatten, unflatten and squeeze from shapes alone; size arguments are
     rewritten.
     """
@@ -116,14 +116,14 @@ def resized_arguments(
     return args, kwargs
 
 
-def expand(call: RuleInput) -> Step:
+def expand(call: RuleInput) -> RankStep:
     """Expands with new dims in front; size arguments are rewritten."""
     share, shape = call.alone(), call.results()[0]
     new = share.at(share.dim + len(shape) - len(call.shape(call.args[0])))
     return call.same(new, rewrite=lambda place: resized_arguments(call, place, new, shape))
 
 
-def repeat_interleave(call: RuleInput) -> Step:
+def repeat_interleave(call: RuleInput) -> RankStep:
     """Repeats each head several times: heads of a rank stay together."""
     share, times, dim = call.alone(), call.arg(1, "repeats"), call.arg(2, "dim")
     ndim = len(call.shape(call.args[0]))
@@ -134,7 +134,7 @@ def repeat_interleave(call: RuleInput) -> Step:
     return call.same(new)
 
 
-def split(call: RuleInput) -> Step:
+def split(call: RuleInput) -> RankStep:
     """Splits: split, chunk and unbind along the sharded dim take whole parts; along others they do not
     matter.
     """
@@ -151,8 +151,10 @@ def split(call: RuleInput) -> Step:
     if name == "chunk":
         if len(set(sizes)) > 1:
             raise NotPropagated("chunks of different sizes")
-        return Step(tuple(taken))
-    return Step(tuple(taken), rewrite=lambda place: ((call.args[0], [place.size(s) for s in taken], dim), {}))
+        return RankStep(tuple(taken))
+    return RankStep(
+        tuple(taken), rewrite=lambda place: ((call.args[0], [place.size(s) for s in taken], dim), {})
+    )
 
 
 def _taken(share: Share, sizes: Sequence[int]) -> list[Share]:
@@ -168,7 +170,7 @@ def _taken(share: Share, sizes: Sequence[int]) -> list[Share]:
     return taken
 
 
-def getitem(call: RuleInput) -> Step:
+def getitem(call: RuleInput) -> RankStep:
     """Indexes with basic indices: the sharded dim whole, or whole parts of it."""
     share = call.alone()
     index = _all_dims(call)
@@ -219,12 +221,12 @@ def _indexed(
     return (call.args[0], (*full[:at], item, *full[at + 1 :])), {}
 
 
-def unchanged_dims(call: RuleInput) -> Step:
+def unchanged_dims(call: RuleInput) -> RankStep:
     """Leaves dims where they are, counted from the left."""
     return call.same(call.alone())
 
 
-VIEWS: Mapping[str, Callable[[RuleInput], Step]] = {
+VIEWS: Mapping[str, Callable[[RuleInput], RankStep]] = {
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze"), view),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transpose),
     **dict.fromkeys(("split", "chunk", "unbind"), split),

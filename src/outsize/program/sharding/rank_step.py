@@ -1,4 +1,13 @@
-"""Defines the interface of propagate.py's rules: an instruction with shares of its operands, and a Step."""
+"""Defines what rules say of an instruction, whatever divides its operands: a RankStep.
+
+    tensor parallelism     v18 = view(v17, 2, 9, 32, 64)    out: dim 3      rewrite: (2, 9, 16, 64)
+                           v23 = o_proj(v22)                out: whole      call: ByRows
+    context parallelism    v40 = sdpa(q, k, v)              out: dim 2      gather: k, v   call: OverRows
+    expert parallelism     v9 = experts(x, index, weight)   out: whole      call: OfExperts
+
+A rule is given the instruction with the shares of its operands. The tape of a rank is written from the steps
+(rank_tape.py), and the planner counts by them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +15,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, TypeVar, final
+from typing import Any, ClassVar, TypeVar, final
 
+from torch import nn
+
+from outsize.program.sharding.axis_group import AxisGroup
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.tape import Instruction, Meta, Ref, Weight
 from outsize.program.tree import leaves
@@ -36,15 +48,76 @@ class NeedsParts(Exception):
 
 @final
 @dataclass(frozen=True)
-class Step:
-    """Holds the result of a rule; `out` has a Share for each slot that the instruction defines, in their
-    order.
+class CallSite:
+    """Says where a rank's call is written: the group of the axis, the module that the instruction calls if it
+    calls one, and what its results are on one device.
+    """
+
+    group: AxisGroup
+    module: nn.Module | None
+    results: tuple[Meta, ...]
+
+
+class RankCall(ABC):
+    """Defines what a rank calls in place of an instruction's function, such as a product of some columns.
+
+    `computes_part`: of whole operands, it computes a part of the result, and so a part of their gradients.
+    `adds_up`: the result is the sum of what the ranks have, of which each may keep its part alone.
+    `is_added`: the rank calls what one device does, and the sum comes after it. `splits_work`: the ranks
+    share its work.
+    """
+
+    computes_part: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = False
+    is_added: ClassVar[bool] = False
+    splits_work: ClassVar[bool] = False
+
+    @abstractmethod
+    def written(self, instruction: Instruction, site: CallSite) -> Instruction:
+        """Returns the instruction as the rank runs it, with the operands of the whole tape."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """Stands in rewritten arguments for this rank's part of a value that another argument is all of."""
+
+    __tape_leaf__: ClassVar[bool] = True
+    value: Ref
+
+
+@final
+@dataclass(frozen=True)
+class RankStep:
+    """Says what an axis makes of an instruction on each of its ranks.
+
+    `out` has a Share for each slot that the instruction defines, in their order; None: all ranks have the
+    whole. `cut`: whole operands of which a rank reads its part. `gather`: divided operands that it reads
+    whole. `rewrite` returns the arguments with a rank's sizes. `dropout`: its mask is drawn for the whole
+    value. `call`: what ranks compute together in its place. `scatter`: each rank keeps this part of the sum.
     """
 
     out: tuple[Share | None, ...]
     cut: Mapping[Operand, Share] = field(default_factory=dict)
+    gather: Mapping[Operand, Share] = field(default_factory=dict)
     rewrite: Rewrite | None = None
-    dropout: Share | None = None  # The dropout mask is drawn for the whole value.
+    dropout: Share | None = None
+    call: RankCall | None = None
+    scatter: Share | None = None
+
+    @property
+    def computes_part(self) -> bool:
+        """Returns whether a rank computes a part of the result of whole operands, and so a part of their
+        gradients.
+        """
+        if self.call is not None:
+            return self.call.computes_part
+        return any(share is not None for share in self.out)
+
+    @property
+    def splits_work(self) -> bool:
+        """Returns whether the ranks share the work of the instruction."""
+        return self.computes_part or (self.call is not None and self.call.splits_work)
 
 
 @final
@@ -100,33 +173,9 @@ class RuleInput:
             raise NotPropagated("more than its first argument is divided")
         return next(iter(divided.values()))
 
-    def same(self, share: Share | None, **more: Any) -> Step:
+    def same(self, share: Share | None, **more: Any) -> RankStep:
         """Returns a step in which every result has this share."""
-        return Step(tuple(share for _ in self.instruction.defines()), **more)
-
-
-class WrappedCall(ABC):
-    """Defines a target that runs a function on the part of its arguments that other ranks leave to this one,
-    such as its rows of a sequence (context_parallel/row_tape.py).
-
-    Tensor parallelism divides what is left, and asks here how.
-    """
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the call."""
-
-    @abstractmethod
-    def inner(self, instruction: Instruction) -> Instruction | None:
-        """Returns the call of the function alone; None where the target runs no function of the model."""
-
-    @abstractmethod
-    def around(self, function: Callable[..., Any]) -> WrappedCall:
-        """Returns the target with another function within."""
-
-    @abstractmethod
-    def follow(self, call: RuleInput) -> Step:
-        """Returns the step of the call with some sharded operands. Raises NotPropagated."""
+        return RankStep(tuple(share for _ in self.instruction.defines()), **more)
 
 
 def ruled(rule: Callable[[RuleInput], T], call: RuleInput) -> T:
@@ -139,12 +188,6 @@ def ruled(rule: Callable[[RuleInput], T], call: RuleInput) -> T:
         # Functions are called in many forms: an argument by its name is not at its place, None is no dim, and
         # fewer are unpacked than there are. What else a rule raises is a bug in it, which must be seen.
         raise NotPropagated(f"there is no rule for such a {op_name(call.instruction)}") from error
-
-
-def inner_call(instruction: Instruction) -> Instruction:
-    """Returns the call of the function that a wrapped call runs; any other instruction as it is."""
-    target = instruction.target
-    return (target.inner(instruction) if isinstance(target, WrappedCall) else None) or instruction
 
 
 def op_name(instruction: Instruction) -> str:

@@ -18,6 +18,7 @@ tests/dist/test_context.py, the numbers of one process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, final
 
@@ -26,29 +27,41 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
+from outsize.program.sharding.axis_group import AxisGroup
+from outsize.program.sharding.context_parallel.calls import AddsUpOverRows
 from outsize.program.sharding.context_parallel.row_sums import counted_targets
-from outsize.program.sharding.context_parallel.row_tape import Function, RowCollectives
-from outsize.program.sharding.context_parallel.rules import AddsUpOverRows
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.run.collectives.functions import Paired
-from outsize.run.collectives.tensor_parallel import TensorParallelGroup, drawn_mask
+from outsize.run.collectives.tensor_parallel import TensorParallelGroup, drawn_mask, named_collective
+
+Function = Callable[..., Tensor]
 
 
 @final
-class ContextParallelGroup(RowCollectives):
-    """Runs the collectives over one dim of a mesh; `group.sent` counts bytes by kind of collective."""
+class ContextParallelGroup(AxisGroup):
+    """Runs the collectives over one dim of a mesh; `group.sent` counts bytes by kind of collective.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.group = TensorParallelGroup(mesh)
+    `share` says how the divided argument is divided, and `function` is the model's own. Gradients of whole
+    values are sums over ranks. `ends_graphs`: compiled stages call the collectives outside of their graphs.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, ends_graphs: bool = False) -> None:
+        self.group, self._ends_graphs = TensorParallelGroup(mesh), ends_graphs
         self.place = self.group.place
 
-    def gather(self, share: Share, x: Tensor) -> Tensor:
+    def collective(self, name: str) -> Callable[..., Any]:
+        return named_collective(self, name, ends_graph=self._ends_graphs)
+
+    def gather(self, x: Tensor, share: Share) -> Tensor:
+        """Returns all rows; the gradient of x is the sum of all ranks' gradients of its rows."""
         return self.group.collect(x, share)
 
-    def cut(self, share: Share, x: Tensor) -> Tensor:
+    def cut(self, x: Tensor, share: Share) -> Tensor:
+        """Returns this rank's rows of a whole value."""
         return Paired.apply(x, self.group.part, self._between_zeros, share)
 
-    def end(self, share: Share, loss: Tensor) -> Tensor:
+    def end(self, loss: Tensor) -> Tensor:
+        """Returns the whole loss, whose gradient begins as 1 / ranks on each rank."""
         return Paired.apply(loss, _same, self._part_of)
 
     def dropout(
@@ -61,6 +74,10 @@ class ContextParallelGroup(RowCollectives):
         inplace: bool,
         *others: tuple[Share, RankPosition],
     ) -> Tensor:
+        """Applies dropout with the mask that one process would draw.
+
+        `others`: along which other dims x is divided, among which other ranks.
+        """
         if not training or p == 0.0:
             return x
         mask = drawn_mask(function, x, p, ((share, self.place), *others))
@@ -79,6 +96,7 @@ class ContextParallelGroup(RowCollectives):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Runs scaled_dot_product_attention with rows of the query, all keys and values, rows of the mask."""
         if not is_causal or share.size > key.shape[-2]:
             mask = self._causal_mask(share, key.shape[-2], query.device) if is_causal else attn_mask
             return function(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=enable_gqa)
@@ -90,6 +108,7 @@ class ContextParallelGroup(RowCollectives):
         return torch.cat(parts, -2)
 
     def cross_entropy(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes the cross entropy of all rows from this rank's logits and targets."""
         names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
         options = dict(zip(names, args, strict=False)) | kwargs
         logits, target, reduction = (options.pop(name, "mean") for name in ("input", "target", "reduction"))
@@ -101,18 +120,22 @@ class ContextParallelGroup(RowCollectives):
         return summed / self.group.total(counted_targets(target, **options).to(summed.dtype))
 
     def average(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes a loss that is a mean (or sum) over all elements from this rank's."""
         reduction = kwargs.pop("reduction", "mean")
         each = function(*args, **kwargs, reduction="none")
         summed = self.total(each.sum())
         return summed if reduction == "sum" else summed / self._whole_count(each, share)
 
     def sum(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        """Adds up over all rows."""
         return self.total(function(*args, **kwargs))
 
     def add_up(self, share: Share, function: AddsUpOverRows, *operands: Tensor) -> Any:
+        """Returns the results of the sums over all ranks of what a function computes of its rows."""
         return function.finish([self.total(part) for part in function.parts(*operands)])
 
     def mean(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes the mean over all rows."""
         x, *more = args
         mean = function(x, *more, **kwargs)
         return self.total(mean * (self.place.size(share) / share.size))

@@ -22,7 +22,7 @@ tests/dist/test_experts.py, the numbers of one process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -33,10 +33,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from outsize.device.readback import host_numbers
-from outsize.program.sharding.expert_parallel.expert_tape import ExpertCall, ExpertCollectives
+from outsize.program.sharding.axis_group import AxisGroup
+from outsize.program.sharding.expert_parallel.expert_tape import ExpertCall
 from outsize.program.sharding.expert_parallel.experts import counting
 from outsize.program.sharding.share import Share
-from outsize.run.collectives.tensor_parallel import TensorParallelGroup
+from outsize.run.collectives.tensor_parallel import TensorParallelGroup, named_collective
 
 
 @final
@@ -65,7 +66,7 @@ class ExpertLoad:
 
 
 @final
-class ExpertParallelGroup(ExpertCollectives):
+class ExpertParallelGroup(AxisGroup):
     """Runs the calls over one dim of a mesh; `sent` counts bytes by kind of collective.
 
     The bytes are counted as in planner/costs/collectives.py: the input of a reduce_scatter, the output of an
@@ -73,17 +74,28 @@ class ExpertParallelGroup(ExpertCollectives):
     each module by its name.
     """
 
-    def __init__(self, mesh: DeviceMesh, alike: TensorParallelGroup | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, alike: TensorParallelGroup | None = None, *, ends_graphs: bool = False
+    ) -> None:
         """Joins the ranks of `mesh`; `alike` are those among them that have this rank's tokens (tp): each
-        sends its block of these.
+        sends its block of these. `ends_graphs`: compiled stages call it outside of their graphs.
         """
+        self._ends_graphs = ends_graphs
         self.group, self._alike = TensorParallelGroup(mesh), alike
         self.place, self._ranks = self.group.place, mesh.get_group()
         self.sent: Counter[str] = self.group.sent
         self.counts: dict[str, RowCounts] = {}
         self._load = [0] * self.place.ranks
 
+    def collective(self, name: str) -> Callable[..., Any]:
+        return named_collective(self, name, ends_graph=self._ends_graphs)
+
     def experts(self, call: ExpertCall, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        """Returns what the experts of all ranks make of this rank's tokens x (tokens, width).
+
+        `index` and `weight` (tokens, choices) say which experts each token has chosen, and how much each
+        counts. A choice that is no expert is dropped. Every rank calls this alike, with tokens of its own.
+        """
         if self._alike is None:
             return self._of_rows(call, x, index, weight)
         rows = Share(0, (len(x),))

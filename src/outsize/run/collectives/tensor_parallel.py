@@ -43,25 +43,29 @@ from torch.nn import functional
 
 from outsize.device.accelerators import widest_float
 from outsize.errors import BadOption
+from outsize.program.sharding.axis_group import AxisGroup
 from outsize.program.sharding.share import RankPosition, Share
-from outsize.program.sharding.tensor_parallel.local_tape import Collectives, ColumnProduct
+from outsize.program.sharding.tensor_parallel.calls import ColumnProduct
 from outsize.run.collectives.attention import by_heads, one_mask
 from outsize.run.collectives.functions import ColumnProducts, Entry, InFlight, Paired, lowered
 
 
 @final
-class TensorParallelGroup(Collectives):
+class TensorParallelGroup(AxisGroup):
     """Runs collectives over one dim of a mesh; `sent` counts bytes of whole tensors by kind of collective.
 
     The bytes are counted as in planner/costs/collectives.py: the input of an all_reduce and a reduce_scatter,
-    the output of an all_gather.
+    the output of an all_gather. `ends_graphs`: compiled stages call the collectives outside of their graphs.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, *, ends_graphs: bool = False) -> None:
+        self.mesh, self._ends_graphs = mesh, ends_graphs
         self.place = RankPosition(mesh.get_local_rank(), mesh.size())
         self.sent: Counter[str] = Counter()
         self._group = mesh.get_group()
+
+    def collective(self, name: str) -> Callable[..., Any]:
+        return named_collective(self, name, ends_graph=self._ends_graphs)
 
     def total(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Returns the sum (or reduction by `op`) of all ranks' x, without gradients."""
@@ -138,26 +142,36 @@ class TensorParallelGroup(Collectives):
     # -- with gradients ------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
+        """Returns x, whose gradient is the sum of all ranks' gradients."""
         return Paired.apply(x, _same, self.total)
 
     def reduce(self, x: Tensor) -> Tensor:
+        """Returns the sum of all ranks' x."""
         return Paired.apply(x, self.total, _same)
 
     def cut(self, x: Tensor, share: Share) -> Tensor:
+        """Returns this rank's shard of x."""
         return Paired.apply(x, self.part, self.whole, share)
 
     def gather(self, x: Tensor, share: Share) -> Tensor:
+        """Returns the whole of which each rank has a shard."""
         return Paired.apply(x, self.whole, self.part, share)
 
     def scatter(self, x: Tensor, share: Share) -> Tensor:
+        """Returns this rank's shard of the sum of all ranks' x."""
         return Paired.apply(x, self.total_part, self.whole, share)
 
     def collect(self, x: Tensor, share: Share) -> Tensor:
+        """Returns the whole, whose gradient is the sum of all ranks' gradients."""
         return Paired.apply(x, self.whole, self.total_part, share)
 
     def columns(
         self, x: Tensor, share: Share | None, products: tuple[ColumnProduct, ...]
     ) -> tuple[Tensor, ...]:
+        """Returns the entered x (with a share, the whole of which x is this rank's shard), and its products.
+
+        Ranks add up the gradient of x while each computes the gradients of its weights.
+        """
         weights = [lowered(tensor) for weight, bias, _ in products for tensor in (weight, bias)]
         turned = tuple(turned for *_, turned in products)
         results = ColumnProducts.apply(x, self._entry(share), turned, *weights)
@@ -180,12 +194,14 @@ class TensorParallelGroup(Collectives):
     def row(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, scatter: Share | None = None
     ) -> Tensor:
+        """Adds up a product of which each rank has some summands; with `scatter` it returns its shard."""
         out = self._added(functional.linear(x, weight.t() if turned else weight), scatter)
         return out if bias is None else out + bias.to(out.dtype)
 
     def lookup(
         self, index: Tensor, weight: Tensor, share: Share, padding: int | None, scatter: Share | None = None
     ) -> Tensor:
+        """Looks up an embedding of which each rank has some rows."""
         ((start, stop),) = self.place.ranges(share)
         elsewhere = (index < start) | (index >= stop)
         if start == stop:
@@ -203,6 +219,10 @@ class TensorParallelGroup(Collectives):
         scatter: Share | None = None,
         share: Share | None = None,
     ) -> tuple[Tensor, None]:
+        """Runs an nn.MultiheadAttention of which each rank has some heads.
+
+        `inputs` are query, key and value, or one tensor for all of them, which is entered by `columns`.
+        """
         in_weight, in_bias, out_weight, out_bias = weights
         biases = (None,) * 3 if in_bias is None else in_bias.chunk(3)
         pairs = [*zip(in_weight.chunk(3), biases, strict=True)]
@@ -215,7 +235,8 @@ class TensorParallelGroup(Collectives):
         if mask is not None and mask.ndim == 4 and mask.shape[1] == module.num_heads:
             mask = self.part(mask, Share(1, (module.num_heads,)))
         p = module.dropout if module.training else 0.0
-        out = self.attention(Share(1, (module.num_heads,)), q, k, v, mask, p, causal)
+        share_of_heads, kernel = Share(1, (module.num_heads,)), functional.scaled_dot_product_attention
+        out = self.attention(share_of_heads, kernel, q, k, v, mask, p, causal)
         # Tokens come first in memory, as in torch's own attention: a dropout after it draws in memory order.
         out, turned = out.permute(2, 0, 1, 3).flatten(2), module.batch_first and inputs[0].ndim == 3
         scatter = scatter.at(1 - scatter.dim) if turned and scatter is not None else scatter
@@ -225,6 +246,7 @@ class TensorParallelGroup(Collectives):
     def cross_entropy(
         self, logits: Tensor, target: Tensor, share: Share, ignore_index: int = -100, reduction: str = "mean"
     ) -> Tensor:
+        """Computes the cross entropy of logits (n, classes of this rank)."""
         counted = target != ignore_index
         if torch.is_autocast_enabled(logits.device.type):
             logits = logits.float()  # torch's own cross entropy does the same.
@@ -233,18 +255,25 @@ class TensorParallelGroup(Collectives):
             return rows
         return rows.sum() if reduction == "sum" else rows.sum() / counted.sum()
 
-    def dropout(self, x: Tensor, p: float, training: bool, inplace: bool, share: Share) -> Tensor:
+    def dropout(
+        self,
+        share: Share,
+        function: Callable[..., Tensor],
+        x: Tensor,
+        p: float,
+        training: bool,
+        inplace: bool,
+    ) -> Tensor:
+        """Applies dropout with the mask that one process would draw."""
         if not training or p == 0.0:
             return x
-        mask = self._mask_of(x, p, share)
+        mask = drawn_mask(function, x, p, ((share, self.place),))
         return x.mul_(mask) if inplace else x * mask
-
-    def _mask_of(self, x: Tensor, p: float, share: Share) -> Tensor:
-        return drawn_mask(functional.dropout, x, p, ((share, self.place),))
 
     def attention(
         self,
         share: Share,
+        function: Callable[..., Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -254,11 +283,10 @@ class TensorParallelGroup(Collectives):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Runs scaled_dot_product_attention, whose dropout has the mask that one process would draw."""
         if dropout_p == 0.0:
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-            return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask, 0.0, is_causal, **options
-            )
+            return function(query, key, value, attn_mask, 0.0, is_causal, **options)
         if enable_gqa:
             key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
         root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
@@ -269,7 +297,8 @@ class TensorParallelGroup(Collectives):
             boolean = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, -math.inf) if boolean else scores + attn_mask
         chances = scores.softmax(-1)
-        return (chances * self._mask_of(chances, dropout_p, share)) @ value
+        mask = drawn_mask(functional.dropout, chances, dropout_p, ((share, self.place),))
+        return (chances * mask) @ value
 
     # -- weights -------------------------------------------------------------------------------------
 
@@ -280,6 +309,12 @@ class TensorParallelGroup(Collectives):
             local, self.mesh, [_placement(share)], run_check=False, shape=weight.shape, stride=weight.stride()
         )
         return nn.Parameter(sharded, requires_grad=weight.requires_grad)
+
+
+def named_collective(group: AxisGroup, name: str, *, ends_graph: bool) -> Callable[..., Any]:
+    """Returns the method of a group; with `ends_graph`, a compiled stage calls it outside of its graph."""
+    run = getattr(group, name)
+    return torch.compiler.disable(run) if ends_graph else run
 
 
 def local_of(weight: Tensor) -> Tensor:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from outsize.axes.context import CONTEXT
 from outsize.ir.plan import Plan
-from outsize.program.sharding.context_parallel.row_tape import RowCollectives, row_tape
+from outsize.program.sharding.context_parallel.row_tape import row_tape
 from outsize.program.sharding.context_parallel.rows import by_rows
 from outsize.program.tape import Tape
 from outsize.run.collectives.context_parallel import ContextParallelGroup
@@ -30,9 +29,7 @@ class ContextRanks:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, compiled: bool = False) -> None:
         """Joins the ranks of `mesh`. `compiled`: stages are compiled, and their graphs end at collectives."""
-        self.group, self._model = ContextParallelGroup(mesh), model
-        for name in RowCollectives.__abstractmethods__ if compiled else ():
-            setattr(self.group, name, torch.compiler.disable(getattr(self.group, name)))
+        self.group, self._model = ContextParallelGroup(mesh, ends_graphs=compiled), model
 
     def local(self, tape: Tape) -> Tape:
         """Returns the rank's own tape.

@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, final
 
-import torch
 from torch import nn
 
 from outsize.axes.axis import Axis
 from outsize.axes.expert import EXPERT
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
-from outsize.program.sharding.expert_parallel.expert_tape import ExpertCollectives, expert_tape
+from outsize.program.sharding.expert_parallel.expert_tape import expert_tape
 from outsize.program.sharding.expert_parallel.experts import Experts, insist_on_experts
 from outsize.program.sharding.share import Share
 from outsize.program.tape import Tape
@@ -43,10 +42,8 @@ class ExpertRanks(AxisRanks):
     def __init__(
         self, model: nn.Module, mesh: Mesh, plan: Plan, alike: TensorParallelGroup | None, *, compiled: bool
     ) -> None:
-        self._model, self._calls = model, ExpertParallelGroup(mesh.experts(), alike)
+        self._model, self._calls = model, ExpertParallelGroup(mesh.experts(), alike, ends_graphs=compiled)
         self.group = self._calls.group
-        for name in ExpertCollectives.__abstractmethods__ if compiled else ():
-            setattr(self._calls, name, torch.compiler.disable(getattr(self._calls, name)))
         self._shares: Mapping[str, Share] | None = None
 
     @property

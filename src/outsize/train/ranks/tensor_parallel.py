@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, final
 
-import torch
 from torch import nn
 
 from outsize.axes.axis import Axis
@@ -18,7 +17,7 @@ from outsize.axes.tensor import TENSOR
 from outsize.ir.plan import Plan
 from outsize.program.sharding.share import Share
 from outsize.program.sharding.tensor_parallel.explain_styles import explain
-from outsize.program.sharding.tensor_parallel.local_tape import Collectives, local_tape
+from outsize.program.sharding.tensor_parallel.local_tape import local_tape
 from outsize.program.sharding.tensor_parallel.sequence import in_sequence
 from outsize.program.sharding.tensor_parallel.styles import Role, derive
 from outsize.program.tape import Tape
@@ -36,10 +35,8 @@ class TensorRanks(AxisRanks):
     def __init__(
         self, model: nn.Module, mesh: Mesh, plan: Plan, alike: TensorParallelGroup | None, *, compiled: bool
     ) -> None:
-        self._model, self.group = model, TensorParallelGroup(mesh.along(self.axis))
+        self._model, self.group = model, TensorParallelGroup(mesh.along(self.axis), ends_graphs=compiled)
         self._sequence = plan.sequence_parallel  # Activations between divided layers are divided, too.
-        for name in Collectives.__abstractmethods__ if compiled else ():
-            setattr(self.group, name, torch.compiler.disable(getattr(self.group, name)))
         self._roles: Mapping[str, Role] | None = None
 
     @property

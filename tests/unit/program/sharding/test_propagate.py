@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outsize.capture.recording.fallbacks import record
 from outsize.program.sharding import propagate
 from outsize.program.sharding.context_parallel import rules
-from outsize.program.sharding.rank_step import NotPropagated, RuleInput, Step, op_name
+from outsize.program.sharding.rank_step import NotPropagated, RankStep, RuleInput, op_name
 from outsize.program.sharding.share import Share
 from outsize.program.tape import Ref
 
@@ -81,7 +81,7 @@ def test_a_layer_with_a_state_in_a_tuple_is_not_tried_by_rows() -> None:
 
 @pytest.mark.parametrize("bug", [KeyError("h"), AttributeError("h"), ZeroDivisionError("h")], ids=repr)
 def test_a_bug_in_a_rule_is_seen(bug: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(call: RuleInput) -> Step:
+    def broken(call: RuleInput) -> RankStep:
         raise bug
 
     call = last_call(torch.tanh)

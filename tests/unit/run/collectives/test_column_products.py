@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.program.sharding.share import Share
-from outsize.program.sharding.tensor_parallel.local_tape import ColumnProduct
+from outsize.program.sharding.tensor_parallel.calls import ColumnProduct
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup
 
 WIDTH, SIZES = 6, (4, 8, 2)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from outsize.program.sharding.rank_step import NotPropagated, Operand, RuleInput, Step
+from outsize.program.sharding.rank_step import NotPropagated, Operand, RankStep, RuleInput
 from outsize.program.sharding.share import Share
 from outsize.program.tape import Meta, Ref, Weight
 from outsize.program.tree import leaves
@@ -37,7 +37,7 @@ def has_no_inside(target: object) -> bool:
     return isinstance(owner, torch.jit.ScriptFunction)
 
 
-def follow_by_trial(call: RuleInput) -> Step:
+def follow_by_trial(call: RuleInput) -> RankStep:
     """Returns the step of a function that works on each row alone. Raises NotPropagated for any other."""
     instruction, shares = call.instruction, {*call.divided().values()}
     share, name = shares.pop(), instruction.name

@@ -26,7 +26,7 @@ _CROSS_ENTROPY: Final = (
 class RowParts:
     """Calls a function of the model on some `rows` and returns the numerator, and the denominator if any.
 
-    `method` is that of `rules.RowStep`.
+    `method` is that of `calls.OverRows`.
     """
 
     method: str

@@ -21,17 +21,17 @@ Complexity: O(instructions), one pass. Oracle: tests/dist/test_context.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from torch import nn
 
 from outsize.errors import BadOption
 from outsize.program.liveness import live
-from outsize.program.sharding.context_parallel.rules import RowStep, follow_rows, is_causal, looks_up_by_row
+from outsize.program.sharding.context_parallel.rules import follow_rows, is_causal, looks_up_by_row
 from outsize.program.sharding.opaque_modules import runs_own_code, works_by_vector
 from outsize.program.sharding.products import product_of
-from outsize.program.sharding.rank_step import NotPropagated, RuleInput, Shape
+from outsize.program.sharding.rank_step import NotPropagated, RankStep, RuleInput, Shape
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.tape import Instruction, Ref, Tape
 
@@ -43,7 +43,7 @@ class SequenceRows:
     tokens of the longest sequence."""
 
     shares: Mapping[int, Share]
-    steps: Mapping[int, RowStep]
+    steps: Mapping[int, RankStep]
     sources: tuple[str, ...]
     tokens: int
 
@@ -83,7 +83,7 @@ class _RowWalk:
         self._writes: list[tuple[int, Instruction]] = []
         self._from_inputs = {slot for slot in tape.inputs if tape.metas[slot].shape}
         self._shares: dict[int, Share] = {}
-        self._steps: dict[int, RowStep] = {}
+        self._steps: dict[int, RankStep] = {}
         self._sources: list[str] = []
         self._tokens, self._too_short = 0, 0
         self._is_causal = any(is_causal(i) for i in tape.instructions if self._alive[i.index])
@@ -109,15 +109,15 @@ class _RowWalk:
             operand = instruction.args[0]
             self._sources.append(instruction.name)
             self._tokens = max(self._tokens, share.size)
-            step = RowStep(replace(call.same(share), cut={operand: share}))
+            step = call.same(share, cut={operand: share})
         else:
             return
         self._note_memory(instruction, step)
         self._steps[instruction.index] = step
-        pairs = zip(instruction.defines(), step.step.out, strict=True)
+        pairs = zip(instruction.defines(), step.out, strict=True)
         self._shares.update((slot, share) for slot, share in pairs if share is not None)
 
-    def _followed(self, call: RuleInput, module: nn.Module | None) -> RowStep:
+    def _followed(self, call: RuleInput, module: nn.Module | None) -> RankStep:
         instruction = call.instruction
         try:
             if instruction.written_weights:
@@ -158,9 +158,9 @@ class _RowWalk:
             return Share(self._dim, (tokens,))
         return Share(self._dim, (tokens - tokens // 2, tokens // 2), mirrored=True)
 
-    def _note_memory(self, instruction: Instruction, step: RowStep) -> None:
+    def _note_memory(self, instruction: Instruction, step: RankStep) -> None:
         """Notes which memory is copied, as rows or whole, and which is written in place."""
-        for operand in (*step.gather, *step.step.cut):
+        for operand in (*step.gather, *step.cut):
             if isinstance(operand, Ref):
                 self._copies.setdefault(self._tape.storage(operand.slot), instruction.index)
         self._writes += [(storage, instruction) for storage in instruction.writes]

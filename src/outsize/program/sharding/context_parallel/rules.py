@@ -18,15 +18,15 @@ attention read the keys up to their own. Complexity: O(operands) each. Oracle: t
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
-from typing import Any, ClassVar, Final, Literal, final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from outsize.program.sharding.context_parallel.calls import AddsUpOverRows, OverRows
 from outsize.program.sharding.context_parallel.function_trials import follow_by_trial, has_no_inside
 from outsize.program.sharding.expert_parallel.experts import experts_of
 from outsize.program.sharding.opaque_modules import runs_own_code, works_by_rows
@@ -37,9 +37,10 @@ from outsize.program.sharding.rank_step import (
     NeedsParts,
     NotPropagated,
     Operand,
+    OwnPart,
+    RankStep,
     RuleInput,
     Shape,
-    Step,
     op_name,
     ruled,
 )
@@ -47,55 +48,10 @@ from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.tape import Instruction, Ref
 from outsize.program.tree import leaves
 
-Method = Literal["attention", "cross_entropy", "average", "mean", "sum", "add_up"]
+Rule = Callable[[RuleInput], RankStep]
 
 
-@final
-@dataclass(frozen=True)
-class RowStep:
-    """Says how a rank computes its rows of a result.
-
-    `gather`: operands of which the instruction reads all rows. `method`: what computes it instead, of
-    `RowCollectives`, given `share` (of what is divided) before the instruction's own arguments. `target`
-    returns the function that the rank at a place calls, where it is another one.
-    """
-
-    step: Step
-    gather: Mapping[Operand, Share] = field(default_factory=dict)
-    method: Method | None = None
-    share: Share | None = None
-    target: Callable[[RankPosition], Callable[..., Any]] | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class OwnRows:
-    """Stands in rewritten arguments for the rows of a value of which another argument is all rows."""
-
-    __tape_leaf__: ClassVar[bool] = True
-    value: Ref
-
-
-Rule = Callable[[RuleInput], RowStep]
-
-
-class AddsUpOverRows(ABC):
-    """Defines a target whose results are quotients of parts that add up over rows."""
-
-    @abstractmethod
-    def parts(self, *operands: Any) -> tuple[Any, ...]:
-        """Returns what adds up."""
-
-    @abstractmethod
-    def finish(self, parts: Sequence[Any]) -> Any:
-        """Returns the results of the sums of their parts."""
-
-    @abstractmethod
-    def follow_rows(self, call: RuleInput, ranks: int) -> RowStep:
-        """Returns how ranks that have rows of a sequence compute a call. Raises NotPropagated."""
-
-
-def follow_rows(call: RuleInput, module: nn.Module | None, ranks: int) -> RowStep:
+def follow_rows(call: RuleInput, module: nn.Module | None, ranks: int) -> RankStep:
     """Returns how to compute an instruction of which some operands are divided. Raises NotPropagated."""
     if module is not None and runs_own_code(module):
         raise NotPropagated(f"{type(module).__name__} has hooks or a forward of its own")
@@ -104,24 +60,24 @@ def follow_rows(call: RuleInput, module: nn.Module | None, ranks: int) -> RowSte
     if module is None:
         return _function(call, ranks)
     if product_of(call.instruction, module, _ndims(call)) is not None:
-        return RowStep(_by_vector(call))
+        return _by_vector(call)
     if isinstance(module, nn.Embedding):
         return _looked_up(call, module)
     if type(module) is nn.MultiheadAttention:
         return _module_attention(call, module)
     if call.instruction.parameters():
         return _opaque(call, module)
-    return _by_rule(call, lambda each: RowStep(follow(each, module)))
+    return _by_rule(call, lambda each: follow(each, module))
 
 
-def _function(call: RuleInput, ranks: int) -> RowStep:
+def _function(call: RuleInput, ranks: int) -> RankStep:
     if product_of(call.instruction, None, _ndims(call)) is not None:
-        return RowStep(_by_vector(call))
+        return _by_vector(call)
     if op_name(call.instruction) == "getitem":
         return _by_rule(call, lambda each: _item(each, ranks))
     if has_no_inside(call.instruction.target):
-        return RowStep(follow_by_trial(call))
-    rule = _RULES.get(op_name(call.instruction), lambda each: RowStep(follow(each, None)))
+        return follow_by_trial(call)
+    rule = _RULES.get(op_name(call.instruction), lambda each: follow(each, None))
     try:
         return _by_rule(call, rule)
     except NotPropagated:
@@ -130,7 +86,7 @@ def _function(call: RuleInput, ranks: int) -> RowStep:
         return _by_all(call, call.divided())
 
 
-def _by_rule(call: RuleInput, rule: Rule) -> RowStep:
+def _by_rule(call: RuleInput, rule: Rule) -> RankStep:
     try:
         return ruled(rule, call)
     except NeedsParts as parted:
@@ -151,7 +107,7 @@ def _are_indices(call: RuleInput) -> bool:
     return integers and not call.instruction.writes and torch.bool not in {m.dtype for m in metas}
 
 
-def _by_vector(call: RuleInput) -> Step:
+def _by_vector(call: RuleInput) -> RankStep:
     """Handles what works on each vector along the last dims: products, norms as functions."""
     share = call.alone()
     if share.dim == len(call.shape(call.args[0])) - 1:
@@ -159,17 +115,17 @@ def _by_vector(call: RuleInput) -> Step:
     return call.same(share)
 
 
-def _opaque(call: RuleInput, module: nn.Module) -> RowStep:
+def _opaque(call: RuleInput, module: nn.Module) -> RankStep:
     """Handles modules whose code is not recorded, such as routers and experts, by trials on small copies."""
     try:
-        return RowStep(follow(call, module))
+        return follow(call, module)
     except NotPropagated:
         shares = {call.share(operand) for operand in call.operands()}
         share = shares.pop()
         if shares or share is None or not _treats_tokens_equally(call, module, share.dim):
             raise
     before = call.shape(next(call.operands()))
-    return RowStep(Step(tuple(_kept_or_joined(share, before, shape) for shape in call.results())))
+    return RankStep(tuple(_kept_or_joined(share, before, shape) for shape in call.results()))
 
 
 def _treats_tokens_equally(call: RuleInput, module: nn.Module, dim: int) -> bool:
@@ -192,20 +148,20 @@ def _kept_or_joined(share: Share, before: Shape, after: Shape) -> Share:
     return replace(share, dim=0, parts=share.parts * prod(before[: share.dim]))
 
 
-def _normalized(call: RuleInput) -> RowStep:
+def _normalized(call: RuleInput) -> RankStep:
     share, ndim = call.alone(), len(call.shape(call.args[0]))
     if share.dim >= ndim - len(tuple(call.arg(1, "normalized_shape"))):
         raise NotPropagated("a norm over what is divided")
-    return RowStep(call.same(share))
+    return call.same(share)
 
 
 # -- lookups -------------------------------------------------------------------------------------------
 
 
-def _looked_up(call: RuleInput, module: nn.Embedding) -> RowStep:
+def _looked_up(call: RuleInput, module: nn.Embedding) -> RankStep:
     """Handles a lookup; one that sees more than its own index, such as of positions, gets the whole index."""
     if looks_up_by_row(module):
-        return RowStep(call.same(call.alone()))
+        return call.same(call.alone())
     return _by_all(call, call.divided())
 
 
@@ -248,13 +204,13 @@ def _small_copy(module: nn.Embedding) -> nn.Embedding:
 # -- attention -----------------------------------------------------------------------------------------
 
 
-def _attention(call: RuleInput) -> RowStep:
+def _attention(call: RuleInput) -> RankStep:
     """Handles scaled_dot_product_attention: rows of q, of the mask, and all keys and values."""
     query, *others = (call.arg(n, name) for n, name in enumerate(("query", "key", "value")))
     ndim, share = len(call.shape(query)), call.share(query)
     by_rows = share is not None and share.dim == ndim - 2
     if share is not None and not by_rows:
-        return RowStep(follow(call, None))
+        return follow(call, None)
     gather = {o: s for o in others if (s := call.share(o)) is not None}
     if share is None:
         return _by_all(call, gather)
@@ -268,7 +224,7 @@ def _attention(call: RuleInput) -> RowStep:
     cut: dict[Operand, Share] = {}
     if mask is not None and len(shape := call.shape(mask)) > 1 and shape[-2] > 1:
         cut[mask] = _fitting(share.at(len(shape) - 2), shape)
-    return RowStep(call.same(share, cut=cut), gather, "attention", share)
+    return call.same(share, cut=cut, gather=gather, call=OverRows("attention", share))
 
 
 def is_causal(instruction: Instruction) -> bool:
@@ -278,7 +234,7 @@ def is_causal(instruction: Instruction) -> bool:
     return attends and bool(args[5] if len(args) > 5 else kwargs.get("is_causal", False))
 
 
-def _module_attention(call: RuleInput, module: nn.MultiheadAttention) -> RowStep:
+def _module_attention(call: RuleInput, module: nn.MultiheadAttention) -> RankStep:
     """Handles a call of nn.MultiheadAttention: rows of the query, all of key and value."""
     if module.training and module.dropout > 0:
         raise NotPropagated("its dropout draws one mask for all rows; p=0 is divided")
@@ -295,29 +251,32 @@ def _module_attention(call: RuleInput, module: nn.MultiheadAttention) -> RowStep
     if mask is not None:
         cut[mask] = _fitting(share.at(len(call.shape(mask)) - 2), call.shape(mask))
     gather = {o: s for o in (key, value) if (s := call.share(o)) is not None}
-    kwargs = dict(zip(("query", "key", "value"), (OwnRows(query), key, value), strict=True))
+    kwargs = dict(zip(("query", "key", "value"), (OwnPart(query), key, value), strict=True))
     more = {n: call.arg(at, n) for at, n in ((3, "key_padding_mask"), (5, "attn_mask"))}
-    return RowStep(
-        call.same(share, cut=cut, rewrite=lambda _: ((), {**kwargs, **more, "need_weights": False})), gather
+    return call.same(
+        share,
+        cut=cut,
+        gather=gather,
+        rewrite=lambda _: ((), {**kwargs, **more, "need_weights": False}),
     )
 
 
-def _matmul(call: RuleInput) -> RowStep:
+def _matmul(call: RuleInput) -> RankStep:
     """Handles eager attention: rows of the first matrix, all of the second."""
     a, b, *_ = call.args
     shares, ndims = (call.share(a), call.share(b)), (len(call.shape(a)), len(call.shape(b)))
     behind = [None if s is None else n - s.dim for s, n in zip(shares, ndims, strict=True)]
     if min(ndims) < 2 or shares[1] is None or (behind[0] is not None and behind[0] != 2):
-        return RowStep(follow(call, None))
+        return follow(call, None)
     if behind[1] is not None and behind[1] > 2:
-        return RowStep(follow(call, None))
+        return follow(call, None)
     gather = {b: shares[1]}
     if shares[0] is None:
         return _by_all(call, gather)
-    return RowStep(call.same(shares[0].at(len(call.results()[0]) - 2)), gather)
+    return call.same(shares[0].at(len(call.results()[0]) - 2), gather=gather)
 
 
-def _einsum(call: RuleInput) -> RowStep:
+def _einsum(call: RuleInput) -> RankStep:
     """Handles an einsum of rows and of keys: the operand whose divided letter is another one is gathered."""
     text, first, *more = call.args
     operands = [first, *more] if isinstance(first, Ref) else list(first)
@@ -335,12 +294,12 @@ def _einsum(call: RuleInput) -> RowStep:
         if each != kept and (s := call.share(o)) is not None
     }
     rest = {slot: s for slot, s in call.shares.items() if all(Ref(slot) != o for o in gather)}
-    return RowStep(follow(replace(call, shares=rest), None), gather)
+    return replace(follow(replace(call, shares=rest), None), gather=gather)
 
 
-def _by_all(call: RuleInput, gather: Mapping[Operand, Share]) -> RowStep:
+def _by_all(call: RuleInput, gather: Mapping[Operand, Share]) -> RankStep:
     """Returns the step in which every rank computes all of the result."""
-    return RowStep(call.same(None), gather)
+    return call.same(None, gather=gather)
 
 
 def _fitting(share: Share, shape: Shape) -> Share:
@@ -352,7 +311,7 @@ def _fitting(share: Share, shape: Shape) -> Share:
 # -- losses and sums -----------------------------------------------------------------------------------
 
 
-def _cross_entropy(call: RuleInput) -> RowStep:
+def _cross_entropy(call: RuleInput) -> RankStep:
     """Handles cross entropies of (rows, classes) or (samples, classes, rows)."""
     logits, target = call.arg(0, "input"), call.arg(1, "target")
     share, shape = call.share(logits), call.shape(logits)
@@ -371,10 +330,10 @@ def _cross_entropy(call: RuleInput) -> RowStep:
         raise NotPropagated("its arguments are divided along different dims")
     kept = call.arg(6, "reduction", "mean") == "none"
     after = share.at(share.dim if share.dim == 0 else share.dim - 1) if kept else None
-    return RowStep(call.same(after, cut=cut), method="cross_entropy", share=share)
+    return call.same(after, cut=cut, call=OverRows("cross_entropy", share))
 
 
-def _averaged(call: RuleInput) -> RowStep:
+def _averaged(call: RuleInput) -> RankStep:
     """Handles losses that are means or sums over all elements."""
     shape = max((call.shape(o) for o in call.operands()), key=len)
     if call.instruction.kwargs.get("reduction", "mean") == "none":
@@ -385,7 +344,8 @@ def _averaged(call: RuleInput) -> RowStep:
     each = replace(call, metas=_with_result(call, shape))
     step = elementwise(each)
     (share,) = step.out
-    return RowStep(call.same(None, cut=step.cut), method="average", share=share)
+    assert share is not None
+    return call.same(None, cut=step.cut, call=OverRows("average", share))
 
 
 def _with_result(call: RuleInput, shape: Shape) -> list[Any]:
@@ -394,26 +354,26 @@ def _with_result(call: RuleInput, shape: Shape) -> list[Any]:
     return metas
 
 
-def _over(call: RuleInput) -> RowStep:
+def _over(call: RuleInput) -> RankStep:
     """Handles sums and means: over the rows, they are the sums of all ranks' parts."""
     share, ndim = call.alone(), len(call.shape(call.args[0]))
     dims = call.arg(1, "dim", call.instruction.kwargs.get("axis"))
     if dims is not None and share.dim not in {int(d) % ndim for d in leaves(dims)}:
-        return RowStep(follow(call, None))
+        return follow(call, None)
     averages = op_name(call.instruction) == "mean"
-    return RowStep(call.same(None), method="mean" if averages else "sum", share=share)
+    return call.same(None, call=OverRows("mean" if averages else "sum", share))
 
 
-def _chosen(call: RuleInput) -> RowStep:
+def _chosen(call: RuleInput) -> RankStep:
     """Handles topk, sort, max and min over other dims than the divided one."""
     share, ndim, name = call.alone(), len(call.shape(call.args[0])), op_name(call.instruction)
     dim = call.arg(2 if name == "topk" else 1, "dim", -1 if name in ("topk", "sort") else None)
     if dim is None or int(dim) % ndim == share.dim:
         raise NotPropagated("it chooses among what is divided")
-    return RowStep(call.same(share))
+    return call.same(share)
 
 
-def _picked(call: RuleInput) -> RowStep:
+def _picked(call: RuleInput) -> RankStep:
     """Handles gather(x, dim, index) along another dim than the divided one: rows of x and of the index."""
     x, dim, index = (call.arg(n, name) for n, name in enumerate(("input", "dim", "index")))
     share, shape = call.share(x), call.shape(index)
@@ -422,19 +382,19 @@ def _picked(call: RuleInput) -> RowStep:
     if call.share(index) not in (None, share):
         raise NotPropagated("its arguments are divided along different dims")
     cut: dict[Operand, Share] = {} if call.share(index) else {index: _fitting(share, shape)}
-    return RowStep(call.same(share, cut=cut))
+    return call.same(share, cut=cut)
 
 
 # -- views ---------------------------------------------------------------------------------------------
 
 
-def _view(call: RuleInput) -> RowStep:
+def _view(call: RuleInput) -> RankStep:
     """Handles views that leave the rows of a rank apart; batch and sequence may be joined, and parted."""
     share, shape = call.alone(), call.results()[0]
     if any(not isinstance(leaf, int) for leaf in leaves((call.args[1:], call.instruction.kwargs))):
         raise NotPropagated("a view of another dtype")
     new = _viewed(share, call.shape(call.args[0]), shape)
-    return RowStep(call.same(new, rewrite=lambda place: resized_arguments(call, place, new, shape)))
+    return call.same(new, rewrite=lambda place: resized_arguments(call, place, new, shape))
 
 
 def _viewed(share: Share, before: Shape, after: Shape) -> Share:
@@ -449,18 +409,18 @@ def _viewed(share: Share, before: Shape, after: Shape) -> Share:
     raise NotPropagated(f"a view to {after} does not keep the rows of the sequence apart")
 
 
-def _item(call: RuleInput, ranks: int) -> RowStep:
+def _item(call: RuleInput, ranks: int) -> RankStep:
     """Handles an index: of the first rows, each rank takes those that it has; for others all are gathered."""
     first_rows = _first_rows(call, ranks)
     if first_rows is not None:
-        return RowStep(first_rows)
+        return first_rows
     try:
-        return RowStep(follow(call, None))
+        return follow(call, None)
     except (NotPropagated, NeedsParts):
         return _by_all(call, call.divided())
 
 
-def _first_rows(call: RuleInput, ranks: int) -> Step | None:
+def _first_rows(call: RuleInput, ranks: int) -> RankStep | None:
     """Returns the step for x[..., :stop, ...] that leaves the rows of every rank where they are."""
     share, index = call.share(call.args[0]), call.args[1]
     index = index if isinstance(index, tuple) else (index,)
@@ -494,15 +454,15 @@ def _any_row(share: Share) -> Callable[[RankPosition], bool]:
     return lambda place: place.size(share) > 0
 
 
-def _joined(call: RuleInput) -> RowStep:
+def _joined(call: RuleInput) -> RankStep:
     """Handles cat, whose empty pieces (a new cache) do not matter."""
     pieces = [p for p in call.args[0] if prod(call.shape(p))]
     if len(pieces) == 1 and (share := call.share(pieces[0])) is not None:
-        return RowStep(call.same(share))
-    return RowStep(follow(call, None))
+        return call.same(share)
+    return follow(call, None)
 
 
-def _stacked(call: RuleInput) -> RowStep:
+def _stacked(call: RuleInput) -> RankStep:
     """Handles stack: its pieces are divided alike, whole ones are cut."""
     pieces = call.args[0]
     share = next(s for p in pieces if (s := call.share(p)) is not None)
@@ -510,17 +470,17 @@ def _stacked(call: RuleInput) -> RowStep:
         raise NotPropagated("its pieces are divided along different dims")
     at = int(call.arg(1, "dim", 0)) % len(call.results()[0])
     cut: dict[Operand, Share] = {p: _fitting(share, call.shape(p)) for p in pieces if call.share(p) is None}
-    return RowStep(call.same(share.at(share.dim + (at <= share.dim)), cut=cut))
+    return call.same(share.at(share.dim + (at <= share.dim)), cut=cut)
 
 
-def _repeated(call: RuleInput) -> RowStep:
+def _repeated(call: RuleInput) -> RankStep:
     """Handles repeat: sequences one after the other are runs of rows."""
     share, times = call.alone(), [int(n) for n in leaves(call.args[1:])]
     dim = share.dim + len(times) - len(call.shape(call.args[0]))
-    return RowStep(call.same(replace(share, dim=dim, parts=share.parts * times[dim])))
+    return call.same(replace(share, dim=dim, parts=share.parts * times[dim]))
 
 
-def _added_product(call: RuleInput) -> RowStep:
+def _added_product(call: RuleInput) -> RankStep:
     """Handles baddbmm: rows of the first matrix and of what is added, all of the second matrix."""
     added, first, second = (call.arg(n, name) for n, name in enumerate(("input", "batch1", "batch2")))
     share, shape = call.share(first), call.shape(added)
@@ -530,18 +490,18 @@ def _added_product(call: RuleInput) -> RowStep:
     if call.share(added) is None and shape[-2] > 1:
         cut[added] = _fitting(share.at(len(shape) - 2), shape)
     gather = {second: s} if (s := call.share(second)) is not None else {}
-    return RowStep(call.same(share, cut=cut), gather)
+    return call.same(share, cut=cut, gather=gather)
 
 
-def _viewed_as(call: RuleInput) -> RowStep:
+def _viewed_as(call: RuleInput) -> RankStep:
     """Handles view_as: the other value must have its own rows already."""
     share, other = call.share(call.args[0]), call.share(call.args[1])
     if share is None or other is None or _viewed(share, call.shape(call.args[0]), call.results()[0]) != other:
         raise NotPropagated("it is viewed as what is not divided so")
-    return RowStep(call.same(other))
+    return call.same(other)
 
 
-def _emptied(call: RuleInput) -> RowStep:
+def _emptied(call: RuleInput) -> RankStep:
     """Handles `x.new_empty(...)`, which is written later: of rows, where it has the sizes of x up to them."""
     share, shape = call.share(call.args[0]), call.results()[0]
     before = call.shape(call.args[0])
@@ -553,19 +513,19 @@ def _emptied(call: RuleInput) -> RowStep:
         sizes[share.dim] = place.size(share)
         return (call.args[0], tuple(sizes)), {k: v for k, v in call.instruction.kwargs.items() if k != "size"}
 
-    return RowStep(call.same(share, rewrite=rewrite))
+    return call.same(share, rewrite=rewrite)
 
 
-def _copied(call: RuleInput) -> RowStep:
+def _copied(call: RuleInput) -> RankStep:
     """Handles x.copy_(y): rows of y into rows of x."""
     if call.share(call.args[0]) is None:
         raise NotPropagated("rows are written into a whole value")
-    return RowStep(elementwise(call))
+    return elementwise(call)
 
 
-def _made_whole(call: RuleInput) -> RowStep:
+def _made_whole(call: RuleInput) -> RankStep:
     """Handles `x.new_zeros(...)`, which reads nothing of x."""
-    return RowStep(call.same(None))
+    return call.same(None)
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:

@@ -8,18 +8,19 @@ tests/dist/test_experts.py.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from outsize.program.sharding.axis_group import AxisGroup
 from outsize.program.sharding.expert_parallel.experts import Experts
-from outsize.program.sharding.share import RankPosition
-from outsize.program.sharding.tensor_parallel.local_tape import renumbered
-from outsize.program.tape import Cost, Instruction, Tape
+from outsize.program.sharding.rank_step import CallSite, RankCall, RankStep
+from outsize.program.sharding.rank_tape import RankTapeWriter
+from outsize.program.sharding.share import Share
+from outsize.program.tape import Instruction, Tape
 
 
 @final
@@ -33,33 +34,42 @@ class ExpertCall:
     dtype: torch.dtype
 
 
-class ExpertCollectives(ABC):
-    """Defines what ranks compute together of which each has some experts; `place` is this rank's position."""
+@final
+@dataclass(frozen=True)
+class OfAllRanks(RankCall):
+    """A call of experts, of which each rank has some.
 
-    place: RankPosition
+    The collective `experts` gets an ExpertCall, this rank's tokens x (tokens, width), `index` and `weight`
+    (tokens, choices), and returns what the experts of all ranks make of the tokens.
+    """
 
-    @abstractmethod
-    def experts(self, call: ExpertCall, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        """Returns what the experts of all ranks make of this rank's tokens x (tokens, width).
+    experts: Experts
 
-        `index` and `weight` (tokens, choices) say which experts each token has chosen, and how much each
-        counts. A choice that is no expert is dropped. Every rank calls this alike, with tokens of its own.
-        """
+    def written(self, instruction: Instruction, site: CallSite) -> Instruction:
+        (result,) = site.results
+        assert site.module is not None
+        call = ExpertCall(site.module, self.experts, result.dtype)
+        return replace(instruction, target=site.group.call("experts"), args=(call, *instruction.args))
+
+
+@final
+@dataclass(frozen=True)
+class ExpertSteps:
+    """Holds the steps of the calls of experts; no value of the tape is divided."""
+
+    steps: Mapping[int, RankStep]
+    shares: Mapping[int, Share]
 
 
 def expert_tape(
-    tape: Tape, found: Mapping[int, Experts], modules: Mapping[str, nn.Module], together: ExpertCollectives
+    tape: Tape, found: Mapping[int, Experts], modules: Mapping[str, nn.Module], group: AxisGroup
 ) -> Tape:
-    """Returns the tape of the rank at `together.place`."""
+    """Returns the tape of the rank at `group.place`."""
+    steps = {index: RankStep((None,), call=OfAllRanks(experts)) for index, experts in found.items()}
+    return _ExpertTapeWriter(tape, ExpertSteps(steps, {}), modules, group).write()
 
-    def own(instruction: Instruction) -> Instruction:
-        experts = found.get(instruction.index)
-        if experts is not None:
-            (result,) = instruction.defines()
-            call = ExpertCall(modules[experts.name], experts, tape.metas[result].dtype)
-            instruction = replace(
-                instruction, target=together.experts, args=(call, *instruction.args), cost=Cost()
-            )
-        return renumbered(instruction, instruction.index)
 
-    return replace(tape, instructions=tuple(map(own, tape.instructions)))
+@final
+class _ExpertTapeWriter(RankTapeWriter):
+    def _finished(self) -> Tape:
+        return self._written()

@@ -16,14 +16,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from outsize.program.liveness import live
+from outsize.program.sharding.axis_group import CountedGroup, collective_of
 from outsize.program.sharding.share import RankPosition, Share
-from outsize.program.sharding.tensor_parallel.local_tape import Collectives, local_tape
+from outsize.program.sharding.tensor_parallel.local_tape import local_tape
 from outsize.program.sharding.tensor_parallel.overlap import overlapped
 from outsize.program.sharding.tensor_parallel.styles import Derived
 from outsize.program.tape import Instruction, Ref, Tape, Weight
@@ -50,28 +51,9 @@ class Traffic:
     beside: tuple[str, ...] = ()
 
 
-def _named(name: str) -> Any:
-    def never(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"{name}: this tape is counted, not run")
-
-    never.__name__ = name
-    return never
-
-
-@final
-class _Counted(Collectives):
-    """Stands in a tape for the collectives, which are counted and never run."""
-
-    place = RankPosition(0, 1)
-    enter, reduce, cut, gather = map(_named, ("enter", "reduce", "cut", "gather"))
-    scatter, collect, columns = map(_named, ("scatter", "collect", "columns"))
-    row, lookup, attend = map(_named, ("row", "lookup", "attend"))
-    cross_entropy, dropout, attention = map(_named, ("cross_entropy", "dropout", "attention"))
-
-
 def sent_bytes(tape: Tape, derived: Derived, model: nn.Module) -> dict[int, Traffic]:
     """Counts by instruction of `tape`, for one step of its batch; only what the loss needs is counted."""
-    local = local_tape(tape, derived, dict(model.named_modules()), _Counted())
+    local = local_tape(tape, derived, dict(model.named_modules()), CountedGroup(RankPosition(0, 1)))
     wanted = (tape.loss.slot,) if tape.loss is not None else tape.output_slots()
     alive, weights = live(local, wanted), dict(model.named_parameters(remove_duplicate=False))
     counts: dict[int, Traffic] = {}
@@ -97,11 +79,10 @@ def _trained(instruction: Instruction, weights: Mapping[str, Tensor]) -> tuple[s
 
 
 def _of(instruction: Instruction, tape: Tape, weights: Mapping[str, Tensor]) -> Counter[Sent]:
-    target: Any = instruction.target
-    name = target.__name__ if isinstance(getattr(target, "__self__", None), _Counted) else ""
-    slot = next(iter(instruction.defines()), None)
-    if not name or slot is None:
+    call, slot = collective_of(instruction), next(iter(instruction.defines()), None)
+    if call is None or slot is None:
         return Counter()
+    name = call.name
     first = instruction.args[0] if instruction.args else None
     if name == "columns" and isinstance(first, Ref):
         return _entering(first, instruction.args[1], instruction, tape, weights)

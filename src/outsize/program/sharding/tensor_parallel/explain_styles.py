@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from outsize.ir.units.tensor_styles import DivisibleSize, ModuleStyle, Style, TensorStyles
-from outsize.program.sharding.products import Heads
+from outsize.program.sharding.tensor_parallel.calls import ByHeads
 from outsize.program.sharding.tensor_parallel.styles import Derived
 from outsize.program.tape import Tape
 
@@ -82,9 +82,9 @@ def _divided(tape: Tape, model: nn.Module, derived: Derived) -> tuple[DivisibleS
     """Returns the sizes of sharded dims that imply all others; a vocabulary may be sharded unevenly."""
     size_names: dict[int, str] = {}
     named = _named_sizes(model)
-    for local in derived.rank_instructions.values():
-        if isinstance(local.of, Heads):
-            size_names[local.of.module.num_heads] = "num_heads"
+    for step in derived.steps.values():
+        if isinstance(step.call, ByHeads):
+            size_names[step.call.heads.module.num_heads] = "num_heads"
     for name, role in derived.roles.items():
         if role.kind == "experts":
             size_names.setdefault(role.share.parts[0], named.get(role.share.parts[0]) or f"a size of {name}")

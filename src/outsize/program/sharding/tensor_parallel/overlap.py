@@ -22,13 +22,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Final, final
+from typing import Final, final
 
 from torch import nn
 
+from outsize.program.sharding.axis_group import AxisGroup, collective_of
 from outsize.program.sharding.products import Product, product_of
 from outsize.program.sharding.share import Share
-from outsize.program.sharding.tensor_parallel.local_tape import Collectives, turned_linear
+from outsize.program.sharding.tensor_parallel.calls import turned_linear
 from outsize.program.tape import Instruction, Ref, Tape, Weight
 
 _BEGIN: Final = frozenset({"enter", "collect"})
@@ -105,13 +106,15 @@ class _Joiner:
         products = [*self._products(first, behind)]
         if not products:
             return None
+        group = _group_of(first)
+        assert group is not None
         weights = tuple((_weight(p.weight), _weight(p.bias), p.turned) for _, p in products)
         named = {leaf.name for weight, bias, _ in weights for leaf in (weight, bias) if leaf is not None}
         readers = tuple(reader for reader, _ in products)
         slots = (slot for i in (first, *readers) for slot in i.defines())
         joined = replace(
             first,
-            target=_group_of(first).columns,
+            target=group.call("columns"),
             args=(*_entering(first), weights),
             out=tuple(map(Ref, slots)),
             weights=tuple(dict.fromkeys(w for i in readers for w in i.weights)),
@@ -123,7 +126,8 @@ class _Joiner:
         (slot,) = first.defines()
         storage = self._tape.storage(slot)
         for instruction in islice(self._instructions, behind, None):
-            if _collective(instruction) or storage in instruction.writes:
+            sends = _collective(instruction) and _group_of(instruction) is _group_of(first)
+            if sends or storage in instruction.writes:
                 return
             product = self._product(instruction) if instruction.modes == first.modes else None
             if product is not None and product.input.slot == slot:
@@ -139,21 +143,19 @@ class _Joiner:
 
 def _collective(instruction: Instruction) -> str:
     """Returns the name of the collective that an instruction is; an empty text for others."""
-    target: Any = instruction.target
-    name = target.__name__ if isinstance(getattr(target, "__self__", None), Collectives) else ""
-    return "" if name in _SEND_NOTHING else name
+    call = collective_of(instruction)
+    return "" if call is None or call.name in _SEND_NOTHING else call.name
 
 
-def _group_of(instruction: Instruction) -> Collectives:
-    together = getattr(instruction.target, "__self__", None)
-    assert isinstance(together, Collectives)
-    return together
+def _group_of(instruction: Instruction) -> AxisGroup | None:
+    call = collective_of(instruction)
+    return None if call is None else call.group
 
 
 def _entering(instruction: Instruction) -> tuple[Ref, Share | None]:
     """Returns the value that is entered, and the share of it that this rank has; None for all of it."""
-    x, *share = instruction.args
-    return x, share[0] if share else None
+    call = collective_of(instruction)
+    return instruction.args[0], None if call is None else call.share
 
 
 def _weight(name: str | None) -> Weight | None:

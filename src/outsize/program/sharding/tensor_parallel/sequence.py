@@ -21,18 +21,17 @@ tests/unit/program/sharding/tensor_parallel/test_sequence_parts.py by hand.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final, final
+from typing import final
 
 from torch import nn
 
-from outsize.program.sharding.products import Heads, Product, product_of
+from outsize.program.sharding.products import product_of
 from outsize.program.sharding.propagate import entering, follow
-from outsize.program.sharding.rank_step import NeedsParts, NotPropagated, Operand, RuleInput, Shape
+from outsize.program.sharding.rank_step import NeedsParts, NotPropagated, Operand, RankStep, RuleInput, Shape
 from outsize.program.sharding.share import Share
-from outsize.program.sharding.tensor_parallel.styles import Derived, RankInstruction
+from outsize.program.sharding.tensor_parallel.calls import ByHeads, ByRows
+from outsize.program.sharding.tensor_parallel.styles import Derived
 from outsize.program.tape import Instruction, Tape, Weight
-
-_SOURCES: Final = ("row", "vocabulary", "heads", "experts")
 
 
 def in_sequence(tape: Tape, derived: Derived, model: nn.Module) -> Derived:
@@ -70,7 +69,7 @@ class _SequencePass:
         self._ndims = {name: len(shape) for name, shape in self._weights.items()}
         self._written = {storage for i in tape.instructions for storage in i.writes}
         self.excluded, self.whole_weights = excluded, whole_weights
-        self._rank_instructions: dict[int, RankInstruction] = dict(derived.rank_instructions)
+        self._steps: dict[int, RankStep] = dict(derived.steps)
         self._shares: dict[int, Share] = {}
         self._entered, self._whole = set[str](), set[str]()
 
@@ -84,7 +83,7 @@ class _SequencePass:
         outputs = {slot: self._shares[slot] for slot in self._tape.output_slots() if slot in self._shares}
         return replace(
             self._derived,
-            rank_instructions=self._rank_instructions,
+            steps=self._steps,
             shares={**self._derived.shares, **self._shares},
             gathered={**self._derived.gathered, **outputs},
             entered=self._derived.entered | self._entered,
@@ -92,18 +91,18 @@ class _SequencePass:
 
     def _visit(self, instruction: Instruction) -> None:
         call = RuleInput(instruction, self._tape.metas, self._shares, self._weights)
-        local, cut = self._derived.rank_instructions.get(instruction.index), call.divided()
-        if local is None:
-            local = self._followed(call) if cut else None
+        step, cut = self._derived.steps.get(instruction.index), call.divided()
+        if step is None:
+            step = self._followed(call) if cut else None
         elif cut:
-            local = replace(local, gather={**local.gather, **cut})
-        if local is None or (local.kind is None and not local.parts):
+            step = replace(step, gather={**step.gather, **cut})
+        if step is None or (step.call is None and not step.computes_part):
             self._whole.update(instruction.parameters())
-        if local is not None:
-            local = self._scattered(local, call) if local.kind in _SOURCES else local
-            self._rank_instructions[instruction.index] = local
+        if step is not None:
+            adds_up = step.call is not None and step.call.adds_up
+            self._steps[instruction.index] = self._scattered(step, call) if adds_up else step
 
-    def _followed(self, call: RuleInput) -> RankInstruction:
+    def _followed(self, call: RuleInput) -> RankStep:
         try:
             step = follow(call, self._allowed(call))
             shares = [share for share in step.out if share is not None]
@@ -118,7 +117,7 @@ class _SequencePass:
         self._entered.update(names)
         self._whole.update(leaf.name for leaf in step.cut if isinstance(leaf, Weight))
         self._shares.update((s, x) for s, x in zip(call.instruction.defines(), step.out, strict=True) if x)
-        return RankInstruction(step)
+        return step
 
     def _allowed(self, call: RuleInput) -> nn.Module | None:
         """Returns the instruction's module.
@@ -136,29 +135,29 @@ class _SequencePass:
         """Returns whether this memory is never written again."""
         return self._written.isdisjoint(map(self._tape.storage, slots))
 
-    def _gathered(self, call: RuleInput) -> RankInstruction:
+    def _gathered(self, call: RuleInput) -> RankStep:
         cut: dict[Operand, Share] = call.divided()
         for share in cut.values():
             self.excluded |= share.origins if len(share.origins) == 1 else frozenset()
-        return RankInstruction(call.same(None), gather=cut)
+        return call.same(None, gather=cut)
 
-    def _scattered(self, local: RankInstruction, call: RuleInput) -> RankInstruction:
+    def _scattered(self, step: RankStep, call: RuleInput) -> RankStep:
         """Scatters a sum, so that each rank gets a shard of it."""
         (slot,), (shape,) = call.instruction.defines(), call.results()
-        name, bias = str(call.instruction.index), _bias(local, call)
+        name, bias = str(call.instruction.index), _bias(step, call)
         free = name not in self.excluded and bias not in self.whole_weights and self._alone((slot,))
         if not free or max(shape[:-1], default=1) == 1:
             self._whole.update(() if bias is None else (bias,))
-            return local
+            return step
         dim = max(range(len(shape) - 1), key=lambda d: (shape[d], d))
         self._entered.update(() if bias is None else (bias,))
         self._shares[slot] = Share(dim, (shape[dim],), frozenset({name}))
-        return replace(local, scatter=self._shares[slot])
+        return replace(step, scatter=self._shares[slot])
 
 
-def _bias(local: RankInstruction, call: RuleInput) -> str | None:
+def _bias(step: RankStep, call: RuleInput) -> str | None:
     """Returns the bias that every rank adds to the sum."""
-    if local.kind == "row" and isinstance(local.of, Product):
-        return local.of.bias
-    name = f"{local.of.fqn}.out_proj.bias" if isinstance(local.of, Heads) else ""
+    if isinstance(step.call, ByRows):
+        return step.call.product.bias
+    name = f"{step.call.heads.fqn}.out_proj.bias" if isinstance(step.call, ByHeads) else ""
     return name if name in call.instruction.parameters() else None

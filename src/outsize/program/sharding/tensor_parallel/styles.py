@@ -25,7 +25,7 @@ tests/unit/program/sharding/tensor_parallel/test_styles.py by hand.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from types import MappingProxyType
@@ -34,20 +34,27 @@ from typing import Literal, final
 from torch import nn
 
 from outsize.errors import NotCapturable
+from outsize.program.sharding.axis_group import inner_call
 from outsize.program.sharding.opaque_modules import adds_up, runs_own_code
 from outsize.program.sharding.products import Heads, Lookup, Product, heads_of, lookup_of, product_of
 from outsize.program.sharding.propagate import entering, follow
 from outsize.program.sharding.rank_step import (
     NeedsParts,
     NotPropagated,
-    Operand,
+    RankStep,
     RuleInput,
     Shape,
-    Step,
-    inner_call,
     op_name,
 )
 from outsize.program.sharding.share import Share
+from outsize.program.sharding.tensor_parallel.calls import (
+    ByColumns,
+    ByHeads,
+    ByRows,
+    OfClasses,
+    OfModuleParts,
+    OfVocabulary,
+)
 from outsize.program.tape import Instruction, Meta, Ref, Tape
 from outsize.program.weights.of_loss import of_loss
 
@@ -65,37 +72,14 @@ class Role:
 
 @final
 @dataclass(frozen=True)
-class RankInstruction:
-    """Says what an instruction becomes on a rank; `gather` are sharded operands that it needs whole.
-
-    With `scatter`, each rank gets only a shard of the sum.
-    """
-
-    step: Step
-    kind: Kind | Literal["loss"] | None = None
-    of: Product | Lookup | Heads | None = None
-    gather: Mapping[Operand, Share] = field(default_factory=dict)
-    scatter: Share | None = None
-
-    @property
-    def parts(self) -> bool:
-        """Returns whether a rank computes a part of the result of whole operands, and so a part of their
-        gradients.
-        """
-        followed = self.kind is None and any(share is not None for share in self.step.out)
-        return followed or self.kind in ("column", "heads", "experts")
-
-
-@final
-@dataclass(frozen=True)
 class Derived:
-    """Holds the styles of a tape: instructions by index, shares by slot, roles by weight, reasons by weight.
+    """Holds the styles of a tape: steps by instruction, shares by slot, roles and reasons by weight.
 
     `feeds` maps each row-parallel weight to those that sharded its input. `gathered` are sharded outputs of
     the model. `entered` are whole weights that meet sharded values: a rank has a part of their gradient.
     """
 
-    rank_instructions: Mapping[int, RankInstruction]
+    steps: Mapping[int, RankStep]
     shares: Mapping[int, Share]
     roles: Mapping[str, Role]
     reasons: Mapping[str, str]
@@ -175,7 +159,7 @@ class _StylePass:
 
     def __init__(self, known: _SettledStyles) -> None:
         self.known, self.changed, self._parted = known, False, False
-        self._rank_instructions: dict[int, RankInstruction] = {}
+        self._steps: dict[int, RankStep] = {}
         self._shares: dict[int, Share] = {}
         self._roles: dict[str, Role] = dict(known.fixed or {})
         self._feeds: dict[str, frozenset[str]] = {}
@@ -210,7 +194,7 @@ class _StylePass:
     def result(self) -> Derived:
         """Returns the styles after a pass that changed nothing."""
         return Derived(
-            self._rank_instructions,
+            self._steps,
             self._shares,
             self._roles,
             self.known.whole,
@@ -232,31 +216,31 @@ class _StylePass:
             return
         call = RuleInput(instruction, self.known.tape.metas, self._shares, self.known.weights)
         try:
-            local = self._localised(call)
+            step = self._localised(call)
         except NeedsParts as parted:
             self._part(parted, instruction)
             return
         except NotPropagated as lost:
-            local = self._without(call, f"{lost}, {instruction.name} at {instruction.where}")
+            step = self._without(call, f"{lost}, {instruction.name} at {instruction.where}")
             self._alone.update(dict.fromkeys(instruction.parameters(), instruction))
-        self._alone.update(dict.fromkeys(self._used_whole(local, instruction), instruction))
-        if local is None:
+        self._alone.update(dict.fromkeys(self._used_whole(step, instruction), instruction))
+        if step is None:
             return
-        single = [x for x in local.step.out if x is not None and min(x.parts) == 1]
+        single = [x for x in step.out if x is not None and min(x.parts) == 1]
         if single:
             place = f"{instruction.name} at {instruction.where}"
             self._settle(single[0].origins, f"there is a single one to divide, {place}")
-        self._rank_instructions[instruction.index] = local
-        self._shares.update((s, x) for s, x in zip(instruction.defines(), local.step.out, strict=True) if x)
+        self._steps[instruction.index] = step
+        self._shares.update((s, x) for s, x in zip(instruction.defines(), step.out, strict=True) if x)
 
-    def _used_whole(self, local: RankInstruction | None, instruction: Instruction) -> set[str]:
+    def _used_whole(self, step: RankStep | None, instruction: Instruction) -> set[str]:
         """Returns weights that this instruction wants whole, whatever others do with them."""
-        if local is None:
+        if step is None:
             return set(instruction.parameters())
-        bias = local.of.bias if local.kind == "row" and isinstance(local.of, Product) else None
+        bias = step.call.product.bias if isinstance(step.call, ByRows) else None
         return set() if bias is None else {bias}
 
-    def _localised(self, call: RuleInput) -> RankInstruction | None:
+    def _localised(self, call: RuleInput) -> RankStep | None:
         instruction, known = call.instruction, self.known
         module = known.module(instruction)
         if module is not None and runs_own_code(module):
@@ -285,10 +269,10 @@ class _StylePass:
                 name, f"{type(module).__name__} has hooks or a forward of its own, {place}"
             )
 
-    def _followed(self, call: RuleInput, module: nn.Module | None) -> RankInstruction:
+    def _followed(self, call: RuleInput, module: nn.Module | None) -> RankStep:
         step = follow(call, module)
         self._enter(entering(call, step), call)
-        return RankInstruction(step)
+        return step
 
     def _enter(self, names: list[str], call: RuleInput) -> None:
         origins = frozenset[str]().union(*(share.origins for share in call.divided().values()))
@@ -296,7 +280,7 @@ class _StylePass:
 
     # -- products -----------------------------------------------------------------------------------
 
-    def _product(self, product: Product, call: RuleInput) -> RankInstruction | None:
+    def _product(self, product: Product, call: RuleInput) -> RankStep | None:
         share, name = call.share(product.input), product.weight
         role, ndim = self._roles.get(name), len(call.shape(product.input))
         if share is not None and share.dim < ndim - 1:
@@ -312,9 +296,9 @@ class _StylePass:
             return self._conflict(name)
         self._roles[name] = wanted
         self._feeds[name] = self._feeds.get(name, frozenset()) | share.origins
-        return RankInstruction(call.same(None), "row", product)
+        return call.same(None, call=ByRows(product))
 
-    def _columns(self, product: Product, role: Role | None, call: RuleInput) -> RankInstruction | None:
+    def _columns(self, product: Product, role: Role | None, call: RuleInput) -> RankStep | None:
         name = product.weight
         if role is not None and role.share.dim != product.out_dim:
             return self._conflict(name)
@@ -326,30 +310,30 @@ class _StylePass:
         if product.bias is not None:
             self._roles[product.bias] = Role("column", share.at(0))
         made = Share(len(call.results()[0]) - 1, share.parts, frozenset({name}))
-        return RankInstruction(call.same(made), "column", product)
+        return call.same(made, call=ByColumns(product))
 
-    def _as_fixed(self, product: Product, role: Role, call: RuleInput) -> RankInstruction | None:
+    def _as_fixed(self, product: Product, role: Role, call: RuleInput) -> RankStep | None:
         """Follows roles of another tape: input is gathered for columns and cut for rows, where it comes
         otherwise.
         """
         share, last = call.share(product.input), len(call.shape(product.input)) - 1
         if role.share.dim == product.out_dim:
-            local = self._columns(product, role, call)
-            return local and replace(local, gather={} if share is None else {product.input: share})
+            step = self._columns(product, role, call)
+            return step and replace(step, gather={} if share is None else {product.input: share})
         wanted = role.share.at(last)
         if share is not None and share.layout != wanted.layout:
             raise NotPropagated("its input is divided differently")
         cut = {product.input: wanted} if share is None else {}
-        return RankInstruction(call.same(None, cut=cut), "row", product)
+        return call.same(None, cut=cut, call=ByRows(product))
 
-    def _batched(self, product: Product, share: Share, role: Role | None, call: RuleInput) -> RankInstruction:
+    def _batched(self, product: Product, share: Share, role: Role | None, call: RuleInput) -> RankStep:
         """Handles a product along another dim than the sharded one, such as one for each head with the same
         weight.
         """
         if role is not None:
             raise NotPropagated(f"{product.weight} is divided")
         self._enter([n for n in (product.weight, product.bias) if n is not None], call)
-        return RankInstruction(call.same(share))
+        return call.same(share)
 
     def _conflict(self, name: str) -> None:
         self._settle({name}, "it is used by rows and by columns")
@@ -365,7 +349,7 @@ class _StylePass:
 
     # -- embeddings, attention, loss ----------------------------------------------------------------------
 
-    def _lookup(self, lookup: Lookup, call: RuleInput) -> RankInstruction | None:
+    def _lookup(self, lookup: Lookup, call: RuleInput) -> RankStep | None:
         name = lookup.weight
         if name not in self.known.tables or not self._may_divide(name):
             return None
@@ -374,9 +358,9 @@ class _StylePass:
         if role is not None and role.share != wanted.share:
             return self._conflict(name)
         self._roles[name] = wanted
-        return RankInstruction(call.same(None), "vocabulary", lookup)
+        return call.same(None, call=OfVocabulary(lookup, wanted.share))
 
-    def _heads(self, heads: Heads, call: RuleInput) -> RankInstruction | None:
+    def _heads(self, heads: Heads, call: RuleInput) -> RankStep | None:
         weights = {
             f"{heads.fqn}.in_proj_weight": Share(0, (heads.module.embed_dim,) * 3),
             f"{heads.fqn}.in_proj_bias": Share(0, (heads.module.embed_dim,) * 3),
@@ -386,9 +370,9 @@ class _StylePass:
         if not names or heads.module.num_heads == 1 or not all(self._may_divide(name) for name in names):
             return None
         self._roles |= {name: Role("heads", weights[name]) for name in names}
-        return RankInstruction(Step(tuple(None for _ in call.instruction.defines())), "heads", heads)
+        return call.same(None, call=ByHeads(heads))
 
-    def _summands(self, call: RuleInput, module: nn.Module) -> RankInstruction | None:
+    def _summands(self, call: RuleInput, module: nn.Module) -> RankStep | None:
         """Handles experts: the results of ranks with shards of their weights add up to the whole."""
         names = call.instruction.parameters()
         if not names or not all(self._may_divide(name) for name in names):
@@ -401,9 +385,9 @@ class _StylePass:
         self._roles |= {
             f"{call.instruction.target}.{key}": Role("experts", share) for key, share in shares.items()
         }
-        return RankInstruction(call.same(None), "experts")
+        return call.same(None, call=OfModuleParts())
 
-    def _loss(self, call: RuleInput) -> RankInstruction:
+    def _loss(self, call: RuleInput) -> RankStep:
         """Handles the cross entropy of logits of which a rank has some classes."""
         share, kwargs = call.alone(), call.instruction.kwargs
         old = [kwargs.get(name) for name in ("weight", "size_average", "reduce")]
@@ -411,7 +395,7 @@ class _StylePass:
         whole_numbers = plain and not call.metas[call.args[1].slot].dtype.is_floating_point
         if not whole_numbers or len(call.shape(call.args[0])) != 2 or share.dim != 1:
             raise NotPropagated("a cross entropy that is not computed in parts")
-        return RankInstruction(call.same(None), "loss")
+        return call.same(None, call=OfClasses(share))
 
     # -- values that cannot be followed -------------------------------------------------------------------
 
@@ -452,14 +436,14 @@ class _StylePass:
             self._feeds.pop(name, None)
         again = self.known.tape.instructions[self._first_user(origins) : last + 1]
         for instruction in again:
-            self._rank_instructions.pop(instruction.index, None)
+            self._steps.pop(instruction.index, None)
             for slot in instruction.defines():
                 self._shares.pop(slot, None)
                 self._pending.discard(slot)
         for instruction in again:
             self._visit_settled(instruction)
 
-    def _without(self, call: RuleInput, reason: str) -> RankInstruction | None:
+    def _without(self, call: RuleInput, reason: str) -> RankStep | None:
         """Leaves the origins of a value that cannot be followed whole, or gathers the value."""
         divided = call.divided()
         gather = {o: share for o, share in divided.items() if self._may_gather(share)}
@@ -468,7 +452,7 @@ class _StylePass:
                 self._settle(share.origins, reason)
         if not gather:
             return None
-        return RankInstruction(call.same(None), gather=gather)
+        return call.same(None, gather=gather)
 
     def _insist_on_whole(self, divided: set[str] | frozenset[str], name: str) -> None:
         """Leaves a weight whole that an instruction wants whole and another one shards. Raises

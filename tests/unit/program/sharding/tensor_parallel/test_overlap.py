@@ -11,38 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outsize.capture.recording.fallbacks import record
+from outsize.program.sharding.axis_group import CountedGroup
 from outsize.program.sharding.share import RankPosition
-from outsize.program.sharding.tensor_parallel.local_tape import Collectives, local_tape
+from outsize.program.sharding.tensor_parallel.local_tape import local_tape
 from outsize.program.sharding.tensor_parallel.overlap import overlapped
 from outsize.program.sharding.tensor_parallel.sequence import in_sequence
 from outsize.program.sharding.tensor_parallel.styles import derive
 from outsize.program.tape import Instruction, Ref, Tape, Weight
 
 
-def _named(name: str) -> Any:
-    def never(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"{name}: this tape is not run")
-
-    never.__name__ = name
-    return never
-
-
-class _Names(Collectives):
-    """Rank 0 of two, whose collectives have names alone."""
-
-    place = RankPosition(0, 2)
-
-
-for _name in Collectives.__abstractmethods__:
-    setattr(_Names, _name, _named(_name))
-_Names.__abstractmethods__ = frozenset()
-
-
 def local_of(model: nn.Module, *, sequence: bool = False) -> Tape:
     tape = record(model, (X,), {})
     derived = derive(tape, model)
     derived = in_sequence(tape, derived, model) if sequence else derived
-    return local_tape(tape, derived, dict(model.named_modules()), _Names())
+    return local_tape(tape, derived, dict(model.named_modules()), CountedGroup(RankPosition(0, 2)))
 
 
 def joined(model: nn.Module, *, sequence: bool = False, exits: tuple[int, ...] = ()) -> list[Instruction]:

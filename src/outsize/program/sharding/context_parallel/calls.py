@@ -1,0 +1,67 @@
+"""Defines what a rank that holds rows calls in place of attention, losses and sums over rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+from outsize.program.sharding.rank_step import CallSite, RankCall, RankStep, RuleInput
+from outsize.program.sharding.share import RankPosition, Share
+from outsize.program.tape import Instruction
+
+Method = Literal["attention", "cross_entropy", "average", "mean", "sum", "add_up"]
+FunctionAt = Callable[[RankPosition], Callable[..., Any]]
+
+
+@final
+@dataclass(frozen=True)
+class OverRows(RankCall):
+    """A function of all rows, which ranks compute together by a `method` of their group.
+
+    `share` says how rows are divided; `function_at` returns the function of the rank at a place, where it is
+    not the model's own.
+    """
+
+    method: Method
+    share: Share
+    function_at: FunctionAt | None = None
+
+    @property
+    def adds_rows_up(self) -> bool:
+        """Returns whether the result is a sum over rows, or a quotient of such sums."""
+        return self.method != "attention"
+
+    def written(self, instruction: Instruction, site: CallSite) -> Instruction:
+        target = instruction.target
+        function = target if self.function_at is None else self.function_at(site.group.place)
+        assert not isinstance(function, str)
+        return replace(instruction, target=site.group.call(self.method, self.share, function))
+
+
+@final
+@dataclass(frozen=True)
+class OnRows(RankCall):
+    """A function that each rank calls with its rows alone, and which is another one on each."""
+
+    function_at: FunctionAt
+
+    def written(self, instruction: Instruction, site: CallSite) -> Instruction:
+        return replace(instruction, target=self.function_at(site.group.place))
+
+
+class AddsUpOverRows(ABC):
+    """Defines a target whose results are quotients of parts that add up over rows."""
+
+    @abstractmethod
+    def parts(self, *operands: Any) -> tuple[Any, ...]:
+        """Returns what adds up."""
+
+    @abstractmethod
+    def finish(self, parts: Sequence[Any]) -> Any:
+        """Returns the results of the sums of their parts."""
+
+    @abstractmethod
+    def follow_rows(self, call: RuleInput, ranks: int) -> RankStep:
+        """Returns how ranks that have rows of a sequence compute a call. Raises NotPropagated."""
