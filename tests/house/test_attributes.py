@@ -20,11 +20,9 @@ CONTEXT = "ctx"
 # Attributes of others' objects that are named like some of ours, by the file that sets them.
 OF_OTHERS = {
     # Functions and modules of Python, and what runs a script.
-    "capture/graph/row_parallel.py": {"__name__"},
     "capture/models/torchvision_operators.py": {"loader"},
     "ops/launch/worker.py": {"argv"},
     "program/generate.py": {"source"},
-    "program/sharding/tensor_parallel/bytes_sent.py": {"__name__"},
     "train/world/local_ranks.py": {"argv"},
     # The program's own record of a thread, and generators of NumPy.
     "capture/guards/consumed.py": {"state"},
@@ -33,6 +31,7 @@ OF_OTHERS = {
     # Modules, graphs and optimizers of torch.
     "capture/graph/shortened.py": {"_modules"},
     "capture/recording/python_random.py": {"seed"},
+    "capture/recording/weight_cache.py": {"_cache"},
     "ops/doctor/models.py": {"weight"},
     "run/stage/batchnorm.py": {"forward"},
     "run/stage/seeded_draws.py": {"meta"},

@@ -12,7 +12,7 @@ logits are never filled: outputs of the model that are among them are None. Cost
     workspace          what the region makes / pieces; in the backward also the gradients of the rows and of
                        the weights, twice (of one piece, and the sum in float32)
 
-Complexity: O(instructions). Oracle: tests/unit/program/loss_in_pieces/test_rewrite.py counts real bytes.
+Complexity: O(instructions). Oracle: tests/parity/test_loss_in_pieces.py counts real bytes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from outsize.program.sharding.rank_step import op_name
+from outsize.program.sharding.op_table import op_of
 from outsize.program.tape import Instruction, Ref, Weight
 
 
@@ -40,13 +40,13 @@ def product_of(
     """Returns the product that an instruction computes, if any; `ndims` are those of weights."""
     if module is not None:
         return _of_module(instruction, module)
-    name, args = op_name(instruction), instruction.args
-    if name not in ("linear", "matmul") or len(args) < 2 or not isinstance(args[0], Ref):
+    multiplied, args = op_of(instruction).weight, instruction.args
+    if multiplied is None or len(args) < 2 or not isinstance(args[0], Ref):
         return None
     weight, bias = args[1], (*args[2:], instruction.kwargs.get("bias"))[0]
     if not _is_parameter(weight) or ndims[weight.name] != 2 or not (bias is None or _is_parameter(bias)):
         return None
-    return Product(args[0], weight.name, bias.name if bias is not None else None, name == "matmul")
+    return Product(args[0], weight.name, bias.name if bias is not None else None, multiplied == "as it is")
 
 
 def _of_module(instruction: Instruction, module: nn.Module) -> Product | None:

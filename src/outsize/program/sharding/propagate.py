@@ -1,10 +1,11 @@
 """Problem: given which dims of an instruction's arguments are sharded, which dims of its results are?
 
-Each kind of function has one rule; a function without a rule is not followed. A rule returns for every result
-its Share (None: all ranks have the whole), which whole operands have to be cut to match, and a rank's
-arguments that name sizes (of views, splits). Source: GSPMD (arXiv 2105.04663, sec. 3.5) propagates shardings
-like this; deviations: along one mesh dim, forward only, and without partial sums. Complexity: O(operands)
-each. Oracle: tests/dist/test_tensor_parallel.py, numbers of one process.
+Each kind of function has one rule, and op_table.py says which functions are of a kind; one without a rule is
+not followed. A rule returns for every result its Share (None: all ranks have the whole), which whole operands
+have to be cut to match, and a rank's arguments that name sizes (of views, splits). Source: GSPMD (arXiv
+2105.04663, sec. 3.5) propagates shardings like this; deviations: along one mesh dim, forward only, and
+without partial sums. Complexity: O(operands) each. Oracle: tests/dist/test_tensor_parallel.py, numbers of one
+process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from torch import nn
 
 from outsize.program.sharding.axis_group import CollectiveCall, collective_of, inner_call
+from outsize.program.sharding.op_table import DimRule, op_of
 from outsize.program.sharding.opaque_modules import runs_own_code, works_by_vector
 from outsize.program.sharding.propagate_views import VIEWS
 from outsize.program.sharding.rank_step import (
@@ -28,7 +30,7 @@ from outsize.program.sharding.rank_step import (
     ruled,
 )
 from outsize.program.sharding.share import Share
-from outsize.program.tape import Ref, Weight
+from outsize.program.tape import Instruction, Ref, Weight
 from outsize.program.tree import leaves
 
 
@@ -178,30 +180,15 @@ def entering(call: RuleInput, step: RankStep) -> list[str]:
 
 # -- which rule ----------------------------------------------------------------------------------------
 
-_ELEMENTWISE = """
-add sub rsub mul div truediv floordiv pow neg exp exp2 log log1p sqrt rsqrt tanh sigmoid relu relu6
-gelu silu mish elu selu celu leaky_relu hardswish hardsigmoid hardtanh softplus logsigmoid erf abs
-sign square sin cos clamp clip minimum maximum where masked_fill eq ne lt le gt ge logical_and
-logical_or logical_not and or xor invert float double half bfloat16 to type type_as contiguous clone
-detach nan_to_num reciprocal addcmul lerp isinf isnan zeros_like ones_like full_like iadd isub imul
-itruediv ipow radd rmul rtruediv rpow rdiv multiply divide subtract
-"""
-_OVER = "softmax log_softmax sum mean amax amin logsumexp norm var std cumsum all any argmax"
-
-
-def _each(names: str, rule: Callable[[RuleInput], RankStep]) -> dict[str, Callable[[RuleInput], RankStep]]:
-    return dict.fromkeys(names.split(), rule)
-
-
-RULES: Mapping[str, Callable[[RuleInput], RankStep]] = {
+RULES: Mapping[DimRule, Callable[[RuleInput], RankStep]] = {
     **VIEWS,
-    **_each(_ELEMENTWISE, elementwise),
-    **_each(_OVER, reduce_dims),
-    **_each("cat concat", concatenate),
-    **_each("matmul bmm", matmul),
+    "elementwise": elementwise,
+    "reduced": reduce_dims,
+    "concatenated": concatenate,
+    "matmul": matmul,
     "einsum": einsum,
     "dropout": dropout,
-    "scaled_dot_product_attention": attention,
+    "attention": attention,
 }
 _ACTIVATIONS = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Tanh),
@@ -218,7 +205,7 @@ def follow(call: RuleInput, module: nn.Module | None) -> RankStep:
         return _within(collective, call)
     if module is not None and call.instruction.parameters():
         return _by_vector(call, module)
-    rule = RULES.get(op_name(call.instruction)) if module is None else _rule_of_module(module)
+    rule = _rule_of(call.instruction) if module is None else _rule_of_module(module)
     if rule is None:
         raise NotPropagated(f"there is no rule for {op_name(call.instruction)}")
     return ruled(rule, call)
@@ -241,6 +228,12 @@ def _with_mask_of_both(step: RankStep, call: RuleInput) -> RankStep:
     if share is None:
         return step
     return replace(step, dropout=None, rewrite=lambda place: ((*args, (share, place)), kwargs))
+
+
+def _rule_of(instruction: Instruction) -> Callable[[RuleInput], RankStep] | None:
+    """Returns the rule of a function."""
+    kind = op_of(instruction).dims
+    return None if kind is None else RULES[kind]
 
 
 def _rule_of_module(module: nn.Module) -> Callable[[RuleInput], RankStep]:

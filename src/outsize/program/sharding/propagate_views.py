@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+from outsize.program.sharding.op_table import DimRule, op_of
 from outsize.program.sharding.rank_step import (
     NeedsParts,
     NotPropagated,
@@ -100,15 +101,15 @@ def resized_arguments(
     call: RuleInput, place: RankPosition, share: Share, shape: Shape
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the view's arguments with the size of the sharded dim on a rank."""
-    name, size = op_name(call.instruction), place.size(share)
+    named, size = op_of(call.instruction).sizes, place.size(share)
     args, kwargs = call.args, dict(call.instruction.kwargs)
-    if name in ("view", "reshape", "expand"):
+    if named in ("one by one", "as a tuple"):
         sizes = list(_dims(call, 1))
         behind = len(shape) - share.dim
         if sizes[-behind] != -1:
             sizes[-behind] = size
-        return (args[0], tuple(sizes)) if name == "reshape" else (args[0], *sizes), {}
-    if name == "unflatten":
+        return (args[0], tuple(sizes)) if named == "as a tuple" else (args[0], *sizes), {}
+    if named == "of one dim":
         sizes, first = list(call.arg(2, "sizes")), int(call.arg(1, "dim")) % len(call.shape(args[0]))
         if first <= share.dim < first + len(sizes) and sizes[share.dim - first] != -1:
             sizes[share.dim - first] = size
@@ -226,15 +227,15 @@ def unchanged_dims(call: RuleInput) -> RankStep:
     return call.same(call.alone())
 
 
-VIEWS: Mapping[str, Callable[[RuleInput], RankStep]] = {
-    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze"), view),
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transpose),
-    **dict.fromkeys(("split", "chunk", "unbind"), split),
-    **dict.fromkeys(("t", "mT"), transpose_last),
-    **dict.fromkeys(("view_as_complex", "view_as_real"), unchanged_dims),
-    "permute": permute,
-    "unsqueeze": unsqueeze,
-    "expand": expand,
-    "repeat_interleave": repeat_interleave,
-    "getitem": getitem,
+VIEWS: Mapping[DimRule, Callable[[RuleInput], RankStep]] = {
+    "viewed": view,
+    "transposed": transpose,
+    "transposed last": transpose_last,
+    "permuted": permute,
+    "unsqueezed": unsqueeze,
+    "expanded": expand,
+    "repeated heads": repeat_interleave,
+    "split": split,
+    "indexed": getitem,
+    "unchanged": unchanged_dims,
 }

@@ -14,26 +14,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import Final, final
+from typing import final
 
 from torch import nn
 
 from outsize.program.sharding.axis_group import AxisGroup
 from outsize.program.sharding.context_parallel.rows import SequenceRows
+from outsize.program.sharding.op_table import op_of
 from outsize.program.sharding.propagate import follow
-from outsize.program.sharding.rank_step import NeedsParts, NotPropagated, RankStep, RuleInput, op_name
+from outsize.program.sharding.rank_step import NeedsParts, NotPropagated, RankStep, RuleInput
 from outsize.program.sharding.rank_tape import RankTapeWriter, cut_key, resized_meta
 from outsize.program.sharding.share import Share
 from outsize.program.tape import Cost, Instruction, Ref, Tape, Weight
 from outsize.program.tree import leaves, map_leaves
-
-# Functions of one tensor that may make it larger, or only turn it.
-_SHAPES: Final = frozenset(
-    {
-        *("view", "reshape", "unsqueeze", "squeeze", "expand", "repeat_interleave"),
-        *("getitem", "transpose", "permute", "contiguous", "mT"),
-    }
-)
 
 
 def row_tape(tape: Tape, rows: SequenceRows, modules: Mapping[str, nn.Module], group: AxisGroup) -> Tape:
@@ -72,7 +65,7 @@ class _RowTapeWriter(RankTapeWriter):
     def _shaped_from(self, leaf: Ref) -> Ref | None:
         index = self._tape.producer.get(leaf.slot)
         instruction = None if index is None else self._tape.instructions[index]
-        if instruction is None or instruction.is_leaf or op_name(instruction) not in _SHAPES:
+        if instruction is None or instruction.is_leaf or not op_of(instruction).reshapes:
             return None
         reads = [each for each in leaves((instruction.args, instruction.kwargs)) if isinstance(each, Ref)]
         divided = len(reads) == 1 and reads[0].slot in self._divided.shares and not instruction.writes

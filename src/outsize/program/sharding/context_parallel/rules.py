@@ -29,6 +29,7 @@ from torch import nn
 from outsize.program.sharding.context_parallel.calls import AddsUpOverRows, OverRows
 from outsize.program.sharding.context_parallel.function_trials import follow_by_trial, has_no_inside
 from outsize.program.sharding.expert_parallel.experts import experts_of
+from outsize.program.sharding.op_table import RowRule, op_of
 from outsize.program.sharding.opaque_modules import runs_own_code, works_by_rows
 from outsize.program.sharding.products import product_of
 from outsize.program.sharding.propagate import elementwise, follow
@@ -73,17 +74,22 @@ def follow_rows(call: RuleInput, module: nn.Module | None, ranks: int) -> RankSt
 def _function(call: RuleInput, ranks: int) -> RankStep:
     if product_of(call.instruction, None, _ndims(call)) is not None:
         return _by_vector(call)
-    if op_name(call.instruction) == "getitem":
+    kind = op_of(call.instruction).rows
+    if kind == "indexed":
         return _by_rule(call, lambda each: _item(each, ranks))
     if has_no_inside(call.instruction.target):
         return follow_by_trial(call)
-    rule = _RULES.get(op_name(call.instruction), lambda each: follow(each, None))
+    rule = _as_any_dim if kind is None else RULES[kind]
     try:
         return _by_rule(call, rule)
     except NotPropagated:
         if not _are_indices(call):
             raise
         return _by_all(call, call.divided())
+
+
+def _as_any_dim(call: RuleInput) -> RankStep:
+    return follow(call, None)
 
 
 def _by_rule(call: RuleInput, rule: Rule) -> RankStep:
@@ -229,7 +235,7 @@ def _attention(call: RuleInput) -> RankStep:
 
 def is_causal(instruction: Instruction) -> bool:
     """Returns whether a call is attention under its kernel's causal mask, which reads earlier keys alone."""
-    attends = op_name(instruction) == "scaled_dot_product_attention"
+    attends = op_of(instruction).rows == "attention"
     args, kwargs = instruction.args, instruction.kwargs
     return attends and bool(args[5] if len(args) > 5 else kwargs.get("is_causal", False))
 
@@ -528,27 +534,23 @@ def _made_whole(call: RuleInput) -> RankStep:
     return call.same(None)
 
 
-def _each(names: str, rule: Rule) -> dict[str, Rule]:
-    return dict.fromkeys(names.split(), rule)
-
-
-_RULES: Final[Mapping[str, Rule]] = {
-    "scaled_dot_product_attention": _attention,
-    **_each("matmul bmm", _matmul),
+RULES: Final[Mapping[RowRule, Rule]] = {
+    "attention": _attention,
+    "multiplied": _matmul,
     "einsum": _einsum,
-    **_each("cross_entropy nll_loss", _cross_entropy),
-    **_each("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits", _averaged),
-    **_each("sum mean", _over),
-    **_each("topk sort max min", _chosen),
-    "gather": _picked,
-    **_each("view reshape flatten unflatten squeeze", _view),
-    **_each("layer_norm rms_norm", _normalized),
-    **_each("cat concat", _joined),
-    **_each("stack", _stacked),
-    **_each("repeat", _repeated),
-    **_each("baddbmm", _added_product),
-    **_each("view_as", _viewed_as),
-    **_each("copy", _copied),
-    **_each("new_empty", _emptied),
-    **_each("new_zeros new_ones new_full", _made_whole),
+    "cross entropy": _cross_entropy,
+    "averaged": _averaged,
+    "summed": _over,
+    "chosen": _chosen,
+    "picked": _picked,
+    "viewed": _view,
+    "normalized": _normalized,
+    "joined": _joined,
+    "stacked": _stacked,
+    "repeated": _repeated,
+    "added product": _added_product,
+    "viewed as": _viewed_as,
+    "copied": _copied,
+    "emptied": _emptied,
+    "made whole": _made_whole,
 }

@@ -35,6 +35,7 @@ from torch import nn
 
 from outsize.errors import NotCapturable
 from outsize.program.sharding.axis_group import inner_call
+from outsize.program.sharding.op_table import op_of
 from outsize.program.sharding.opaque_modules import adds_up, runs_own_code
 from outsize.program.sharding.products import Heads, Lookup, Product, heads_of, lookup_of, product_of
 from outsize.program.sharding.propagate import entering, follow
@@ -44,7 +45,6 @@ from outsize.program.sharding.rank_step import (
     RankStep,
     RuleInput,
     Shape,
-    op_name,
 )
 from outsize.program.sharding.share import Share
 from outsize.program.sharding.tensor_parallel.calls import (
@@ -257,7 +257,7 @@ class _StylePass:
         if not call.divided():
             return self._summands(call, module) if module is not None else None
         inner = inner_call(instruction)
-        if op_name(inner) == "cross_entropy" and module is None:
+        if op_of(inner).classes and module is None:
             return self._loss(replace(call, instruction=inner))
         return self._followed(call, module)
 
