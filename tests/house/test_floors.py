@@ -68,7 +68,7 @@ PLANTS = [
 
 
 def room_of(contract: dict[str, Any]) -> str:
-    """`outsize.planner` -> `planner`, of a contract about the packages inside one room."""
+    """`outsize.program.sharding` -> `program.sharding`, of a contract about what a room or a folder holds."""
     return contract["containers"][0].removeprefix("outsize.")
 
 
@@ -76,7 +76,12 @@ def upward(contract: dict[str, Any]) -> dict[str, str]:
     """An import from the lowest package of a room into its highest one."""
     room, layers = room_of(contract), contract["layers"]
     low, high = (layer.split(" | ")[0] for layer in (layers[-1], layers[0]))
-    return {f"{room}/{low}/low.py": f"import tiny.{room}.{high}"}
+    return {f"{folder_of(room)}/{low}/low.py": f"import tiny.{room}.{high}"}
+
+
+def folder_of(room: str) -> str:
+    """`program.sharding` -> `program/sharding`."""
+    return room.replace(".", "/")
 
 
 PLANTS += [(upward(contract), contract["name"]) for contract in ROOMS]
@@ -101,7 +106,7 @@ def tiny(tmp_path: Path) -> Path:
     inner = [
         (room_of(room), name) for room in ROOMS for layer in room["layers"] for name in layer.split(" | ")
     ]
-    plant(tmp_path, {f"{room}/{name}/__init__.py": "" for room, name in inner})
+    plant(tmp_path, {f"{folder_of(room)}/{name}/__init__.py": "" for room, name in inner})
     kinds = ("protected_modules", "allowed_importers")
     named = [module for contract in CONTRACTS for kind in kinds for module in contract.get(kind, ())]
     plant(tmp_path, {f"{module.removeprefix('outsize.').replace('.', '/')}.py": "" for module in named})
