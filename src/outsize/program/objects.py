@@ -64,6 +64,8 @@ CLOSED: Final[Mapping[type, str]] = {
 _CLOSED: Final = tuple(CLOSED)
 _CODE: Final = (FunctionType, MethodType, functools.partial)
 _CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
+# Most attributes of modules have these very classes, which need no other question.
+_WITHOUT_PARTS: Final = frozenset((*NUMBERS_AND_TEXT, NoneType))
 # What torch itself keeps in every module: tables and hooks. `training` is the user's.
 MODULE_TABLES: Final = frozenset(vars(nn.Module())) - {"training"}
 
@@ -99,6 +101,8 @@ class Scope:
 
     def opens(self, value: Any, *, is_root: bool = False) -> bool:
         """Whether a walk looks into this value."""
+        if type(value) in _WITHOUT_PARTS:
+            return False
         if isinstance(value, _CONTAINERS):
             return True
         if isinstance(value, Tensor):
@@ -299,6 +303,8 @@ def fingerprint(value: Any, how: Comparison, depth: int = DEPTH) -> Any:
     if not isinstance(value, _CONTAINERS) or not depth:
         return how.of_object(value)
     if isinstance(value, dict):
+        if not dict.__len__(value):
+            return (type(value),)  # Each module has ten tables of hooks, nearly all of them empty.
         items = items_of(value)
         return type(value), *((fingerprint(k, how), fingerprint(v, how, depth - 1)) for k, v in items)
     parts = (fingerprint(part, how, depth - 1) for part in elements_of(value))

@@ -188,7 +188,9 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None 
 
 def _holds_tensor(value: Any) -> bool:
     """Says whether this is a tensor, or a list, tuple or dict with one somewhere."""
-    return isinstance(value, Tensor) or any(isinstance(p, Tensor) for _, p in walk([value], _CONTAINERS))
+    if isinstance(value, Tensor) or not _CONTAINERS.opens(value, is_root=True):
+        return isinstance(value, Tensor)
+    return any(isinstance(part, Tensor) for _, part in walk([value], _CONTAINERS))
 
 
 def _parameter_ids(module: nn.Module) -> list[int]:

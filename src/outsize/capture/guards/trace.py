@@ -403,8 +403,8 @@ class ReadTrace:
         if code in self._born:
             old = (f for f in candidates if isinstance(f, FunctionType) and self.notes.is_old(f))
             return [f for f in old if f.__code__ is code][:1]
-        if code.co_argcount:
-            owner = frame.f_locals.get(code.co_varnames[0])
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if owner is not None:
             names = (code.co_name, "forward", "__call__")
             candidates += [kind.__dict__.get(name) for kind in type(owner).__mro__ for name in names]
         candidates.append(frame.f_globals.get(code.co_name))
@@ -412,7 +412,10 @@ class ReadTrace:
         found = [f for f in unwrapped if isinstance(f, FunctionType) and _may_run_in(frame, f)]
         if found or not code.co_freevars:
             return found[:1]
-        return self._by_referrers(frame)
+        # A decorator may have given a class a method under another name than that of its code.
+        methods = (f for kind in type(owner).__mro__ for f in kind.__dict__.values())
+        found = [f for f in methods if isinstance(f, FunctionType) and _may_run_in(frame, f)]
+        return found or self._by_referrers(frame)
 
     def _by_referrers(self, frame: FrameType) -> list[FunctionType]:
         """Returns all functions that may run in the frame, in a search of all objects."""

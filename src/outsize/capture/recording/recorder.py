@@ -38,6 +38,7 @@ from outsize.capture.recording.intercept import (
     has_custom_backward,
     inside_transform,
     on_real_tensors,
+    untold,
 )
 from outsize.capture.recording.leaf_rule import LeafRule, common_module, may_read, takes_copy
 from outsize.capture.recording.number_arguments import insist_on_one_kind
@@ -76,6 +77,9 @@ class Leaked(Exception):
     def __init__(self, fqn: str, failure: FrameFailed, why: str = "it hands out a tensor by the way") -> None:
         super().__init__(f"{fqn}: {failure}")
         self.fqn, self.failure, self.why = fqn, failure, why
+
+
+_Touched = list[tuple[Weight | None, Tensor]]  # Tensors of a call, with the weights that they are.
 
 
 @final
@@ -367,35 +371,43 @@ class Recorder(Watcher):
         with self._mute():
             given = args, kwargs
             args, kwargs = self._with_numbers(target, args, kwargs)
-            touched = self._touched(target, args, kwargs)
-            self._remember_real(target, kwargs, touched)
-            before = [version(t) for _, t in touched]
             modes, where = current_modes(), calling_line()
-            call = _Call(args, kwargs, self._refs(*given, where), where, modes)
+            with untold():
+                touched = self._touched(target, args, kwargs)
+                self._remember_real(target, kwargs, touched)
+                before = [version(t) for _, t in touched]
+                call = _Call(args, kwargs, self._refs(*given, where), where, modes)
             self.meter.start()
             self._unnamed.clear()
             self._silent.clear()
             self._casts.begin(casting=bool(modes.autocast))
             out = run(call)
-            if (attended := attention_inputs(target, args, kwargs)) and isinstance(out, Tensor):
-                storages = [self.slots.storage(t) for t in attended]
-                self.meter.fuse(attended, storages, out, causal=is_causal(args, kwargs))
-            pairs = zip(touched, before, strict=True)
-            written = [p for p, v in pairs if version(p[1]) != v or self._is_silent(p[1])]
-            if target in _EFFECTS:
-                # They are ordered like writes: after what made the tensor, in the same stage.
-                written = touched[:1]
-            written = [(w or self._weight_at(t), t) for w, t in written]
-            for _, tensor in written:
-                self.slots.note_write(self.slots.storage(tensor))
-            self._insist_on_own_memory(written, where)
-            self._insist_on_open_arguments(target, args, kwargs, where)
-            if isinstance(target, str) or written or _has_tensor(out):
-                tree = map_leaves(self._define, out)
-                self._append(target, call, tree, [w for w, _ in touched], written, out)
+            with untold():
+                written = self._written(call, target, touched, before, out)
+                if isinstance(target, str) or written or _has_tensor(out):
+                    tree = map_leaves(self._define, out)
+                    self._append(target, call, tree, [w for w, _ in touched], written, out)
             if self._numbers is not None and not (written or _is_of_tensors(out)):
                 self._numbers.refuse_in(given)  # Python computes with the result.
             return out
+
+    def _written(self, call: _Call, target: Any, touched: _Touched, before: list[int], out: Any) -> _Touched:
+        """Returns what a call has written, and checks that it may. Raises FrameFailed and Leaked."""
+        args, kwargs = call.args, call.kwargs
+        if (attended := attention_inputs(target, args, kwargs)) and isinstance(out, Tensor):
+            storages = [self.slots.storage(t) for t in attended]
+            self.meter.fuse(attended, storages, out, causal=is_causal(args, kwargs))
+        pairs = zip(touched, before, strict=True)
+        written = [p for p, v in pairs if version(p[1]) != v or self._is_silent(p[1])]
+        if target in _EFFECTS:
+            # They are ordered like writes: after what made the tensor, in the same stage.
+            written = touched[:1]
+        written = [(w or self._weight_at(t), t) for w, t in written]
+        for _, tensor in written:
+            self.slots.note_write(self.slots.storage(tensor))
+        self._insist_on_own_memory(written, call.where)
+        self._insist_on_open_arguments(target, args, kwargs, call.where)
+        return written
 
     def _with_numbers(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns the arguments with numbers for symbolic ones. Raises Unfollowed where the instruction could
@@ -648,13 +660,13 @@ class Recorder(Watcher):
                 made[ref.slot], meta = tensor, self.slots.metas[ref.slot]
                 self.slots.metas[ref.slot] = replace(meta, requires_grad=tensor.requires_grad)
 
-    def _touched(self, target: Any, args: Any, kwargs: Any) -> list[tuple[Weight | None, Tensor]]:
+    def _touched(self, target: Any, args: Any, kwargs: Any) -> _Touched:
         tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         weights = [(self.slots.weights.get(id(t)), t) for t in tensors]
         owners = [target] if isinstance(target, str) else self._rule.of_loss if self._runs_live else ()
         return weights + [found for fqn in owners for found in self._weights_of(fqn)]
 
-    def _remember_real(self, target: Any, kwargs: Any, touched: list[tuple[Weight | None, Tensor]]) -> None:
+    def _remember_real(self, target: Any, kwargs: Any, touched: _Touched) -> None:
         """Keeps the values of real tensors that a call may write: among real ones alone it really runs."""
         if isinstance(target, str) or not (_writes_in_place(target) or "out" in kwargs):
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, final
 
 import torch
@@ -158,8 +158,9 @@ def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     These are running statistics of batch normalisation, whose kernels count none, and whatever an inference
     region makes.
     """
-    if "batch_norm" in str(op) and "backward" not in str(op) and len(args) > 5:
-        trains = "with_update" in str(op) or args[5] is True
+    name = _text_of(op)
+    if "batch_norm" in name and "backward" not in name and len(args) > 5:
+        trains = "with_update" in name or args[5] is True
         return [t for t in args[3:5] if trains and isinstance(t, Tensor)]
     schema = getattr(op, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -167,6 +168,10 @@ def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     values = {**{a.name: value for a, value in zip(schema.arguments, args, strict=False)}, **kwargs}
     written = (values.get(a.name) for a in schema.arguments if a.is_write)
     return [t for t in leaves(tuple(written)) if isinstance(t, Tensor) and t.is_inference()]
+
+
+# An op makes its text anew each time, and a recording asks at each call of one.
+_text_of = lru_cache(maxsize=1024)(str)
 
 
 def version(tensor: Tensor) -> int:

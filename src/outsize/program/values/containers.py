@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
+
+_BUILTIN: Final = (OrderedDict, dict, list, tuple, set, frozenset, deque)
 
 
 def refill(container: Any, items: Mapping[Any, Any] | Iterable[Any]) -> None:
@@ -51,5 +53,7 @@ def content_of(container: Any) -> Any:
 
 def builtin_type(container: Any) -> Any:
     """Returns the built-in type whose methods read and change a container of this class."""
-    kinds = (OrderedDict, dict, list, tuple, set, frozenset, deque)
-    return next((kind for kind in kinds if isinstance(container, kind)), type(container))
+    own = type(container)
+    if own in _BUILTIN:  # As nearly all are: a recording asks for each table of each module.
+        return own
+    return next((kind for kind in _BUILTIN if isinstance(container, kind)), own)

@@ -65,7 +65,7 @@ def expert_count(module: nn.Module) -> int:
 
 def calls_experts(module: nn.Module, operands: Sequence[Any]) -> bool:
     """Returns whether a module has the parameters of experts, and these (tensors or metas) are a call's."""
-    if expert_count(module) < 2 or len(operands) != _OPERANDS:
+    if len(operands) != _OPERANDS or expert_count(module) < 2:
         return False
     if not all(isinstance(each, Tensor | Meta) and len(each.shape) == 2 for each in operands):
         return False
