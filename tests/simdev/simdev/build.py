@@ -1,8 +1,9 @@
 """Compiles the C++ part of the simulated accelerator: once, and behind a lock.
 
 The library lies in `~/.cache/outsize-simdev/<key>/`, because a build takes 40 seconds of CPU and all clones
-of the repository may use it. The key is a hash of the sources and of torch's version and place, so a changed
-source is a new library, and two processes that want one at once build it once.
+of the repository may use it, each with a torch of its own in its venv. The key is a hash of the sources and of
+torch's version and commit, so a changed source is a new library, and two processes that want one at once build
+it once. The library says no place of torch's libraries: it is loaded where these are loaded already.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def compiler() -> str | None:
 def library() -> Path:
     """Returns the path of the built library. Raises RuntimeError with the compiler's words where it fails."""
     torch_home = Path(torch.__file__).parent
-    key = hashlib.sha256(f"{torch.__version__} {torch_home} {_FLAGS}".encode())
+    key = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {_FLAGS}".encode())
     for source in sorted(_SOURCES.iterdir()):
         key.update(source.name.encode() + source.read_bytes())
     folder = _CACHE / key.hexdigest()[:16]
@@ -69,8 +70,7 @@ def _build(path: Path, torch_home: Path) -> None:
         commands.append((found, *_FLAGS, *headers, "-c", str(unit), "-o", str(target)))
     with ThreadPoolExecutor(len(commands)) as pool:
         list(pool.map(_run, commands))
-    libraries = torch_home / "lib"
-    links = (f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}")
+    links = (f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-lc10")
     unfinished = path.with_suffix(".part")
     _run((found, "-shared", "-o", str(unfinished), *map(str, objects), *links))
     unfinished.rename(path)
