@@ -44,7 +44,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "stages and tp": (4, {"stages": 2, "tp": 2}),
     "shards and tp": (4, {"dp_shard": 2, "tp": 2}),
 }
-pytestmark = pytest.mark.dist
+# Engines of one model share what the first has recorded: the optimizers are asked about here.
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 
 
 @pytest.fixture(scope="module")
