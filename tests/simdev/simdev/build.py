@@ -1,9 +1,9 @@
 """Compiles the C++ part of the simulated accelerator: once, and behind a lock.
 
 The library lies in `~/.cache/outsize-simdev/<key>/`, because a build takes 40 seconds of CPU and all clones
-of the repository may use it, each with a torch of its own in its venv. The key is a hash of the sources and of
-torch's version and commit, so a changed source is a new library, and two processes that want one at once build
-it once. The library says no place of torch's libraries: it is loaded where these are loaded already.
+of the repository may use it, each with a torch of its own in its venv. The key is a hash of the sources and
+of torch's version and commit, so a changed source is a new library, and two processes that want one at once
+build it once. The library says no place of torch's libraries: it is loaded where these are loaded already.
 """
 
 from __future__ import annotations
