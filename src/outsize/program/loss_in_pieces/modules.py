@@ -20,10 +20,10 @@ from typing import final
 from torch import nn
 
 from outsize.program.liveness import live
-from outsize.program.loss_in_pieces.region import RowRegion, module_of, operands_of, row_step, weights_of
+from outsize.program.loss_in_pieces.region import RowRegion, operands_of, row_step, weights_of
 from outsize.program.sharding.context_parallel.calls import OverRows
-from outsize.program.sharding.products import Product, product_of
-from outsize.program.sharding.rank_step import NotPropagated, RuleInput
+from outsize.program.sharding.products import Product, WalkedModel
+from outsize.program.sharding.rank_step import NotPropagated
 from outsize.program.sharding.share import Share
 from outsize.program.tape import Instruction, Ref, Tape, Weight
 
@@ -42,14 +42,7 @@ def wide_modules(tape: Tape, model: nn.Module) -> list[RowRegion]:
 @final
 class _Finder:
     def __init__(self, tape: Tape, model: nn.Module) -> None:
-        self._tape, self._model = tape, model
-        self._modules = dict(model.named_modules())
-        named = (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-        self._weights = {name: tuple(tensor.shape) for name, tensor in named}
-        self._ndims = {name: len(shape) for name, shape in self._weights.items()}
+        self._tape, self._model = tape, WalkedModel(model)
         wanted = {tape.loss.slot} if tape.loss is not None else {*tape.output_slots()}
         self._alive = live(tape, wanted)
 
@@ -94,14 +87,13 @@ class _Finder:
         shares = {rows.slot: Share(dim, (self._tape.metas[rows.slot].shape[dim],))}
         products, storages = dict[int, Product](), set[int]()
         for instruction in members:
-            module = module_of(instruction, self._modules)
             writes_outside = instruction.written_weights or not storages.issuperset(instruction.writes)
             if instruction.random or writes_outside:
                 raise NotPropagated("it draws random numbers, or writes elsewhere")
-            step = row_step(RuleInput(instruction, self._tape.metas, shares, self._weights), module, 2)
+            step = row_step(self._model, self._model.asked(instruction, self._tape.metas, shares), 2)
             if isinstance(step.call, OverRows) or any(share is None for share in step.out):
                 raise NotPropagated("it makes a whole value of some rows")
-            product = product_of(instruction, module, self._ndims)
+            product = self._model.product(instruction)
             if product is not None:
                 products[instruction.index] = product
             elif instruction.is_leaf and instruction.parameters():
@@ -115,7 +107,7 @@ class _Finder:
         named += [weight for product in products.values() for weight in weights_of(product)]
         operands = (rows, *dict.fromkeys(named))
         return RowRegion(
-            self._model, self._weights, tuple(members), self._tape.metas, rows, dim, operands, (exit_slot,),
+            self._model, tuple(members), self._tape.metas, rows, dim, operands, (exit_slot,),
             products, keeps_rows=True,
         )  # fmt: skip
 

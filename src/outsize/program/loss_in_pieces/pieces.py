@@ -169,7 +169,7 @@ def _piece(divided: DividedRegion, place: RankPosition, region: RowRegion) -> _P
         exits=region.exits if region.keeps_rows else exits,
         foreign=[leaf.name for leaf in foreign],
     )
-    function = compile_slice(spec, region.model, region.modes)
+    function = compile_slice(spec, region.walked.model, region.modes)
     shares = [slots.get(leaf) for leaf in (*entries, *foreign)]
     cuts = (None if share is None else (share.dim, tuple(place.ranges(share))) for share in shares)
     kept = divided.shares[region.exits[0]] if region.keeps_rows else None

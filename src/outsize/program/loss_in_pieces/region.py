@@ -30,8 +30,8 @@ from torch.nn import functional
 from outsize.program.liveness import live
 from outsize.program.sharding.context_parallel.calls import OverRows
 from outsize.program.sharding.context_parallel.rules import follow_rows
-from outsize.program.sharding.products import Product, product_of
-from outsize.program.sharding.rank_step import NotPropagated, Operand, RankStep, RuleInput, Shape
+from outsize.program.sharding.products import Product, WalkedModel
+from outsize.program.sharding.rank_step import NotPropagated, Operand, RankStep, RuleInput
 from outsize.program.sharding.rank_tape import resized_meta
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.sharding.tensor_parallel.calls import turned_linear
@@ -56,8 +56,7 @@ class RowRegion:
     of their weights. `metas` are those of the tape.
     """
 
-    model: nn.Module
-    weights: Mapping[str, Shape]
+    walked: WalkedModel
     instructions: tuple[Instruction, ...]
     metas: Sequence[Meta]
     rows: Ref
@@ -83,11 +82,9 @@ class RowRegion:
         Raises NotPropagated.
         """
         known, steps = dict(shares), dict[int, RankStep]()
-        modules = dict(self.model.named_modules())
         cut: dict[Operand, Share] = {}
         for instruction in self.instructions:
-            call = RuleInput(instruction, self.metas, known, self.weights)
-            step = row_step(call, module_of(instruction, modules), ranks)
+            step = row_step(self.walked, self.walked.asked(instruction, self.metas, known), ranks)
             for operand, share in step.cut.items():
                 if cut.setdefault(operand, share) != share:
                     raise NotPropagated("it is read by different rows")
@@ -161,19 +158,17 @@ def find_region(tape: Tape, model: nn.Module) -> RowRegion | None:
     """
     if tape.loss is None:
         return None
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    weights = {name: tuple(tensor.shape) for name, tensor in named}
-    modules, ndims = dict(model.named_modules()), {name: len(shape) for name, shape in weights.items()}
+    known = WalkedModel(model)
     alive = live(tape, {tape.loss.slot})
     products = list[tuple[int, Instruction, Product]]()
     for instruction in tape.instructions:
-        product = product_of(instruction, module_of(instruction, modules), ndims)
+        product = known.product(instruction)
         if product is not None and alive[instruction.index]:
             size = prod(tape.metas[next(iter(instruction.defines()))].shape)
             products.append((size, instruction, product))
     last = sorted(products, key=lambda each: each[1].index)[-_TRIED:]
     for _, instruction, product in sorted(last, key=lambda each: (-each[0], -each[1].index)):
-        found = _region_from(tape, model, weights, alive, instruction, product)
+        found = _region_from(tape, known, alive, instruction, product)
         if found is not None:
             return found
     return None
@@ -192,8 +187,7 @@ class _Start:
 
 def _region_from(
     tape: Tape,
-    model: nn.Module,
-    weights: Mapping[str, Shape],
+    model: WalkedModel,
     alive: Sequence[bool],
     instruction: Instruction,
     product: Product,
@@ -205,7 +199,7 @@ def _region_from(
             continue
         for pieces in range(2, 2 + _MORE):
             try:
-                return _followed(tape, model, weights, alive, _Start(instruction, product, dim, pieces))
+                return _followed(tape, model, alive, _Start(instruction, product, dim, pieces))
             except NotPropagated:
                 continue
     return None
@@ -213,14 +207,12 @@ def _region_from(
 
 def _followed(
     tape: Tape,
-    model: nn.Module,
-    weights: Mapping[str, Shape],
+    model: WalkedModel,
     alive: Sequence[bool],
     start: _Start,
 ) -> RowRegion:
     """Returns the region from a product on. Raises NotPropagated."""
     first, product, dim, pieces = start.instruction, start.product, start.dim, start.pieces
-    modules = dict(model.named_modules())
     shares = {product.input.slot: Share(dim, (tape.metas[product.input.slot].shape[dim],))}
     members, exits, made = list[Instruction](), list[int](), set[int]()
     for instruction in tape.instructions[first.index :]:
@@ -230,9 +222,7 @@ def _followed(
         _insist_on_plain(instruction, first, made, tape)
         # Only what the region itself makes is divided: others may read the same rows whole.
         known = shares if instruction is first else {s: shares[s] for s in reads}
-        step = row_step(
-            RuleInput(instruction, tape.metas, known, weights), module_of(instruction, modules), pieces
-        )
+        step = row_step(model, model.asked(instruction, tape.metas, known), pieces)
         members.append(instruction)
         if isinstance(step.call, OverRows) and step.call.adds_rows_up and not any(step.out):
             exits += instruction.defines()
@@ -251,7 +241,7 @@ def _followed(
     entries = [leaf for leaf in dict.fromkeys(operands) if isinstance(leaf, Ref)]
     read = [leaf for leaf in dict.fromkeys(operands) if isinstance(leaf, Weight)]
     region = RowRegion(
-        model, weights, tuple(members), tape.metas, product.input, dim, (*entries, *read), tuple(exits),
+        model, tuple(members), tape.metas, product.input, dim, (*entries, *read), tuple(exits),
         {first.index: product},
     )  # fmt: skip
     _insist_on_order(tape, region, alive)
@@ -280,9 +270,9 @@ def _insist_on_order(tape: Tape, region: RowRegion, alive: Sequence[bool]) -> No
             raise NotPropagated("another instruction comes between")
 
 
-def row_step(call: RuleInput, module: nn.Module | None, ranks: int) -> RankStep:
+def row_step(model: WalkedModel, call: RuleInput, ranks: int) -> RankStep:
     """Returns the step of an instruction of a region. Raises NotPropagated."""
-    step = follow_rows(call, module, ranks)
+    step = follow_rows(call, model.module(call.instruction), ranks)
     attends = isinstance(step.call, OverRows) and not step.call.adds_rows_up
     if step.gather or step.dropout is not None or attends:
         raise NotPropagated("it reads other rows")
@@ -305,11 +295,6 @@ def run_form(region: RowRegion, instruction: Instruction) -> Instruction:
 def weights_of(product: Product) -> list[Weight]:
     """Returns the weights of a product."""
     return [Weight(name, "parameter") for name in (product.weight, product.bias) if name is not None]
-
-
-def module_of(instruction: Instruction, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """Returns the module that an instruction calls, if it calls one."""
-    return modules[instruction.target] if isinstance(instruction.target, str) else None
 
 
 def operands_of(instruction: Instruction) -> Iterator[Operand]:

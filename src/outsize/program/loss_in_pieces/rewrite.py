@@ -165,7 +165,7 @@ def _outside(tape: Tape, region: RowRegion) -> frozenset[int]:
 
 def _weight_bytes(region: RowRegion) -> tuple[int, int]:
     """Returns the bytes of gradients of the product's weights: of one piece, and of the sum over all."""
-    named = dict(region.model.named_parameters(remove_duplicate=False))
+    named = dict(region.walked.model.named_parameters(remove_duplicate=False))
     cast = {name: dtype for i in region.instructions for name, dtype in i.casts if dtype is not None}
     names = [o.name for o in region.operands if isinstance(o, Weight) and o.name in named]
     sizes = {name: prod(named[name].shape) for name in names if named[name].requires_grad}

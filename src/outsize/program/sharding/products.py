@@ -5,7 +5,7 @@ attention modules.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from outsize.program.sharding.op_table import op_of
-from outsize.program.tape import Instruction, Ref, Weight
+from outsize.program.sharding.rank_step import RuleInput, Shape
+from outsize.program.sharding.share import Share
+from outsize.program.tape import Instruction, Meta, Ref, Weight
 
 
 @final
@@ -69,6 +71,37 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def _is_parameter(value: Any) -> bool:
     return isinstance(value, Weight) and value.kind == "parameter"
+
+
+@final
+class WalkedModel:
+    """Knows of a model what walks along its tape ask: its modules, and its weights' shapes, by name.
+
+    Values are not read: weights may be on meta.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.modules = model, dict(model.named_modules())
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        self.weights: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in named}
+        self._ndims = {name: len(shape) for name, shape in self.weights.items()}
+
+    def module(self, instruction: Instruction) -> nn.Module | None:
+        """Returns the module that an instruction calls, if it calls one."""
+        return self.modules[instruction.target] if isinstance(instruction.target, str) else None
+
+    def product(self, instruction: Instruction) -> Product | None:
+        """Returns the product that an instruction computes, if any."""
+        return product_of(instruction, self.module(instruction), self._ndims)
+
+    def asked(
+        self, instruction: Instruction, metas: Sequence[Meta], shares: Mapping[int, Share]
+    ) -> RuleInput:
+        """Returns what rules are given of an instruction."""
+        return RuleInput(instruction, metas, shares, self.weights)
 
 
 @final

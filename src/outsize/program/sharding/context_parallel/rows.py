@@ -30,8 +30,8 @@ from outsize.errors import BadOption
 from outsize.program.liveness import live
 from outsize.program.sharding.context_parallel.rules import follow_rows, is_causal, looks_up_by_row
 from outsize.program.sharding.opaque_modules import runs_own_code, works_by_vector
-from outsize.program.sharding.products import product_of
-from outsize.program.sharding.rank_step import NotPropagated, RankStep, RuleInput, Shape
+from outsize.program.sharding.products import WalkedModel
+from outsize.program.sharding.rank_step import NotPropagated, RankStep, RuleInput
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.tape import Instruction, Ref, Tape
 
@@ -70,13 +70,7 @@ def by_rows(tape: Tape, model: nn.Module, ranks: int) -> SequenceRows:
 class _RowWalk:
     def __init__(self, tape: Tape, model: nn.Module, ranks: int, dim: int) -> None:
         self._dim, self.visited = dim, 0
-        self._tape, self._ranks, self._modules = tape, ranks, dict(model.named_modules())
-        named = (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-        self._weights: dict[str, Shape] = {name: tuple(t.shape) for name, t in named}
-        self._ndims = {name: len(shape) for name, shape in self._weights.items()}
+        self._tape, self._ranks, self._model = tape, ranks, WalkedModel(model)
         required = {*tape.output_slots(), *((tape.loss.slot,) if tape.loss is not None else ())}
         self._alive = live(tape, required)
         self._copies: dict[int, int] = {}  # The first instruction that copies a storage.
@@ -97,12 +91,12 @@ class _RowWalk:
 
     def _visit(self, instruction: Instruction) -> None:
         """Follows one instruction."""
-        call = RuleInput(instruction, self._tape.metas, self._shares, self._weights)
+        call = self._model.asked(instruction, self._tape.metas, self._shares)
         if not self._from_inputs.isdisjoint(instruction.reads()):
             self._from_inputs.update(instruction.defines())
         if not self._alive[instruction.index]:
             return
-        module = self._modules[instruction.target] if isinstance(instruction.target, str) else None
+        module = self._model.module(instruction)
         if call.divided():
             step = self._followed(call, module)
         elif (share := self._source(call, module)) is not None:
@@ -140,7 +134,7 @@ class _RowWalk:
         elif len(shape) != 3 or not computed or call.instruction.written_weights:
             return None
         else:
-            product = product_of(call.instruction, module, self._ndims)
+            product = self._model.product(call.instruction)
             fits = product is not None or (module is not None and works_by_vector(module, shape, self._dim))
         tokens = shape[self._dim]
         share = self._share_of(tokens)

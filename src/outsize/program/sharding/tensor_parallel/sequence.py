@@ -25,9 +25,9 @@ from typing import final
 
 from torch import nn
 
-from outsize.program.sharding.products import product_of
+from outsize.program.sharding.products import WalkedModel
 from outsize.program.sharding.propagate import entering, follow
-from outsize.program.sharding.rank_step import NeedsParts, NotPropagated, Operand, RankStep, RuleInput, Shape
+from outsize.program.sharding.rank_step import NeedsParts, NotPropagated, Operand, RankStep, RuleInput
 from outsize.program.sharding.share import Share
 from outsize.program.sharding.tensor_parallel.calls import ByHeads, ByRows
 from outsize.program.sharding.tensor_parallel.styles import Derived
@@ -60,13 +60,7 @@ class _SequencePass:
         excluded: frozenset[str],
         whole_weights: frozenset[str],
     ) -> None:
-        self._tape, self._derived, self._modules = tape, derived, dict(model.named_modules())
-        named = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-        self._weights: dict[str, Shape] = {name: tuple(t.shape) for name, t in named}
-        self._ndims = {name: len(shape) for name, shape in self._weights.items()}
+        self._tape, self._derived, self._model = tape, derived, WalkedModel(model)
         self._written = {storage for i in tape.instructions for storage in i.writes}
         self.excluded, self.whole_weights = excluded, whole_weights
         self._steps: dict[int, RankStep] = dict(derived.steps)
@@ -90,7 +84,7 @@ class _SequencePass:
         )
 
     def _visit(self, instruction: Instruction) -> None:
-        call = RuleInput(instruction, self._tape.metas, self._shares, self._weights)
+        call = self._model.asked(instruction, self._tape.metas, self._shares)
         step, cut = self._derived.steps.get(instruction.index), call.divided()
         if step is None:
             step = self._followed(call) if cut else None
@@ -125,11 +119,10 @@ class _SequencePass:
         Raises NotPropagated for products, whose weights' gradients are large, and for writers of memory.
         """
         instruction = call.instruction
-        module = self._modules[instruction.target] if isinstance(instruction.target, str) else None
         slots = (*instruction.reads(), *instruction.defines())
-        if product_of(instruction, module, self._ndims) is not None or not self._alone(slots):
+        if self._model.product(instruction) is not None or not self._alone(slots):
             raise NotPropagated("it stays whole")
-        return module
+        return self._model.module(instruction)
 
     def _alone(self, slots: tuple[int, ...]) -> bool:
         """Returns whether this memory is never written again."""

@@ -37,14 +37,13 @@ from outsize.errors import NotCapturable
 from outsize.program.sharding.axis_group import inner_call
 from outsize.program.sharding.op_table import op_of
 from outsize.program.sharding.opaque_modules import adds_up, runs_own_code
-from outsize.program.sharding.products import Heads, Lookup, Product, heads_of, lookup_of, product_of
+from outsize.program.sharding.products import Heads, Lookup, Product, WalkedModel, heads_of, lookup_of
 from outsize.program.sharding.propagate import entering, follow
 from outsize.program.sharding.rank_step import (
     NeedsParts,
     NotPropagated,
     RankStep,
     RuleInput,
-    Shape,
 )
 from outsize.program.sharding.share import Share
 from outsize.program.sharding.tensor_parallel.calls import (
@@ -114,12 +113,8 @@ class _SettledStyles:
         self, tape: Tape, model: nn.Module, fixed: Mapping[str, Role] | None, whole: Mapping[str, str]
     ) -> None:
         self.tape, self.fixed = tape, fixed
-        self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        every = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-        self.weights: dict[str, Shape] = {name: tuple(t.shape) for name, t in every}
+        self.model = WalkedModel(model)
+        self.weights = self.model.weights
         # The value is the reason.
         self.whole = dict.fromkeys(of_loss(model, self.weights), "the loss has it") | dict(whole)
         self.points: dict[str, set[Fraction]] = {}
@@ -129,22 +124,18 @@ class _SettledStyles:
             self.last_reader |= dict.fromkeys(instruction.reads(), instruction.index)
             for name in instruction.parameters():
                 self.first_user.setdefault(name, instruction.index)
-        self.ndims = {name: len(shape) for name, shape in self.weights.items()}
         self.tables = self._tables()
         rows = {self.weights[name][0] for name in self.tables}
-        products = [product_of(i, self.module(i), self.ndims) for i in tape.instructions]
+        products = [self.model.product(i) for i in tape.instructions]
         self.heads = {
             p.weight for p in products if p is not None and self.weights[p.weight][p.out_dim] in rows
         }
-
-    def module(self, instruction: Instruction) -> nn.Module | None:
-        return self.modules[instruction.target] if isinstance(instruction.target, str) else None
 
     def _tables(self) -> set[str]:
         """Returns embeddings of tokens: looked up by values of the batch, and longer than wide."""
         tables, batch_slots = set[str](), set(self.tape.inputs)
         for instruction in self.tape.instructions:
-            lookup = lookup_of(instruction, self.module(instruction))
+            lookup = lookup_of(instruction, self.model.module(instruction))
             if lookup is not None and lookup.index.slot in batch_slots:
                 rows, columns = self.weights[lookup.weight]
                 tables |= {lookup.weight} if rows > columns else set()
@@ -214,7 +205,7 @@ class _StylePass:
         if not self._pending.isdisjoint(instruction.reads()):
             self._pending |= set(instruction.defines())
             return
-        call = RuleInput(instruction, self.known.tape.metas, self._shares, self.known.weights)
+        call = self.known.model.asked(instruction, self.known.tape.metas, self._shares)
         try:
             step = self._localised(call)
         except NeedsParts as parted:
@@ -242,10 +233,10 @@ class _StylePass:
 
     def _localised(self, call: RuleInput) -> RankStep | None:
         instruction, known = call.instruction, self.known
-        module = known.module(instruction)
+        module = known.model.module(instruction)
         if module is not None and runs_own_code(module):
             return self._followed(call, module) if call.divided() else self._undivided(instruction, module)
-        product = product_of(instruction, module, known.ndims)
+        product = known.model.product(instruction)
         if product is not None:
             return self._product(product, call)
         lookup = lookup_of(instruction, module)
