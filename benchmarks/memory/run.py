@@ -31,7 +31,7 @@ from outsize.ir.plan import Stage
 from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress_units
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.estimate import lower_along
+from outsize.planner.evaluate.candidate import lower_along
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import StageMemory, account_stages

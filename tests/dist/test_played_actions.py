@@ -23,7 +23,7 @@ from outsize.ir.cluster import parse_cluster
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.timeline import Lane, Timeline
 from outsize.planner.costs.roofline import roofline
-from outsize.planner.evaluate.estimate import estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.played_step import PlayedStep
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
@@ -57,7 +57,7 @@ def step_of(name: str, plan: Plan) -> PlayedStep:
     layout = Layout(plan.axes, plan.axes.pp, plan.schedule, plan.microbatches, MICROBATCHES, plan.weights)
     pipeline = tables.pipeline(layout, ("none",))
     assert pipeline is not None
-    return estimate_cut(pipeline, plan.bounds(graph), [0] * plan.axes.pp).step
+    return Candidate.of(pipeline, plan.bounds(graph), [0] * plan.axes.pp).step
 
 
 def measured(name: str, plan: Plan, group: dist.ProcessGroup) -> Timeline:

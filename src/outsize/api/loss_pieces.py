@@ -3,14 +3,16 @@ to recompute or to use the host, and logits are a share of a device's memory tha
 
 Sums over pieces round otherwise than one sum, so the plan in pieces has to be faster by more than the error
 of a prediction. It is searched on the axes of the plan in one piece where that fits, since pieces save memory
-and change no message.
+and change no message. Where no axes fit, pieces are the last of what is relaxed (`RELAXATIONS`), after all
+that the search itself relaxes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar, final
 
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError
 from outsize.ir.answers.request import PlanRequest
@@ -18,6 +20,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.findings import PiecesOfLoss
 from outsize.ir.plan import Plan
 from outsize.planner.evaluate.ranking import BITS
+from outsize.planner.search.relaxations import Relaxation, relaxed
 from outsize.program.loss_in_pieces.rewrite import LossBytes, loss_bytes
 from outsize.train.measure.training_case import TrainingCase
 
@@ -47,16 +50,16 @@ def with_best_loss(
         sizes = _sizes(case, request, cluster, None)
         if sizes is None:
             raise
-        for modules in (1, sizes.pieces):
-            with suppress(OutsizeError):
-                return _in_pieces(case, request, sizes, solve, modules)
-        raise refused from None
+        instead = relaxed(RELAXATIONS, _Pieces(case, request, sizes, solve), refused)
+        if instead is None:
+            raise
+        return instead.found
     sizes = _sizes(case, request, cluster, plan) if _lacks_memory(plan) else None
     if sizes is None or plan.expected is None:
         return found, plan
     try:
         # On the axes of the plan it takes a fraction of the time of a search of all.
-        other, with_pieces = _in_pieces(case, request.on(plan.axes), sizes, solve)
+        other, with_pieces = _Pieces(case, request.on(plan.axes), sizes, solve).solved(module_pieces=1)
     except OutsizeError:
         return found, plan
     assert with_pieces.expected is not None
@@ -64,16 +67,47 @@ def with_best_loss(
     return (other, with_pieces) if is_faster else (found, plan)
 
 
-def _in_pieces(
-    case: TrainingCase,
-    request: PlanRequest,
-    sizes: LossBytes,
-    solve: Callable[[TrainingCase, PlanRequest], tuple[Found, Plan]],
-    modules: int = 1,
-) -> tuple[Found, Plan]:
-    pieces = {"loss_pieces": sizes.pieces, "module_pieces": modules}
-    found, plan = solve(case.in_pieces(sizes.pieces, modules), request.model_copy(update=pieces))
-    return found, _told(plan, sizes)
+@final
+@dataclass(frozen=True, eq=False)
+class _Pieces(Generic[Found]):
+    """Is a request whose loss may be computed in pieces of these sizes; `solve` makes its plan."""
+
+    case: TrainingCase
+    request: PlanRequest
+    sizes: LossBytes
+    solve: Callable[[TrainingCase, PlanRequest], tuple[Found, Plan]]
+
+    def solved(self, module_pieces: int) -> tuple[Found, Plan]:
+        """Returns what the search finds with so many pieces of wide modules; raises as it does."""
+        pieces = {"loss_pieces": self.sizes.pieces, "module_pieces": module_pieces}
+        case = self.case.in_pieces(self.sizes.pieces, module_pieces)
+        found, plan = self.solve(case, self.request.model_copy(update=pieces))
+        return found, _told(plan, self.sizes)
+
+    def found(self, module_pieces: int) -> tuple[Found, Plan] | None:
+        """Returns the same; None where there is no plan, or modules have no pieces."""
+        with suppress(OutsizeError):
+            return self.solved(module_pieces)
+        return None
+
+
+RELAXATIONS: Final[tuple[Relaxation[_Pieces[Any], tuple[Any, Plan]], ...]] = (
+    Relaxation(
+        name="the loss in pieces of rows, whose sums are rounded in another order",
+        relaxes=frozenset({"loss_pieces"}),
+        answers=(NoFeasiblePlan,),
+        helps=lambda _: True,
+        finds=lambda asked: asked.found(1),
+    ),
+    Relaxation(
+        name="wide modules in as many pieces as well",
+        relaxes=frozenset({"loss_pieces", "module_pieces"}),
+        answers=(NoFeasiblePlan,),
+        helps=lambda _: True,
+        finds=lambda asked: asked.found(asked.sizes.pieces),
+    ),
+)
+"""What is given up where the loss in one piece has no plan on any axes; logits that are small stay whole."""
 
 
 def _told(plan: Plan, sizes: LossBytes | None) -> Plan:

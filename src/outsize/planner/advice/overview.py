@@ -23,7 +23,7 @@ from outsize.planner.advice.plan_rules import advise
 from outsize.planner.search.evaluate_plan import timeline
 from outsize.planner.search.search import search
 
-Candidates = Mapping[int, tuple[ModelGraph, Profile]]
+Models = Mapping[int, tuple[ModelGraph, Profile]]
 
 
 @final
@@ -45,20 +45,16 @@ def outlook(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -
     return Outlook(plan, graph, profile, predicted, advise(plan, graph, profile, cluster))
 
 
-def with_curves(
-    without_curves: Outlook, request: PlanRequest, candidates: Candidates, cluster: Cluster
-) -> Outlook:
+def with_curves(without_curves: Outlook, request: PlanRequest, models: Models, cluster: Cluster) -> Outlook:
     """Adds what-if curves for the choices that were left open."""
-    counts = sorted(candidates) if request.microbatches is None else []
+    counts = sorted(models) if request.microbatches is None else []
     stages = _doubled(len(cluster.devices)) if request.stages is None else []
     if request.searches_axes:
         stages = [pp for pp in stages if len(cluster.devices) % pp == 0]
     plan = without_curves.plan
     made = (
-        _curve("microbatches", counts, plan.microbatches, request, candidates, cluster),
-        _curve(
-            "pp" if request.searches_axes else "devices", stages, plan.axes.pp, request, candidates, cluster
-        ),
+        _curve("microbatches", counts, plan.microbatches, request, models, cluster),
+        _curve("pp" if request.searches_axes else "devices", stages, plan.axes.pp, request, models, cluster),
     )
     return replace(without_curves, curves=tuple(curve for curve in made if len(curve.values) > 1))
 
@@ -68,20 +64,20 @@ def _curve(
     values: Iterable[int],
     chosen: int,
     request: PlanRequest,
-    candidates: Candidates,
+    models: Models,
     cluster: Cluster,
 ) -> ThroughputCurve:
     field = "microbatches" if choice == "microbatches" else "stages"
-    tried = {v: _rate(request.model_copy(update={field: v}), candidates, cluster) for v in values}
+    tried = {v: _rate(request.model_copy(update={field: v}), models, cluster) for v in values}
     return ThroughputCurve(
         choice=choice, values=tuple(tried), samples_per_s=tuple(tried.values()), chosen=chosen
     )
 
 
-def _rate(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> float | None:
+def _rate(request: PlanRequest, models: Models, cluster: Cluster) -> float | None:
     """Returns the samples per second of the best plan; None when there is none."""
     try:
-        best = search(request, candidates, cluster)
+        best = search(request, models, cluster)
     except PlanError:
         return None
     return best.expected.samples_per_s if best.expected else None

@@ -141,7 +141,7 @@ def _sharded(view: _View) -> Iterator[ReplicasFaster]:
         return
     pricing = Pricing({count: (view.graph, view.profile)}, view.cluster, plan.optimizer)
     layout = Layout(Axes(dp_shard=devices), 1, DEFAULT.name, count // devices, count, SHARDED.name)
-    estimates = BranchAndBound(pricing, OPEN).run([layout]).estimates
+    estimates = BranchAndBound(pricing, OPEN).run([layout]).candidates
     if estimates:
         yield from _faster(view, estimates[0].step_s, MUCH, sharded=True)
 

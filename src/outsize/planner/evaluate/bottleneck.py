@@ -30,54 +30,56 @@ from outsize.ir.findings import (
 )
 from outsize.ir.graph import ModelGraph
 from outsize.planner.bounds.step_time import PrefixTimes
-from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.played_step import is_collective, is_message
 
 SEEN: Final = 0.02
 MUCH: Final = 0.25
 
 
-def limited_by(estimate: Estimate, work: PrefixTimes, graph: ModelGraph, bounds: Sequence[int]) -> Bottleneck:
+def limited_by(
+    candidate: Candidate, work: PrefixTimes, graph: ModelGraph, bounds: Sequence[int]
+) -> Bottleneck:
     """Returns the bottleneck; `work` and `bounds` are of the graph's units."""
-    seconds = [c.forward_s + c.backward_s for c in estimate.costs]
+    seconds = [c.forward_s + c.backward_s for c in candidate.costs]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
-    first, layout, step_s = bounds[slowest], estimate.layout, estimate.step_s
+    first, layout, step_s = bounds[slowest], candidate.layout, candidate.step_s
     if layout.hosted:
-        return _on_host(estimate)
+        return _on_host(candidate)
     if layout.stages > 1 and bounds[slowest + 1] - first == 1:
         return SingleUnit(unit=graph.units[first].name, stage=slowest)
-    shorter_s = _memory_costs_s(work, estimate)
+    shorter_s = _memory_costs_s(work, candidate)
     if shorter_s > SEEN * step_s:
         return MemoryBound(shorter_s=shorter_s)
-    collectives_s = estimate.step.exposed_s(is_collective)
+    collectives_s = candidate.step.exposed_s(is_collective)
     if collectives_s > SEEN * step_s:
         return CollectiveBound(replicas=layout.replicas, share=collectives_s / step_s)
-    links_s = estimate.step.exposed_s(is_message)
+    links_s = candidate.step.exposed_s(is_message)
     if links_s > SEEN * step_s:
         return LinkBound(share=links_s / step_s)
-    if estimate.bubble > MUCH:
-        return BubbleBound(share=estimate.bubble)
-    return ComputeBound(stage=slowest, share=estimate.busy(slowest))
+    if candidate.bubble > MUCH:
+        return BubbleBound(share=candidate.bubble)
+    return ComputeBound(stage=slowest, share=candidate.busy(slowest))
 
 
-def _on_host(estimate: Estimate) -> HostBound | ComputeBound:
+def _on_host(candidate: Candidate) -> HostBound | ComputeBound:
     """Returns the bottleneck with weights on the host; a case's `base` is what the device computes without
     waiting.
     """
     computed_s = 0.0
-    for case, (first, end) in zip(estimate.cases, pairwise(estimate.bounds), strict=True):
+    for case, (first, end) in zip(candidate.cases, pairwise(candidate.bounds), strict=True):
         compute_s = case.activation_policy.compute_s
         computed_s += sum(compute_s(c.forward_s, c.backward_s) for c in case.base.units[first:end])
-    busy = computed_s * estimate.layout.microbatches / (estimate.step_s * estimate.layout.axes.pp)
+    busy = computed_s * candidate.layout.microbatches / (candidate.step_s * candidate.layout.axes.pp)
     if 1 - busy <= SEEN:
         return ComputeBound(stage=None, share=busy)
-    return HostBound(compute_share=busy, optimizer_share=estimate.after_s / estimate.step_s)
+    return HostBound(compute_share=busy, optimizer_share=candidate.after_s / candidate.step_s)
 
 
-def _memory_costs_s(work: PrefixTimes, estimate: Estimate) -> float:
+def _memory_costs_s(work: PrefixTimes, candidate: Candidate) -> float:
     """Returns the seconds between the least step within this memory and the least one without limits."""
-    layout = estimate.layout
-    if not estimate.floor_s:
+    layout = candidate.layout
+    if not candidate.floor_s:
         return 0.0
     floor_s = work.floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
-    return estimate.floor_s - floor_s
+    return candidate.floor_s - floor_s

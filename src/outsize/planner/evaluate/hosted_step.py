@@ -24,7 +24,7 @@ from outsize.ir.hardware.links import Link
 from outsize.ir.schedule import Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.costs.stage_edges import Edges
-from outsize.planner.evaluate.estimate import lower_along
+from outsize.planner.evaluate.candidate import lower_along
 from outsize.planner.evaluate.played_step import forward_bytes
 from outsize.planner.layout.layout import Layout
 from outsize.planner.offload.host_traffic import layerwise

@@ -44,8 +44,8 @@ class LayoutBounds:
     ) -> None:
         self._units, self._stages, self._groups = units, stages, groups
         self._optimizer, self._cache = optimizer, cache
-        self._memory = MemoryBounds(units.candidates, optimizer, cache, together=not groups.unequal)
-        self._collectives = CollectiveBounds(units.candidates, self._memory, cache)
+        self._memory = MemoryBounds(units.models, optimizer, cache, together=not groups.unequal)
+        self._collectives = CollectiveBounds(units.models, self._memory, cache)
         self._reached_s = inf
 
     # -- memory --

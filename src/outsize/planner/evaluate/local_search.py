@@ -15,7 +15,8 @@ from itertools import islice
 from typing import Final
 
 from outsize.ir.schedule import COMPUTE
-from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
+from outsize.planner.partition.stage_prices import ChainCut
 
 MOST: Final = 48
 # Steps of more stages take too long to simulate for many of them to be tried.
@@ -24,7 +25,7 @@ MOST_STAGES: Final = 64
 WORTH: Final = 1e-3
 
 
-def polish(start: Estimate) -> Estimate:
+def polish(start: Candidate) -> Candidate:
     """Returns the start, or a cut reached over neighbours with a shorter step."""
     if len(start.choices) > MOST_STAGES:
         return start
@@ -32,7 +33,7 @@ def polish(start: Estimate) -> Estimate:
     while remaining > 0:
         places, most_s = list(islice(_neighbours(best), remaining)), best.step_s * (1 - WORTH)
         remaining -= len(places)
-        tried = (_at(best, *place) for place in places if best.pipeline.busy_s(*place) < most_s)
+        tried = (_at(best, place) for place in places if best.pipeline.busy_s(place) < most_s)
         shorter = [e for e in tried if e.may_be_chosen and e.least_s < most_s and e.step_s < most_s]
         if not shorter:
             break
@@ -40,12 +41,12 @@ def polish(start: Estimate) -> Estimate:
     return with_first_options(best)
 
 
-def with_first_options(best: Estimate) -> Estimate:
+def with_first_options(best: Candidate) -> Candidate:
     """Moves each stage to its first option, or to a later one that holds less, where that fits and takes no
     longer.
     """
     for stage in (stage for stage, choice in enumerate(best.choices) if choice):
-        simpler = _at(best, best.bounds, (*best.choices[:stage], 0, *best.choices[stage + 1 :]))
+        simpler = _at(best, _with_choice(best, stage, 0))
         if simpler.may_be_chosen and (_costs_less(simpler, best, stage) or simpler.step_s <= best.step_s):
             best = simpler
         else:
@@ -56,7 +57,7 @@ def with_first_options(best: Estimate) -> Estimate:
     return best
 
 
-def _costs_less(simpler: Estimate, other: Estimate, stage: int) -> bool:
+def _costs_less(simpler: Candidate, other: Candidate, stage: int) -> bool:
     """Returns whether nothing of a stage takes longer, so that the step is no longer and need not be
     played.
     """
@@ -65,29 +66,31 @@ def _costs_less(simpler: Estimate, other: Estimate, stage: int) -> bool:
     return all(a <= b for a, b in costs) and (copies is None or copies is other.cases[stage].copies)
 
 
-def _holding_less(best: Estimate, stage: int) -> Iterator[Estimate]:
+def _holding_less(best: Candidate, stage: int) -> Iterator[Candidate]:
     """Yields the stage in its later options, where the step is no longer."""
     for choice in range(best.choices[stage] + 1, len(best.pipeline.options[stage])):
-        other = _at(best, best.bounds, (*best.choices[:stage], choice, *best.choices[stage + 1 :]))
+        other = _at(best, _with_choice(best, stage, choice))
         if other.may_be_chosen and other.step_s <= best.step_s:
             yield other
 
 
-Place = tuple[tuple[int, ...], tuple[int, ...]]
+def _at(here: Candidate, cut: ChainCut) -> Candidate:
+    return Candidate.of(here.pipeline, cut.bounds, cut.choices, here.floor_s)
 
 
-def _at(here: Estimate, bounds: tuple[int, ...], choices: tuple[int, ...]) -> Estimate:
-    return estimate_cut(here.pipeline, bounds, choices, here.floor_s)
+def _with_choice(here: Candidate, stage: int, choice: int) -> ChainCut:
+    """Returns the cut with another option of one stage."""
+    return ChainCut(here.bounds, (*here.choices[:stage], choice, *here.choices[stage + 1 :]))
 
 
-def _neighbours(here: Estimate) -> Iterator[Place]:
-    """Yields bounds and options that differ in one place."""
+def _neighbours(here: Candidate) -> Iterator[ChainCut]:
+    """Yields cuts that differ in one bound or in one option."""
     bounds, choices = here.bounds, here.choices
-    for place in range(1, len(bounds) - 1):
-        for moved in (bounds[place] - 1, bounds[place] + 1):
-            if bounds[place - 1] < moved < bounds[place + 1]:
-                yield (*bounds[:place], moved, *bounds[place + 1 :]), choices
+    for at in range(1, len(bounds) - 1):
+        for moved in (bounds[at] - 1, bounds[at] + 1):
+            if bounds[at - 1] < moved < bounds[at + 1]:
+                yield ChainCut((*bounds[:at], moved, *bounds[at + 1 :]), choices)
     for stage, options in enumerate(here.pipeline.options):
         for choice in range(len(options)):
             if choice != choices[stage]:
-                yield bounds, (*choices[:stage], choice, *choices[stage + 1 :])
+                yield ChainCut(bounds, (*choices[:stage], choice, *choices[stage + 1 :]))

@@ -26,8 +26,8 @@ rate of the last p microbatches is up to 6 % off).
 
 Deviations: buckets end with a unit, not with a parameter; parameters of one dtype; pieces of models of very
 many units count with the block in which they begin; what happens once a step is spread over its microbatches.
-Complexity: O(actions that are played). Oracles: tests/unit/planner/evaluate/test_estimate.py plays all
-microbatches, test_played_step.py has closed forms, tests/dist/test_played_actions.py the actions of real
+Complexity: O(actions that are played). Oracles: tests/unit/planner/evaluate/test_evaluate_candidate.py plays
+all microbatches, test_played_step.py has closed forms, tests/dist/test_played_actions.py the actions of real
 steps.
 """
 

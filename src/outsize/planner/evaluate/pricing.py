@@ -24,7 +24,7 @@ from outsize.planner.costs.coarsening import refined_around
 from outsize.planner.evaluate.device_groups import DeviceGroups
 from outsize.planner.evaluate.layout_bounds import LayoutBounds
 from outsize.planner.evaluate.stage_tables import Ends, StageTables
-from outsize.planner.evaluate.unit_prices import Candidates, UnitPrices
+from outsize.planner.evaluate.unit_prices import Models, UnitPrices
 from outsize.planner.heterogeneous.assignment import excess_bytes, first_of, orders, taken
 from outsize.planner.heterogeneous.bounds import Fleet
 from outsize.planner.heterogeneous.kinds_in_a_row import KindsInARow
@@ -49,7 +49,7 @@ class Pricing:
 
     def __init__(
         self,
-        candidates: Candidates,
+        models: Models,
         cluster: Cluster,
         optimizer: str,
         most: int = PIECES,
@@ -61,7 +61,7 @@ class Pricing:
         self._optimizer_name, self._most, self._idle = optimizer, most, idle
         optimizer_kind = optimizer_bytes(optimizer)
         self.groups = DeviceGroups(cluster, self._cache)
-        self.units = UnitPrices(candidates, self.groups, optimizer_kind, self._cache)
+        self.units = UnitPrices(models, self.groups, optimizer_kind, self._cache)
         self.stages = StageTables(self.units, self.groups, optimizer, most, ends, self._cache)
         self.bounds = LayoutBounds(self.units, self.stages, self.groups, optimizer_kind, self._cache)
 
@@ -84,7 +84,7 @@ class Pricing:
 
     def _with_ends(self, layout: Layout, ends: Ends) -> Pricing:
         pieces = {layout.captured: ends}
-        return Pricing(self.units.candidates, self.cluster, self._optimizer_name, self._most, pieces)
+        return Pricing(self.units.models, self.cluster, self._optimizer_name, self._most, pieces)
 
     # -- which layouts have pipelines --
 
@@ -135,7 +135,8 @@ class Pricing:
             tuple(self.stages.case(layout, device, again) for again in recompute) for device in devices
         )
         collectives = tuple(self.units.collectives(layout, device) for device in devices)
-        return Pipeline(layout, groups, room, ranks, options, collectives, demand=self.demands(layout)[0])
+        ends, demand = self.stages.ends(layout), self.demands(layout)[0]
+        return Pipeline(layout, groups, room, ranks, options, collectives, ends, demand=demand)
 
     def pipelines(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
         """Yields the pipeline in rank order, and where devices differ in orders that are balanced."""

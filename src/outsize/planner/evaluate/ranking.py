@@ -8,7 +8,7 @@ from typing import Final
 from outsize.errors import OutsizeError
 from outsize.ir.findings import Difference, NoPipelineFits, NotChosen, Refusal
 from outsize.ir.plan import Alternative, Expected, Plan
-from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.layout.layout import Layout
 from outsize.policies.activations import KEEP, Recompute
 from outsize.schedules.families import family_of
@@ -21,13 +21,13 @@ BITS: Final = 1.05
 ALTERNATIVES: Final = 3
 
 
-def choose(candidates: Sequence[Estimate]) -> Estimate:
+def choose(candidates: Sequence[Candidate]) -> Candidate:
     """Returns the fastest candidate; of those within CLOSE of it, the first by `thrift`."""
     close_s = CLOSE * min(f.step_s for f in candidates)
     return min((f for f in candidates if f.step_s <= close_s), key=thrift)
 
 
-def thrift(candidate: Estimate) -> tuple[object, ...]:
+def thrift(candidate: Candidate) -> tuple[object, ...]:
     """Orders equally fast candidates: least memory, fewest microbatches, preferred schedule."""
     layout = candidate.layout
     order = family_of(layout.schedule).preference
@@ -42,17 +42,17 @@ def thrift(candidate: Estimate) -> tuple[object, ...]:
     )
 
 
-def rivals(best: Layout, candidates: Iterable[Estimate]) -> list[Estimate]:
+def rivals(best: Layout, candidates: Iterable[Candidate]) -> list[Candidate]:
     """Returns the candidates that were not chosen, the fastest first."""
     return sorted((f for f in candidates if f.layout is not best), key=lambda f: (f.step_s, *thrift(f)))
 
 
-def shown(rivals: Sequence[Estimate]) -> list[Estimate]:
+def shown(rivals: Sequence[Candidate]) -> list[Candidate]:
     """Returns the fastest ones."""
     return list(rivals[:ALTERNATIVES])
 
 
-def alternative(batch_size: int, rival: Estimate) -> Alternative:
+def alternative(batch_size: int, rival: Candidate) -> Alternative:
     """Returns a candidate as an alternative of the plan."""
     layout = rival.layout
     saving: list[Recompute] = [c.recompute for c in rival.cases if not c.activation_policy.keeps_all]
@@ -70,7 +70,7 @@ def alternative(batch_size: int, rival: Estimate) -> Alternative:
     )
 
 
-def compared_with(best: Estimate, rivals: Sequence[Estimate]) -> list[NotChosen]:
+def compared_with(best: Candidate, rivals: Sequence[Candidate]) -> list[NotChosen]:
     """Compares with the same microbatches under the other schedules, and the fastest other number of
     microbatches.
 
@@ -110,8 +110,8 @@ def not_chosen(
     )
 
 
-def _compared(best: Estimate, other: Estimate) -> NotChosen:
-    """Compares an estimate with the one that was chosen."""
+def _compared(best: Candidate, other: Candidate) -> NotChosen:
+    """Compares a candidate with the one that was chosen."""
     layout, chosen = other.layout, best.layout
     same: dict[Difference, bool] = {
         "axes": layout.axes == chosen.axes,

@@ -61,7 +61,7 @@ class StageTables:
 
     def _pieces(self, captured: int) -> Ends:
         seconds = self._units.alone(captured, self._groups.cluster.devices[0])
-        return pieces(self._units.candidates[captured][0], seconds, self._most_pieces)
+        return pieces(self._units.models[captured][0], seconds, self._most_pieces)
 
     def arrange(self, layout: Layout, ends: Ends) -> None:
         """Makes stages of a layout those that kinds of devices were assigned to."""

@@ -32,7 +32,7 @@ from outsize.planner.memory.update_work import UpdateWork
 from outsize.planner.offload.host_traffic import StreamedBlocks, fetching
 
 Model = tuple[ModelGraph, Profile]
-Candidates = Mapping[int, Model]
+Models = Mapping[int, Model]
 """Maps the microbatches of the whole batch to the model at that size, with its costs."""
 
 
@@ -40,10 +40,8 @@ Candidates = Mapping[int, Model]
 class UnitPrices:
     """Answers for the units of one model on the devices of one cluster."""
 
-    def __init__(
-        self, candidates: Candidates, groups: DeviceGroups, optimizer: OptimizerBytes, cache: Cache
-    ) -> None:
-        self.candidates, self._groups, self._optimizer, self._cache = candidates, groups, optimizer, cache
+    def __init__(self, models: Models, groups: DeviceGroups, optimizer: OptimizerBytes, cache: Cache) -> None:
+        self.models, self._groups, self._optimizer, self._cache = models, groups, optimizer, cache
 
     def graph(self, layout: Layout) -> ModelGraph:
         """Returns the model at the layout's microbatch size, unit by unit."""
@@ -64,7 +62,7 @@ class UnitPrices:
         """Returns the model as one rank has it that holds some of the experts."""
         captured, ep = layout.captured, layout.axes.ep
         return self._cache.once(
-            ("model of experts", captured, ep), lambda: of_expert_rank(self.candidates[captured], ep)
+            ("model of experts", captured, ep), lambda: of_expert_rank(self.models[captured], ep)
         )
 
     def message_bytes(self, layout: Layout) -> NDArray[np.float64]:
@@ -81,7 +79,7 @@ class UnitPrices:
 
     def sharing(self, layout: Layout) -> Sharing:
         """Returns what ranks of tensor and context parallelism divide, and what they send each other."""
-        graph, _ = self.candidates[layout.captured]  # What is divided is the same in ranks with experts.
+        graph, _ = self.models[layout.captured]  # What is divided is the same in ranks with experts.
         return self._cache.once(
             ("sharing", layout.captured, layout.sequence),
             lambda: Sharing.of(styled(graph, layout.sequence)),
@@ -99,7 +97,7 @@ class UnitPrices:
 
     def made_for(self, captured: int) -> NDArray[np.int64]:
         """Returns the first unit of each value's way backward (bounds/step_time.py)."""
-        return self._cache.once(("made for", captured), lambda: made_for(self.candidates[captured][0]))
+        return self._cache.once(("made for", captured), lambda: made_for(self.models[captured][0]))
 
     def seconds(self, layout: Layout, device: Device) -> UnitSeconds:
         """Returns the seconds of each unit of a layout on such a device."""
@@ -122,7 +120,7 @@ class UnitPrices:
         axes, times = layout.axes, self._shared(layout, device)
         if axes.ep == 1:
             return times
-        whole, _ = self.candidates[layout.captured]
+        whole, _ = self.models[layout.captured]
         key = layout.captured, axes.ep, axes.tp, axes.cp, layout.splits_backward, device.kind
         return self._cache.once(
             ("seconds of experts", *key),
@@ -145,12 +143,12 @@ class UnitPrices:
         """Returns the seconds on one device of this kind."""
         return self._cache.once(
             ("seconds alone", captured, device.kind),
-            lambda: on_kind(*self.candidates[captured], self._groups.cluster.devices[0], device),
+            lambda: on_kind(*self.models[captured], self._groups.cluster.devices[0], device),
         )
 
     def blocks(self, layout: Layout, device: Device) -> StreamedBlocks:
         """Returns the blocks in which such a device gets weights from its host."""
-        model, captured = self.candidates[layout.captured], layout.captured
+        model, captured = self.models[layout.captured], layout.captured
         return self._cache.once(
             ("blocks", captured, device.kind),
             lambda: StreamedBlocks.of(*model, self.alone(captured, device), self._optimizer),

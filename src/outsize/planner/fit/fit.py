@@ -56,7 +56,7 @@ from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress
 from outsize.planner.costs.forward_times import batch_s, token_s
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.estimate import check_enough, lower_along
+from outsize.planner.evaluate.candidate import check_enough, lower_along
 from outsize.planner.fit.from_plan import CHANGES_SHOWN, sure
 from outsize.planner.fit.nearest import device_part, widened
 from outsize.planner.memory.account import StageMemory, account_stages

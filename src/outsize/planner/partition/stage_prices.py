@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Final, Self, TypeVar, final
+from typing import Any, Final, NamedTuple, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,15 +138,24 @@ class PricedModel:
 
 
 @final
+class ChainCut(NamedTuple):
+    """Holds the first unit of each stage, then n, and the option of each stage."""
+
+    bounds: tuple[int, ...]
+    choices: tuple[int, ...]
+
+
+@final
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
     """Holds a layout on devices without the cuts: stage s is on `ranks[s]` of `room`, in one of the options
     `options[s]`.
 
     `groups` has the first device of each group of the layout; `room` has the same with the memory that a peak
-    may take. `collectives[stage]` prices those among the stage's replicas. `even`: the stages of one
-    device have equal shares of it; otherwise each may take it all, and the account of the whole device
-    decides. Options before `first_option` are not tried. `demand` says which weights every stage needs.
+    may take. `collectives[stage]` prices those among the stage's replicas. `ends` has the first unit of each
+    piece, then their number: bounds of cuts count pieces. `even`: the stages of one device have equal shares
+    of it; otherwise each may take it all, and the account of the whole device decides. Options before
+    `first_option` are not tried. `demand` says which weights every stage needs.
     """
 
     layout: Layout
@@ -155,6 +164,7 @@ class Pipeline:
     ranks: tuple[int, ...]
     options: tuple[tuple[PricedModel, ...], ...]
     collectives: tuple[WeightCollectives, ...]
+    ends: tuple[int, ...]
     even: bool = True
     first_option: int = 0
     demand: Demand | None = None
@@ -187,37 +197,18 @@ class Pipeline:
             return np.ones(len(first), np.bool_)
         return self.demand.met(first, end)
 
-    def busy_s(self, bounds: Sequence[int], choices: Sequence[int]) -> float:
+    def busy_s(self, cut: ChainCut) -> float:
         """Returns the compute seconds of the busiest device in a step: no step of this cut is shorter."""
         busy_s, m = dict.fromkeys(self.ranks, 0.0), self.layout.microbatches
-        for stage, (choice, run) in enumerate(zip(choices, pairwise(bounds), strict=True)):
+        for stage, (choice, run) in enumerate(zip(cut.choices, pairwise(cut.bounds), strict=True)):
             busy_s[self.ranks[stage]] += m * float(self.options[stage][choice].ranges.compute_s[run])
         return max(busy_s.values())
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ChainPartition:
-    """Holds the first unit of each stage, then n, and the option of each stage; no cut that fits makes a
-    shorter step than `floor_s`.
-
-    `floor_s` is 0 where stages share a device: their cuts are balanced, and the best is unknown.
-    """
-
-    bounds: tuple[int, ...]
-    choices: tuple[int, ...]
-    floor_s: float
 
 
 def _copy_link(device: Device) -> Link:
     """Returns the device's link to its host; a CPU reads and writes its own memory."""
     own = Link(name="memory", latency_s=0.0, bytes_per_s=device.bytes_per_s / 2)
     return host_link(device) or own
-
-
-def split(pipeline: Pipeline) -> ChainPartition | None:
-    """Returns the cut with the least maximum price that fits; None when none fits."""
-    return StagePrices(pipeline).split()
 
 
 @final
@@ -255,7 +246,7 @@ class StagePrices:
         """Returns the least maximum price if it is below `most_s`, and otherwise a value between the two."""
         return self._least(_Listing.price, self._start_s, most_s)[0]
 
-    def split(self) -> ChainPartition | None:
+    def split(self) -> ChainCut | None:
         """Returns the cut with the least maximum price that fits; None when none fits."""
         if self.floor_s == np.inf:
             return None
@@ -263,9 +254,7 @@ class StagePrices:
         if limit_s == np.inf:
             return None
         bounds = listing.runs.cut(self.pipeline.stages, listing.price, limit_s * SAME, listing.traffic())
-        return ChainPartition(
-            bounds, tuple(map(listing.option, range(self.pipeline.stages), pairwise(bounds))), self.floor_s
-        )
+        return ChainCut(bounds, tuple(map(listing.option, range(self.pipeline.stages), pairwise(bounds))))
 
     def least_busy_s(self) -> float:
         """Returns the least compute seconds of the busiest device in a step, in any option that is tried."""

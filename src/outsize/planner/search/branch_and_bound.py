@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import Final, final
 
 from outsize.planner.bounds.step_time import StepBound
-from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import CLOSE
@@ -51,7 +51,7 @@ class SearchResult:
     `slower` are layouts that were not priced because they cannot win, the least bound first; only of a few.
     """
 
-    estimates: tuple[Estimate, ...]
+    candidates: tuple[Candidate, ...]
     rejected: tuple[Pipeline, ...]
     floor_s: float
     slower: tuple[Layout, ...] = ()
@@ -59,8 +59,8 @@ class SearchResult:
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """Returns the layouts that fit or may fit, the fastest first."""
-        priced = sorted(self.estimates, key=lambda estimate: estimate.step_s)
-        return tuple(dict.fromkeys((*(estimate.layout for estimate in priced), *self.slower)))
+        priced = sorted(self.candidates, key=lambda candidate: candidate.step_s)
+        return tuple(dict.fromkeys((*(candidate.layout for candidate in priced), *self.slower)))
 
 
 @final
@@ -113,9 +113,9 @@ class _Queue:
         return None
 
 
-def polished(estimate: Estimate, pricing: Pricing) -> Estimate:
-    """Returns the estimate with its cut moved to the shortest step that is near; it is moved once."""
-    moved = pricing.once(("polished", estimate), lambda: polish(estimate))
+def polished(candidate: Candidate, pricing: Pricing) -> Candidate:
+    """Returns the candidate with its cut moved to the shortest step that is near; it is moved once."""
+    moved = pricing.once(("polished", candidate), lambda: polish(candidate))
     return pricing.once(("polished", moved), lambda: moved)
 
 
@@ -137,7 +137,7 @@ class BranchAndBound:
     ) -> None:
         self._pricing, self._recompute = pricing, tuple(recompute)
         self._compares, self._most_s = compares, most_s
-        self._estimates: list[Estimate] = []
+        self._candidates: list[Candidate] = []
         self._rejected: list[Pipeline] = []
         self._slower: list[tuple[float, Layout]] = []
         self._floors: list[float] = []
@@ -162,21 +162,21 @@ class BranchAndBound:
         """Moves the cut of the best layout, as the search does in its end, where that may show that nothing
         from this bound on can win; returns whether its step became shorter.
         """
-        if not self._estimates or self._prices_all:
+        if not self._candidates or self._prices_all:
             return False
-        at = min(range(len(self._estimates)), key=lambda place: self._estimates[place].step_s)
-        best = self._estimates[at]
+        at = min(range(len(self._candidates)), key=lambda place: self._candidates[place].step_s)
+        best = self._candidates[at]
         if floor_s < SOON * best.step_s:
             return False
-        self._estimates[at] = polished(best, self._pricing)
-        return self._estimates[at] is not best
+        self._candidates[at] = polished(best, self._pricing)
+        return self._candidates[at] is not best
 
     def _result(self, queue: _Queue) -> SearchResult:
         waiting = queue.waiting
         floors = (*self._floors, *(floor_s for floor_s, _ in waiting))
         few = (*self._slower, *waiting) if self._asked <= MOST_COMPARED else ()
         return SearchResult(
-            tuple(self._estimates),
+            tuple(self._candidates),
             tuple(self._rejected),
             min(floors, default=inf),
             tuple(layout for floor_s, layout in sorted(few, key=itemgetter(0)) if floor_s < inf),
@@ -191,9 +191,9 @@ class BranchAndBound:
 
     def _is_finished(self, floor_s: float) -> bool:
         """Returns whether the search ends with the layouts that wait; a few are always priced."""
-        if not self._estimates:
+        if not self._candidates:
             return floor_s == inf or self._is_pruned(floor_s)
-        enough = len(self._estimates) >= MOST_PRICED and not self._prices_all
+        enough = len(self._candidates) >= MOST_PRICED and not self._prices_all
         return enough or self._is_pruned(floor_s)
 
     def _is_pruned(self, floor_s: float) -> bool:
@@ -207,7 +207,7 @@ class BranchAndBound:
 
     def _cutoff_s(self) -> float:
         """Returns the seconds beyond which a layout is pruned: it would not be close to the best one yet."""
-        return min(self._most_s, CLOSE * min((f.step_s for f in self._estimates), default=inf))
+        return min(self._most_s, CLOSE * min((f.step_s for f in self._candidates), default=inf))
 
     @property
     def _prices_all(self) -> bool:
@@ -280,7 +280,7 @@ class BranchAndBound:
                 best = candidate or best
             least_s, pipeline = min(least_s, candidate_floor_s), tables[0].pipeline
         if best is not None:
-            self._estimates.append(best)
+            self._candidates.append(best)
         if least_s < inf:
             self._floors.append(least_s)
         elif pipeline is not None:
@@ -295,7 +295,7 @@ class BranchAndBound:
 
     def _best_of(
         self, tables: Sequence[StagePrices], floor_s: float, most_s: float
-    ) -> tuple[Estimate | None, float]:
+    ) -> tuple[Candidate | None, float]:
         """Returns the best cut of a layout, and a lower bound of all its cuts: infinite where none fits."""
         layout = tables[0].pipeline.layout
         known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
@@ -303,7 +303,7 @@ class BranchAndBound:
             return None, known_s
         tried = [self._priced(candidate, most_s) for candidate in tables]
         priced = [
-            candidate for candidate in tried if isinstance(candidate, Estimate) and candidate.may_be_chosen
+            candidate for candidate in tried if isinstance(candidate, Candidate) and candidate.may_be_chosen
         ]
         slow_s = min((candidate for candidate in tried if isinstance(candidate, float)), default=inf)
         if not priced and slow_s == inf:
@@ -332,7 +332,7 @@ class BranchAndBound:
         pipelines = self._pricing.pipelines(layout, recompute)
         return [StagePrices(replace(pipeline, demand=demand), floor_s) for pipeline in pipelines]
 
-    def _priced(self, tables: StagePrices, most_s: float) -> Estimate | float:
+    def _priced(self, tables: StagePrices, most_s: float) -> Candidate | float:
         """Prices the best cut, or returns a lower bound of its seconds beyond `most_s`: infinite where none
         fits.
         """
@@ -343,11 +343,11 @@ class BranchAndBound:
             return least_s
         if (cut := tables.split()) is None:
             return inf
-        if (busy_s := pipeline.busy_s(cut.bounds, cut.choices)) > most_s:
+        if (busy_s := pipeline.busy_s(cut)) > most_s:
             return busy_s
-        known_s = cut.floor_s if self._exact(pipeline.layout) else 0.0
-        estimate = estimate_cut(pipeline, cut.bounds, cut.choices, known_s)
-        return estimate.least_s if most_s < inf and estimate.least_s > most_s else estimate
+        known_s = tables.floor_s if self._exact(pipeline.layout) else 0.0
+        candidate = Candidate.of(pipeline, cut.bounds, cut.choices, known_s)
+        return candidate.least_s if most_s < inf and candidate.least_s > most_s else candidate
 
     def _exact(self, layout: Layout) -> bool:
         """Returns whether its tables give a bound that no cut of it beats."""

@@ -18,7 +18,7 @@ from outsize.ir.findings import (
 )
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import BatchNormMode
-from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.layout.layout import Layout
 from outsize.planner.offload.host_traffic import host_reason
 
@@ -50,7 +50,7 @@ def order_reasons(
 
 
 def slow_options(
-    bn: BatchNormMode, best: Estimate
+    bn: BatchNormMode, best: Candidate
 ) -> Iterator[AllRecomputed | StagesRecomputed | WholeBatchStatistics | DeviceOrder]:
     """Yields findings about what was asked for or was necessary, and takes time."""
     recomputed = tuple(

@@ -14,7 +14,7 @@ from outsize.ir.plan import Plan, stages_from_units
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.estimate import lower_along
+from outsize.planner.evaluate.candidate import lower_along
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.strategies.parallel_branches import even_runs
 from outsize.schedules.check import check, check_waits

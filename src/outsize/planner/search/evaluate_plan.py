@@ -1,5 +1,5 @@
 """Prices a plan as it is, perhaps edited by a person: it is checked against the model, and its cuts are not
-moved. The search prices its own cuts with the same `estimate_cut`.
+moved. The search prices its own cuts by the same `Candidate.of`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import fastest
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons
+from outsize.planner.evaluate.candidate import Candidate, check_enough, expected, reasons
 from outsize.planner.evaluate.plan_findings import shortages
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout, grouped, rank_named
@@ -38,16 +38,19 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
         hosts = host_one_device.priced if plan.axes.pp == 1 else host_round_robin.priced
         return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
-    estimate = _of_plan(plan, graph, profile, cluster)
+    candidate = _of_plan(plan, graph, profile, cluster)
     chosen = _chosen(plan, graph)
-    figures = counted(expected(estimate, plan.batch_size, estimate.bounds), chosen)
-    work = PrefixTimes.of(graph, fastest([case.seconds for case in estimate.cases]))
-    limit = limited_by(estimate, work, graph, estimate.bounds)
-    room_devices = [estimate.pipeline.room.devices[rank] for rank in estimate.pipeline.ranks]
-    recompute_findings = (*selective_reasons(estimate, chosen, estimate.bounds), *offload_reasons(estimate))
+    figures = counted(expected(candidate, plan.batch_size, candidate.bounds), chosen)
+    work = PrefixTimes.of(graph, fastest([case.seconds for case in candidate.cases]))
+    limit = limited_by(candidate, work, graph, candidate.bounds)
+    room_devices = [candidate.pipeline.room.devices[rank] for rank in candidate.pipeline.ranks]
+    recompute_findings = (
+        *selective_reasons(candidate, chosen, candidate.bounds),
+        *offload_reasons(candidate),
+    )
     why = (
-        *shortages(estimate.memories, room_devices),
-        *reasons(estimate, graph, estimate.bounds),
+        *shortages(candidate.memories, room_devices),
+        *reasons(candidate, graph, candidate.bounds),
         *recompute_findings,
     )
     return plan.model_copy(update={"expected": figures.model_copy(update={"limited_by": limit}), "why": why})
@@ -75,7 +78,7 @@ def in_plans_order(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[Mod
     return graph.in_order(order), profile.in_order(order)
 
 
-def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Estimate:
+def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Candidate:
     check_enough(plan.batch_size, plan.microbatches)
     layout, bounds = Layout.of_plan(plan), plan.bounds(graph)
     pricing = Pricing({layout.captured: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
@@ -88,14 +91,14 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     policies = plan.activation_policies
     offered = OPEN if by_blocks else WHOLE_STAGE
     offered = (*offered, OFFLOAD.name) if offloads(plan) else offered
-    estimate = pricing.pipeline(layout, offered, places)
-    assert estimate is not None, "there are groups"
+    pipeline = pricing.pipeline(layout, offered, places)
+    assert pipeline is not None, "there are groups"
     choices = [
         offered.index(policy.name) if not policy.lists_units or s in by_blocks else 0
         for s, policy in enumerate(policies)
     ]
     some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}
-    return recomputing(estimate, bounds, choices, some, pricing, plan.optimizer)
+    return recomputing(pipeline, bounds, choices, some, pricing, plan.optimizer)
 
 
 def _chosen(plan: Plan, graph: ModelGraph) -> dict[int, Units]:

@@ -13,6 +13,9 @@ Pipelines and meshes are searched one after the other, each to its end (which un
 a winner alone), and a mesh has to be faster by more than the error of a prediction (evaluate/ranking.py),
 because the results of a pipeline are bit-identical to one device. `exact` leaves out the meshes.
 
+What is tried is in three tables: the families of layouts (layouts.py:STRATEGIES), the finer choices for the
+best of them (improvements.py:IMPROVEMENTS), and what is given up where no pipeline fits (RELAXATIONS, below).
+
 The gap says how far the plan is from the least lower bound: no allowed layout and cut makes a step shorter by
 more than that, except interleaved layouts that were not chosen, for which the balanced cut counts. It
 includes what the bounds leave out: links, and memory where a layout was not tried. There is no randomness and
@@ -26,92 +29,70 @@ test_joint.py every layout as well, test_all_axes.py every mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import chain, compress, islice
+from dataclasses import dataclass, replace
+from itertools import compress
 from math import inf
 from operator import not_
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
-from outsize.ir.findings import CaptureNote, CutsBetweenBlocks, Reason
 from outsize.ir.formatting import microbatches_text
-from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Expected, Plan, ScheduleName, stages_from_bounds
-from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons, whole_tensor_updates
-from outsize.planner.evaluate.local_search import polish
-from outsize.planner.evaluate.plan_findings import device_kinds
+from outsize.ir.plan import Axes, Plan, ScheduleName
+from outsize.planner.evaluate.candidate import check_enough
 from outsize.planner.evaluate.pricing import Pricing
-from outsize.planner.evaluate.ranking import (
-    BITS,
-    alternative,
-    choose,
-    compared_with,
-    faster,
-    no_pipeline,
-    rivals,
-    shown,
-)
-from outsize.planner.fit.nearest import no_feasible_plan, or_other_axes, rejections
-from outsize.planner.layout.layout import Layout, counts_for, pipelines
+from outsize.planner.evaluate.ranking import BITS, faster, no_pipeline
+from outsize.planner.evaluate.unit_prices import Models
+from outsize.planner.fit.nearest import no_feasible_plan, or_other_axes
+from outsize.planner.layout.layout import Layout, counts_for
 from outsize.planner.layout.tensor_parallel import tensor_reasons
 from outsize.planner.memory.headroom import with_usable_memory
 from outsize.planner.offload.host_traffic import layerwise
-from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult, polished
-from outsize.planner.search.candidates import (
-    Candidates,
-    meshes,
-    no_layout,
-    on_host,
-    pipeline_layouts,
-    too_few_pieces,
-)
-from outsize.planner.search.caveats import beyond_reasons, order_reasons, slow_options
+from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult
+from outsize.planner.search.caveats import order_reasons
 from outsize.planner.search.custom_schedule import with_schedule
-from outsize.planner.strategies.activation_offload import (
-    check_recompute,
-    offload_reasons,
-    offloaded,
-    offloads,
-    or_offloaded,
-)
+from outsize.planner.search.improvements import improved
+from outsize.planner.search.layouts import MESHES, ON_HOST, PIPELINES, interleaved, no_layout, too_few_pieces
+from outsize.planner.search.relaxations import Relaxation, relaxed
+from outsize.planner.search.written_plan import written_plan
+from outsize.planner.strategies.activation_offload import check_recompute, offloads
 from outsize.planner.strategies.host_one_device import check_hosted, fastest, in_blocks, too_small
 from outsize.planner.strategies.host_round_robin import or_round_robin
 from outsize.planner.strategies.parallel_branches import branched
-from outsize.planner.strategies.recompute_and_cut import selective
-from outsize.planner.strategies.selective_recompute import (
-    Units,
-    by_blocks,
-    counted,
-    selective_reasons,
-    written,
-)
 from outsize.policies.activations import KEEP, RECOMPUTE, Recompute, activation_policy, searched_for
 from outsize.policies.weights import HOSTED, weight_policy
-from outsize.schedules.families import CHUNKED, COMPOSED, CUSTOM, DEFAULT
+from outsize.schedules.families import COMPOSED, CUSTOM, DEFAULT
 
-# This many meshes are tried with several stages on a device as well.
-MESHES: Final = 3
-REJECTIONS: Final = 6
-# A smaller gap is below the error of a prediction.
-OPTIMAL: Final = 1e-4
-# Stages are cut between repeated blocks where that costs less than this.
-BLOCKS: Final = 1.02
-# Recompute makes a step at most this many times as long: a second forward, of three parts.
-MOST_AGAIN: Final = 4 / 3
-# What a smaller share of a step is given up for is not told.
-TOLD: Final = 5e-4
+
+@final
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """Is a request whose meshes were searched: `mesh` is the best of them, None where none fits.
+
+    `smallest` captures the model at its smallest microbatches.
+    """
+
+    request: PlanRequest
+    pricing: Pricing
+    meshes: SearchResult
+    mesh: Plan | None
+    smallest: Callable[[], Models]
+
+    @property
+    def most_s(self) -> float:
+        """Returns the seconds above which a pipeline loses to the mesh."""
+        mesh = self.mesh
+        return inf if mesh is None or mesh.expected is None else BITS * mesh.expected.step_s
 
 
 def search(
     request: PlanRequest,
-    candidates: Candidates,
+    candidates: Models,
     cluster: Cluster,
-    smallest: Callable[[], Candidates] = dict,
+    smallest: Callable[[], Models] = dict,
     *,
     explains: bool = True,
 ) -> Plan:
@@ -123,63 +104,38 @@ def search(
     says it. Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
     than stages, or when nothing was captured for the microbatches asked for.
     """
-    found = _open(request, candidates, cluster)
-    mesh = _mesh(request, found, candidates, cluster)
-    most_s = inf if mesh is None or mesh.expected is None else BITS * mesh.expected.step_s
-    # Pipelines have the same prices, unless devices may be left out, which meshes alone do.
-    pricing = None if cluster.unequal else found[1]
+    pricing = Pricing(candidates, cluster, request.optimizer, idle=request.may_idle)
+    meshes = _meshes(request, pricing)
+    attempt = Attempt(request, pricing, meshes, _best_mesh(request, meshes, pricing), smallest)
+    # Devices may be left out in meshes alone, so where that matters pipelines have prices of their own.
+    pipelines = Pricing(candidates, cluster, request.optimizer) if cluster.unequal else pricing
     try:
         given_plan = _with_given_axes(
-            request.without_axis_search, candidates, cluster, most_s, pricing, explains=explains
+            request.without_axis_search, pipelines, attempt.most_s, explains=explains
         )
     except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
-        if mesh is not None:
-            return _refusing_pipelines(mesh, refused)
-        finer = _finer(request, smallest(), cluster) if isinstance(refused, NoFeasiblePlan) else None
-        return finer or _instead(refused, request, candidates, found, cluster)
-    return given_plan if mesh is None else faster(given_plan, mesh)
+        return _instead(attempt, refused)
+    return given_plan if attempt.mesh is None else faster(given_plan, attempt.mesh)
 
 
-def _finer(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan | None:
-    """Returns a pipeline of these microbatches; None where it does not fit."""
-    for count, model in candidates.items():
-        finer = request.without_axis_search.model_copy(update={"microbatches": count})
-        with suppress(NoFeasiblePlan):
-            return _with_given_axes(finer, {count: model}, cluster, explains=False)
-    return None
-
-
-def _instead(
-    refused: OutsizeError,
-    request: PlanRequest,
-    candidates: Candidates,
-    found: tuple[SearchResult, Pricing],
-    cluster: Cluster,
-) -> Plan:
-    """Returns a plan with weights on the host, because pipelines were `refused` and no mesh was `found`.
-
-    Raises the refusal where nothing fits.
+def _instead(attempt: Attempt, refused: OutsizeError) -> Plan:
+    """Returns the plan of the first relaxed request that has one, because pipelines were `refused`; raises
+    the refusal where none has.
     """
-    plan = _hosted(request, candidates, *found, cluster) if request.may_use_hosts(cluster) else None
-    if plan is None:
-        closed = len(cluster.devices) > 1 and not request.searches_axes
+    instead = relaxed(RELAXATIONS, attempt, refused)
+    if instead is None:
+        closed = len(attempt.pricing.cluster.devices) > 1 and not attempt.request.searches_axes
         raise or_other_axes(refused) if closed and isinstance(refused, NoFeasiblePlan) else refused
-    return _refusing_pipelines(plan, refused)
+    if not instead.by.tells_why:
+        return instead.found
+    return instead.found.model_copy(update={"why": (*instead.found.why, no_pipeline(refused))})
 
 
-def _refusing_pipelines(plan: Plan, refused: OutsizeError) -> Plan:
-    """Returns the plan with why it is no pipeline."""
-    return plan.model_copy(update={"why": (*plan.why, no_pipeline(refused))})
+# -- pipelines on the given axes ---------------------------------------------------------------------------
 
 
 def _with_given_axes(
-    request: PlanRequest,
-    candidates: Candidates,
-    cluster: Cluster,
-    most_s: float = inf,
-    pricing: Pricing | None = None,
-    *,
-    explains: bool = True,
+    request: PlanRequest, pricing: Pricing, most_s: float = inf, *, explains: bool = True
 ) -> Plan:
     """Searches only the axes that were given, and parallel branches where the graph has any.
 
@@ -187,34 +143,34 @@ def _with_given_axes(
     said where it `explains`.
     """
     if request.schedule == CUSTOM.name:
-        run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), candidates, cluster)
-        model = candidates[run_plan.microbatches * run_plan.axes.replicas]
-        return with_schedule(run_plan, request.actions, *model, cluster)
+        run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), pricing)
+        model = pricing.units.models[run_plan.microbatches * run_plan.axes.replicas]
+        return with_schedule(run_plan, request.actions, *model, pricing.cluster)
     free = request.schedule is None and not request.has_group_axes and not request.inference
     if request.schedule != COMPOSED.name and not free:
-        return _by_runs(request, candidates, cluster, most_s, pricing, explains=explains)
+        return _by_runs(request, pricing, most_s, explains=explains)
     named = request.model_copy(update={"schedule": None})
-    plan = _by_runs(named, candidates, cluster, most_s, pricing, explains=explains)
-    composed = _composed(request, plan, candidates, cluster)
+    plan = _by_runs(named, pricing, most_s, explains=explains)
+    composed = _composed(request, plan, pricing)
     if composed is plan or _takes_longer(composed, most_s) or not _takes_longer(plan, most_s):
         return composed
     # Composed it may be chosen after all, so it needs the alternatives that a plan above `most_s` is without.
-    return _composed(request, _by_runs(named, candidates, cluster, inf, pricing), candidates, cluster)
+    return _composed(request, _by_runs(named, pricing), pricing)
 
 
 def _takes_longer(plan: Plan, most_s: float) -> bool:
     return plan.expected is not None and plan.expected.step_s > most_s
 
 
-def _composed(request: PlanRequest, plan: Plan, candidates: Candidates, cluster: Cluster) -> Plan:
+def _composed(request: PlanRequest, plan: Plan, pricing: Pricing) -> Plan:
     """Replaces the schedule by a composed one where branches run in parallel, or where one is asked for."""
     asked_whole = request.activation_policy.recomputes_all
     in_blocks = asked_whole and not activation_policy(plan.recompute).recomputes_all
     if plan.weight_policy.on_host or offloads(plan) or in_blocks:
         return plan  # Composed stages keep all, or recompute as one piece.
-    counts = counts_for(candidates, plan.axes)
-    asked = {m: candidates[c] for m, c in counts if request.microbatches in (None, m)}
-    composed = branched(plan, asked, cluster, always=request.schedule == COMPOSED.name)
+    models = pricing.units.models
+    asked = {m: models[c] for m, c in counts_for(models, plan.axes) if request.microbatches in (None, m)}
+    composed = branched(plan, asked, pricing.cluster, always=request.schedule == COMPOSED.name)
     graph, layout = asked[composed.microbatches][0], Layout.of_plan(composed)
     if composed is plan:
         return plan
@@ -223,41 +179,33 @@ def _composed(request: PlanRequest, plan: Plan, candidates: Candidates, cluster:
     return composed.model_copy(update={"why": (*composed.why, *sums, *products)})
 
 
-def _by_runs(
-    request: PlanRequest,
-    candidates: Candidates,
-    cluster: Cluster,
-    most_s: float = inf,
-    pricing: Pricing | None = None,
-    *,
-    explains: bool = True,
-) -> Plan:
+def _by_runs(request: PlanRequest, pricing: Pricing, most_s: float = inf, *, explains: bool = True) -> Plan:
     """Returns the fastest plan whose stages are runs of the model's own order.
 
     Where it takes longer than `most_s` its layout is not compared with others. Raises NoFeasiblePlan, which
     says what would fit where it `explains`.
     """
+    models, cluster = pricing.units.models, pricing.cluster
     if request.weight_policy.on_host:
-        check_hosted(request, [graph for graph, _ in candidates.values()], cluster)
+        check_hosted(request, [graph for graph, _ in models.values()], cluster)
         check_recompute(request.recompute, request.weights)
-    asked = {count: candidates[count] for count in _asked(request, candidates)}
+    asked = {count: models[count] for count in _asked(request, models)}
     for count in asked:
         check_enough(request.batch_size, count)
-    layouts = tuple(pipeline_layouts(request, asked, cluster))
-    pricing = pricing or Pricing(candidates, cluster, request.optimizer)
-    searched, compares = () if request.weight_policy.on_host else layouts, most_s == inf
+    layouts = tuple(PIPELINES.layouts(request, asked, cluster))
+    searched, compares = layouts if PIPELINES.helps(request, cluster) else (), most_s == inf
     if searched and not any(map(pricing.has_pieces, searched)):
         raise too_few_pieces(searched, pricing)
     result = BranchAndBound(pricing, searched_for(request.recompute), compares=compares).run(searched)
-    if result.estimates:
-        improved = _improved(request, result, pricing, cluster)
+    if result.candidates:
+        best = improved(request, result, pricing)
         # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
-        # chosen, so it is searched again with its alternatives; what was priced is still in its cache.
-        if not compares and improved.estimate.step_s <= most_s:
+        # chosen, so it is searched again with its alternatives; what was priced is still in the cache.
+        if not compares and best.step_s <= most_s:
             result = BranchAndBound(pricing, searched_for(request.recompute)).run(searched)
-        return _written(request, result, improved, cluster)
+        return written_plan(request, result, best, pricing)
     last = not request.inference and (len(cluster.devices) == 1 or request.weight_policy.on_host)
-    plan = _hosted(request, asked, result, pricing, cluster) if last else None
+    plan = _hosted(request, asked, result, pricing) if last else None
     if plan is not None:
         return plan
     if request.schedule is not None and not request.weight_policy.on_host and not layouts:
@@ -268,125 +216,36 @@ def _by_runs(
             numbers=f"cluster {cluster.name!r} has {len(cluster.devices)} devices",
             next_step="outsize fit, which says what would have to change",
         )
-    raise _nothing_fits(request, candidates, layouts, pricing, cluster)
+    raise _nothing_fits(request, layouts, pricing)
 
 
-def _mesh(
-    request: PlanRequest, found: tuple[SearchResult, Pricing], candidates: Candidates, cluster: Cluster
-) -> Plan | None:
-    """Returns the plan of the best mesh that was found, its schedule composed where that is asked for."""
-    result, pricing = found
-    if not result.estimates:
-        return None
-    if request.schedule != COMPOSED.name:
-        return _plan(request, result, pricing, cluster)
-    named = request.model_copy(update={"schedule": None})
-    return _composed(request, _plan(named, result, pricing, cluster), candidates, cluster)
-
-
-def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tuple[SearchResult, Pricing]:
-    """Prices the meshes of all axes that the request leaves open."""
-    pricing = Pricing(candidates, cluster, request.optimizer, idle=request.may_idle)
-    search_loop = BranchAndBound(pricing, searched_for(request.recompute))
-    if not request.opens_axes(cluster):
-        return search_loop.run(()), pricing
-    if request.schedule == COMPOSED.name:
-        request = request.model_copy(update={"schedule": None})
-    layouts = tuple(meshes(request, candidates, cluster))
-    # A mesh without groups is a pipeline, which `_with_given_axes` prices, with branches besides; here its
-    # bound alone counts, so that the gap holds for all layouts.
-    is_grouped = [layout.group > 1 or cluster.unequal for layout in layouts]
-    grouped_layouts = tuple(compress(layouts, is_grouped))
-    if request.schedule is None and not request.inference:
-        grouped_layouts += tuple(_interleaved(search_loop, pricing, grouped_layouts))
-    result = search_loop.run(grouped_layouts)
-    least_s = search_loop.floor_s(compress(layouts, map(not_, is_grouped)))
-    return replace(result, floor_s=min(result.floor_s, least_s)), pricing
-
-
-def _hosted(
-    request: PlanRequest, candidates: Candidates, result: SearchResult, pricing: Pricing, cluster: Cluster
-) -> Plan | None:
-    """Returns a plan with weights on the host in the fastest degree of offload, on one device or on several
-    in round-robin.
-    """
-    options = searched_for(request.recompute)
-
-    def on_one_device() -> Plan | None:
-        layouts = tuple(on_host(request, candidates, cluster))
-        degrees = [
-            _streamed([layout for layout in layouts if layout.weights == w], pricing, own)
-            for w in HOSTED
-            if (own := weight_policy(w).allowed(options))
-        ]
-        results = [replace(degree, rejected=result.rejected) for degree in degrees if degree.estimates]
-        made = [_plan(request, degree, pricing, cluster) for degree in results]
-        plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made]
-        return fastest(plans, candidates, cluster) if plans else None
-
-    return or_round_robin(on_one_device, request, candidates, cluster, options)
-
-
-def _streamed(layouts: Sequence[Layout], pricing: Pricing, options: Sequence[Recompute]) -> SearchResult:
-    """Prices layer by layer, and microbatch by microbatch only where that does not fit."""
-    result = BranchAndBound(pricing, options).run([layout for layout in layouts if layerwise(layout)])
-    return result if result.estimates else BranchAndBound(pricing, options).run(layouts)
-
-
-def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
+def _asked(request: PlanRequest, models: Models) -> list[int]:
     if request.total_microbatches is None:
-        return sorted(candidates)
+        return sorted(models)
     check_enough(request.batch_size, request.total_microbatches)
-    if request.total_microbatches not in candidates:
+    if request.total_microbatches not in models:
         raise BadOption(
             f"the model was not captured for {microbatches_text(request.total_microbatches)}",
-            numbers=f"captured: {', '.join(map(str, sorted(candidates))) or 'none'}",
+            numbers=f"captured: {', '.join(map(str, sorted(models))) or 'none'}",
             next_step=f"capture it with {-(-request.batch_size // request.total_microbatches)} samples",
         )
     return [request.total_microbatches]
 
 
-def _interleaved(
-    search_loop: BranchAndBound, pricing: Pricing, layouts: Sequence[Layout]
-) -> Iterator[Layout]:
-    """Yields the meshes again with several stages on a device whose balanced cut is shortest that way: such
-    cuts take long to price. Meshes that do not fit with one stage on a device are left out.
-    """
-    found: list[tuple[float, int, tuple[Layout, ...]]] = []
-    for place, layout in enumerate(layouts):
-        counts, units = [(layout.microbatches, layout.captured)], len(pricing.units.graph(layout).units)
-        chunked = tuple(
-            replace(each, weights=layout.weights, sequence=layout.sequence)
-            for each in pipelines(layout.axes, counts, (CHUNKED.name,), units)
-        )
-        if chunked:
-            found.append((min(map(search_loop.likely_s, chunked)), place, chunked))
-    in_order = sorted(each for each in found if each[0] < inf)
-    fitting = (chunked for _, place, chunked in in_order if not search_loop.refuted(layouts[place]))
-    yield from chain.from_iterable(islice(fitting, MESHES))
-
-
-def _nothing_fits(
-    request: PlanRequest,
-    candidates: Candidates,
-    layouts: Sequence[Layout],
-    pricing: Pricing,
-    cluster: Cluster,
-) -> NoFeasiblePlan:
+def _nothing_fits(request: PlanRequest, layouts: Sequence[Layout], pricing: Pricing) -> NoFeasiblePlan:
     """Returns the error: which stage lacks how much, and what would fit."""
-    streaming = tuple(on_host(request, candidates, cluster)) if request.weight_policy.on_host else ()
+    models, cluster = pricing.units.models, pricing.cluster
+    streaming = tuple(ON_HOST.layouts(request, models, cluster)) if request.weight_policy.on_host else ()
     if streaming:
         keeps = request.recompute is not None and request.activation_policy.keeps_all
         return too_small(streaming, pricing, KEEP.name if keeps else RECOMPUTE.name)
     one_stage_layouts = [layout for layout in layouts if layout.chunks == 1] or [
         Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), DEFAULT.name, count, count)
-        for count in candidates
+        for count in models
     ]
     schedules: list[ScheduleName] = list(dict.fromkeys(layout.schedule for layout in one_stage_layouts))
     counts = {layout.captured: layout for layout in one_stage_layouts}
-    spare = {
-        c: replace(one_stage_layouts[0], microbatches=c, captured=c) for c in candidates if c not in counts
-    }
+    spare = {c: replace(one_stage_layouts[0], microbatches=c, captured=c) for c in models if c not in counts}
     options = searched_for(request.recompute)
     device = cluster.devices[0]
     asked = [pricing.stages.case(layout, device, option) for layout in counts.values() for option in options]
@@ -399,149 +258,117 @@ def _nothing_fits(
     return no_feasible_plan(asked, more, schedules, one_stage_layouts[0].axes.pp, with_usable_memory(cluster))
 
 
-# -- what comes out --------------------------------------------------------------------------------------
+# -- meshes of all open axes -------------------------------------------------------------------------------
 
 
-@final
-class _Improved(NamedTuple):
-    """Holds the best estimate after moves of its cut and finer recompute; the prices whose pieces its bounds
-    count, and the recomputed units by stage.
+def _meshes(request: PlanRequest, pricing: Pricing) -> SearchResult:
+    """Prices the meshes of all axes that the request leaves open."""
+    cluster = pricing.cluster
+    search_loop = BranchAndBound(pricing, searched_for(request.recompute))
+    if not MESHES.helps(request, cluster):
+        return search_loop.run(())
+    if request.schedule == COMPOSED.name:
+        request = request.model_copy(update={"schedule": None})
+    layouts = tuple(MESHES.layouts(request, pricing.units.models, cluster))
+    # A mesh without groups is a pipeline, which `_with_given_axes` prices, with branches besides; here its
+    # bound alone counts, so that the gap holds for all layouts.
+    is_grouped = [layout.group > 1 or cluster.unequal for layout in layouts]
+    grouped_layouts = tuple(compress(layouts, is_grouped))
+    if request.schedule is None and not request.inference:
+        grouped_layouts += tuple(interleaved(search_loop, pricing, grouped_layouts))
+    result = search_loop.run(grouped_layouts)
+    least_s = search_loop.floor_s(compress(layouts, map(not_, is_grouped)))
+    return replace(result, floor_s=min(result.floor_s, least_s))
+
+
+def _best_mesh(request: PlanRequest, meshes: SearchResult, pricing: Pricing) -> Plan | None:
+    """Returns the plan of the best mesh, its schedule composed where that is asked for."""
+    if not meshes.candidates:
+        return None
+    if request.schedule != COMPOSED.name:
+        return _plan(request, meshes, pricing)
+    named = request.model_copy(update={"schedule": None})
+    return _composed(request, _plan(named, meshes, pricing), pricing)
+
+
+def _plan(request: PlanRequest, result: SearchResult, pricing: Pricing) -> Plan:
+    return written_plan(request, result, improved(request, result, pricing), pricing)
+
+
+# -- weights on the host -----------------------------------------------------------------------------------
+
+
+def _hosted(request: PlanRequest, models: Models, result: SearchResult, pricing: Pricing) -> Plan | None:
+    """Returns a plan with weights on the host in the fastest degree of offload, on one device or on several
+    in round-robin.
     """
+    options, cluster = searched_for(request.recompute), pricing.cluster
 
-    pricing: Pricing
-    estimate: Estimate
-    recomputed: dict[int, Units]
+    def on_one_device() -> Plan | None:
+        layouts = tuple(ON_HOST.layouts(request, models, cluster)) if ON_HOST.helps(request, cluster) else ()
+        degrees = [
+            _streamed([layout for layout in layouts if layout.weights == w], pricing, own)
+            for w in HOSTED
+            if (own := weight_policy(w).allowed(options))
+        ]
+        results = [replace(degree, rejected=result.rejected) for degree in degrees if degree.candidates]
+        made = [_plan(request, degree, pricing) for degree in results]
+        plans = [in_blocks(plan, *models[plan.microbatches], cluster) for plan in made]
+        return fastest(plans, models, cluster) if plans else None
 
-
-def _plan(request: PlanRequest, result: SearchResult, pricing: Pricing, cluster: Cluster) -> Plan:
-    return _written(request, result, _improved(request, result, pricing, cluster), cluster)
-
-
-def _written(request: PlanRequest, result: SearchResult, improved: _Improved, cluster: Cluster) -> Plan:
-    """Returns the best of a search as a plan that is compared with what else was priced."""
-    pricing, best, recomputed = improved
-    layout, piece_ends = best.layout, pricing.stages.ends(best.layout)
-    bounds = tuple(piece_ends[b] for b in best.bounds)
-    recomputed = by_blocks(best, bounds) | recomputed
-    graph = pricing.units.graph(layout)
-    first, one = best.cases[0].activation_policy, len({case.recompute for case in best.cases}) == 1
-    overall = first.name if one and not first.lists_units else KEEP.name
-    stages = stages_from_bounds(graph, bounds, tuple(device.name for device in best.devices))
-    not_chosen = rivals(layout, result.estimates)
-    return Plan(
-        model=graph.model,
-        fingerprint=graph.fingerprint,
-        form=graph.form,
-        cluster=cluster.name,
-        axes=layout.axes,
-        batch_size=request.batch_size,
-        microbatches=layout.microbatches,
-        schedule=layout.schedule,
-        stages=written(stages, best.cases, overall, recomputed, graph),
-        optimizer=request.optimizer,
-        precision=request.precision,
-        weights=layout.weights,
-        sequence_parallel=layout.sequence,
-        loss_pieces=request.loss_pieces or 1,
-        module_pieces=request.module_pieces or 1,
-        recompute=overall,
-        bn=request.bn,
-        expected=counted(_expected(request, best, result, bounds, pricing), recomputed),
-        alternatives=tuple(alternative(request.batch_size, rival) for rival in shown(not_chosen)),
-        why=(
-            *_why_best(request, best, graph, bounds, cluster),
-            *selective_reasons(best, recomputed, bounds),
-            *offload_reasons(best),
-            *_why_axes(request, layout, graph, cluster),
-            *compared_with(best, not_chosen),
-            *islice(rejections(result.rejected), REJECTIONS),
-        ),
-    )
+    return or_round_robin(on_one_device, request, models, cluster, options)
 
 
-def _improved(request: PlanRequest, result: SearchResult, pricing: Pricing, cluster: Cluster) -> _Improved:
-    best, all_tables = polished(choose(result.estimates), pricing), pricing
-    if not (pricing.stages.exact(best.layout) or pricing.unequal):
-        pricing, best = _refined(request, pricing, best)
-    best, recomputed = selective(best, pricing, request.optimizer)
-    pricing, best, recomputed = _between_blocks(request, pricing, best, recomputed)
-    if request.recompute is None and (other := or_offloaded(best, result.layouts, all_tables, cluster)):
-        return _Improved(all_tables, other, {})
-    return _Improved(pricing, best, recomputed)
+def _streamed(layouts: Sequence[Layout], pricing: Pricing, options: Sequence[Recompute]) -> SearchResult:
+    """Prices layer by layer, and microbatch by microbatch only where that does not fit."""
+    result = BranchAndBound(pricing, options).run([layout for layout in layouts if layerwise(layout)])
+    return result if result.candidates else BranchAndBound(pricing, options).run(layouts)
 
 
-def _between_blocks(
-    request: PlanRequest, pricing: Pricing, best: Estimate, recomputed: dict[int, Units]
-) -> tuple[Pricing, Estimate, dict[int, Units]]:
-    """Returns the best cut between repeated blocks, where its step is at most BLOCKS times as long; else what
-    was given.
-
-    Its floor is that of all cuts.
-    """
-    layout, given = best.layout, (pricing, best, recomputed)
-    blocks = pricing.between_blocks(layout)
-    cuts, all_ends = blocks.stages.ends(layout), pricing.stages.ends(layout)
-    inside = any(all_ends[bound] not in cuts for bound in best.bounds)
-    if not inside or len(cuts) <= layout.stages or pricing.unequal or layout.hosted:
-        return given
-    most_s = BLOCKS * best.step_s
-    searched = BranchAndBound(
-        blocks, searched_for(request.recompute), compares=False, most_s=MOST_AGAIN * most_s
-    )
-    estimates = searched.run([layout]).estimates
-    if not estimates or estimates[0].step_s > MOST_AGAIN * most_s:
-        return given
-    neat, neat_recomputed = selective(polish(estimates[0]), blocks, request.optimizer)
-    if neat.step_s > most_s:
-        return given
-    return blocks, replace(neat, floor_s=best.floor_s, fastest_step_s=best.step_s), neat_recomputed
+# -- where no pipeline fits --------------------------------------------------------------------------------
 
 
-def _why_best(
-    request: PlanRequest, best: Estimate, graph: ModelGraph, bounds: Sequence[int], cluster: Cluster
-) -> Iterator[Reason]:
-    """Yields what the cut and its order follow from."""
-    layout = best.layout
-    yield from (CaptureNote(note=note) for note in graph.notes if graph.form == "modules")
-    yield from reasons(best, graph, bounds)
-    yield from whole_tensor_updates(best, request.optimizer)
-    if best.step_s > best.fastest_step_s * (1 + TOLD) > 0:
-        yield CutsBetweenBlocks(step_s=best.step_s, fastest_step_s=best.fastest_step_s)
-    yield from device_kinds(graph, bounds, best.devices, cluster, layout.group)
-    yield from slow_options(request.bn, best)
-    yield from order_reasons(graph, layout, request.bn)
+def _finer(attempt: Attempt) -> Plan | None:
+    """Returns a pipeline of the smallest microbatches; None where it does not fit."""
+    cluster, asked = attempt.pricing.cluster, attempt.request.without_axis_search
+    for count, model in attempt.smallest().items():
+        finer = asked.model_copy(update={"microbatches": count})
+        with suppress(NoFeasiblePlan):
+            return _with_given_axes(finer, Pricing({count: model}, cluster, asked.optimizer), explains=False)
+    return None
 
 
-def _why_axes(request: PlanRequest, layout: Layout, graph: ModelGraph, cluster: Cluster) -> Iterator[Reason]:
-    """Yields what the axes besides pp, and the host's memory, follow from."""
-    yield from tensor_reasons(graph, layout.axes.tp, layout.sequence)
-    yield from beyond_reasons(graph, layout, cluster, request.optimizer)
+def _on_hosts(attempt: Attempt) -> Plan | None:
+    return _hosted(attempt.request, attempt.pricing.units.models, attempt.meshes, attempt.pricing)
 
 
-def _refined(request: PlanRequest, pricing: Pricing, best: Estimate) -> tuple[Pricing, Estimate]:
-    """Searches the winner again with every cut near its bounds instead of pieces; one stage has none."""
-    if best.layout.stages == 1:
-        return pricing, best
-    ends = pricing.stages.ends(best.layout)
-    finer = pricing.finer(best.layout, [ends[bound] for bound in best.bounds])
-    searched = BranchAndBound(finer, searched_for(request.recompute), compares=False, most_s=best.step_s)
-    estimates = searched.run([best.layout]).estimates
-    better = polish(estimates[0]) if estimates else best
-    return (finer, better) if better.step_s < best.step_s else (pricing, best)
+RELAXATIONS: Final[tuple[Relaxation[Attempt, Plan], ...]] = (
+    Relaxation(
+        name="a mesh of other axes, whose sums are rounded in another order",
+        relaxes=frozenset({"axes"}),
+        answers=(BadOption, NoFeasiblePlan, TooManyStages),
+        helps=lambda attempt: attempt.mesh is not None,
+        finds=lambda attempt: attempt.mesh,
+        tells_why=True,
+    ),
+    Relaxation(
+        name="the smallest microbatches",
+        relaxes=frozenset({"microbatches"}),
+        answers=(NoFeasiblePlan,),
+        helps=lambda _: True,
+        finds=_finer,
+    ),
+    Relaxation(
+        name="weights on the host",
+        relaxes=frozenset({"weights"}),
+        answers=(BadOption, NoFeasiblePlan, TooManyStages),
+        helps=lambda attempt: attempt.request.may_use_hosts(attempt.pricing.cluster),
+        finds=_on_hosts,
+        tells_why=True,
+    ),
+)
+"""What is given up where no pipeline fits the given axes, in this order; the first that has a plan is taken.
 
-
-def _expected(
-    request: PlanRequest, best: Estimate, result: SearchResult, bounds: Sequence[int], pricing: Pricing
-) -> Expected:
-    figures, units = expected(best, request.batch_size, bounds), pricing.units
-    floor_s = min(result.floor_s, best.floor_s or inf)
-    # The other cuts of an interleaved layout are not among those that were priced.
-    if best.layout.chunks > 1:
-        floor_s = min(floor_s, pricing.bounds.least_s(best.layout))
-    gap = max(0.0, best.step_s / floor_s - 1) if floor_s > 0 and not offloaded(best) else None
-    return figures.model_copy(
-        update={
-            "gap": 0.0 if gap is not None and gap < OPTIMAL else gap,
-            "limited_by": limited_by(best, units.work(best.layout), units.graph(best.layout), bounds),
-        }
-    )
+A loss in pieces is tried after all of these, because the model is captured again for it
+(api/loss_pieces.py:RELAXATIONS).
+"""

@@ -20,11 +20,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outsize.errors import BadOption
-from outsize.ir.cluster import Cluster
 from outsize.ir.findings import ActivationsOffloaded
 from outsize.ir.hardware.devices import host_link
 from outsize.ir.plan import Plan
-from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.local_search import polish, with_first_options
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import CLOSE, choose
@@ -38,17 +37,18 @@ TRIED: Final = 8
 NEAR: Final = 4 / 3
 
 
-def or_offloaded(
-    best: Estimate, layouts: Sequence[Layout], pricing: Pricing, cluster: Cluster
-) -> Estimate | None:
-    """Returns a faster estimate than the best one, which recomputes; None where there is none.
+def may_offload(best: Candidate, pricing: Pricing) -> bool:
+    """Returns whether some stages do not keep all, and each device has a link to its host."""
+    links = all(host_link(device) is not None for device in pricing.cluster.devices)
+    possible = links and not pricing.unequal and best.graph.form == "tape"
+    return possible and not all(case.activation_policy.keeps_all for case in best.cases)
+
+
+def or_offloaded(best: Candidate, layouts: Sequence[Layout], pricing: Pricing) -> Candidate | None:
+    """Returns a faster candidate than the best one, of which `may_offload` holds; None where there is none.
 
     `layouts` are those that were searched, the fastest first.
     """
-    links = all(host_link(device) is not None for device in cluster.devices)
-    possible = links and not pricing.unequal and best.graph.form == "tape"
-    if not possible or all(case.activation_policy.keeps_all for case in best.cases):
-        return None
     most_s = best.step_s / CLOSE
     options = (option for layout in layouts[:TRIED] for option in _offload_options(layout, pricing, most_s))
     tried = [with_first_options(option) for option in options]
@@ -80,16 +80,16 @@ def check_recompute(recompute: Recompute | None, weights: Weights | None) -> Non
         )
 
 
-def offloaded(estimate_: Estimate) -> list[int]:
+def offloaded(candidate: Candidate) -> list[int]:
     """Returns the stages whose activations go to the host."""
-    return [stage for stage, case in enumerate(estimate_.cases) if case.copies is not None]
+    return [stage for stage, case in enumerate(candidate.cases) if case.copies is not None]
 
 
-def offload_reasons(estimate: Estimate) -> Iterator[ActivationsOffloaded]:
+def offload_reasons(candidate: Candidate) -> Iterator[ActivationsOffloaded]:
     """Yields which stages send activations to the host; the bytes and the link are those of the first one."""
-    stages = offloaded(estimate)
+    stages = offloaded(candidate)
     for stage in stages[:1]:
-        case, run = estimate.cases[stage], (estimate.bounds[stage], estimate.bounds[stage + 1])
+        case, run = candidate.cases[stage], (candidate.bounds[stage], candidate.bounds[stage + 1])
         assert case.copies is not None
         yield ActivationsOffloaded(
             stages=tuple(stages),
@@ -99,7 +99,7 @@ def offload_reasons(estimate: Estimate) -> Iterator[ActivationsOffloaded]:
         )
 
 
-def _offload_options(layout: Layout, pricing: Pricing, most_s: float) -> Iterator[Estimate]:
+def _offload_options(layout: Layout, pricing: Pricing, most_s: float) -> Iterator[Candidate]:
     """Yields the best cuts of a layout that fit, where a step may be as short as `most_s` and is near it."""
     if layout.hosted or pricing.bounds.floor_without_memory_s(layout) > most_s:
         return
@@ -111,8 +111,8 @@ def _offload_options(layout: Layout, pricing: Pricing, most_s: float) -> Iterato
         if layout.chunks > 1 and prices.price_below(near_s) > near_s:
             continue  # Where several stages share a device there is no floor, and perhaps no cut at all.
         cut = prices.split()
-        if cut is None or pipeline.busy_s(cut.bounds, cut.choices) > near_s:
+        if cut is None or pipeline.busy_s(cut) > near_s:
             continue
-        candidate = estimate_cut(pipeline, cut.bounds, cut.choices)
+        candidate = Candidate.of(pipeline, cut.bounds, cut.choices)
         if candidate.may_be_chosen and candidate.least_s <= near_s and candidate.step_s <= near_s:
             yield candidate

@@ -38,7 +38,7 @@ from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
 from outsize.planner.costs.stage_edges import Edges
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected
+from outsize.planner.evaluate.candidate import Candidate, check_enough, expected
 from outsize.planner.evaluate.hosted_step import HostedStep
 from outsize.planner.evaluate.plan_findings import fullest_device, shortages
 from outsize.planner.evaluate.played_step import stage_cost
@@ -105,7 +105,7 @@ def check_hosted(request: PlanRequest, graphs: Sequence[ModelGraph], cluster: Cl
 def too_small(layouts: Iterable[Layout], pricing: Pricing, recompute: Recompute) -> NoFeasiblePlan:
     """Returns the error where no requested degree fits: what the one that fills the device least lacks."""
     tried = [pipeline for layout in layouts if (pipeline := pricing.pipeline(layout, (recompute,)))]
-    priced = [estimate_cut(pipeline, (0, pipeline.case.units), (0,)) for pipeline in tried]
+    priced = [Candidate.of(pipeline, (0, pipeline.case.units), (0,)) for pipeline in tried]
     smallest = min(priced, key=lambda candidate: candidate.peak_bytes)
     (memory,), policy, m = smallest.memories, smallest.layout.weight_policy, smallest.layout.microbatches
     name, size = memory.largest[0]
@@ -127,7 +127,7 @@ def in_blocks(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster)
     cuts = dict.fromkeys(block_ends(graph, UnitSeconds.of(profile), most) for most in MOST)
     made = [_cut(plan, graph, cut) for cut in cuts]
     costs = [_estimate_and_bound(stages_plan, graph, profile, cluster) for stages_plan in made]
-    fitting = [at for at, (estimate, _) in enumerate(costs) if estimate.fits] or [len(cuts) - 1]
+    fitting = [at for at, (candidate, _) in enumerate(costs) if candidate.fits] or [len(cuts) - 1]
     least_s = min(costs[at][0].step_s for at in fitting)
     chosen = next(at for at in fitting if costs[at][0].step_s <= NEAR * least_s)
     return _shown(made[chosen], plan, graph, *costs[chosen])
@@ -188,11 +188,11 @@ def _cut(plan: Plan, graph: ModelGraph, cut: Sequence[int]) -> Plan:
     )
 
 
-def _shown(made: Plan, plan: Plan, graph: ModelGraph, estimate: Estimate, bound: Bound) -> Plan:
-    figures, before = _figures(made, estimate, graph), plan.expected
+def _shown(made: Plan, plan: Plan, graph: ModelGraph, candidate: Candidate, bound: Bound) -> Plan:
+    figures, before = _figures(made, candidate, graph), plan.expected
     bounds = {} if before is None else {"gap": before.gap, "limited_by": before.limited_by}
     fullest = fullest_device(
-        estimate.memories, estimate.devices, estimate.layout.ranks, estimate.layout.group
+        candidate.memories, candidate.devices, candidate.layout.ranks, candidate.layout.group
     )
     # The findings of the one-stage plan are of other blocks than these stages.
     others = (reason for reason in plan.why if not isinstance(reason, (SlowestStage, FullestDevice)))
@@ -227,7 +227,7 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
 
 def _estimate_and_bound(
     plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster
-) -> tuple[Estimate, Bound]:
+) -> tuple[Candidate, Bound]:
     """Prices the whole model as one stage, whose units are the plan's stages."""
     check_enough(plan.batch_size, plan.microbatches)
     (name,) = {stage.device for stage in plan.stages}
@@ -239,7 +239,7 @@ def _estimate_and_bound(
     pricing = Pricing({m: coarse}, cluster, plan.optimizer, most=len(bounds))
     pipeline = pricing.pipeline(layout, (recompute,), (device,))
     assert pipeline is not None, "one device always exists"
-    candidate = estimate_cut(pipeline, (0, len(bounds) - 1), (0,))
+    candidate = Candidate.of(pipeline, (0, len(bounds) - 1), (0,))
     blocks = StreamedBlocks.of_stages(*coarse, plan.optimizer)
     if layout.hosted:
         candidate = _computing(candidate)
@@ -247,15 +247,15 @@ def _estimate_and_bound(
     return candidate, _bound(candidate, blocks, layout, cluster)
 
 
-def _computing(candidate: Estimate) -> Estimate:
-    """Returns the estimate with the seconds that the device computes, without its waits."""
+def _computing(candidate: Candidate) -> Candidate:
+    """Returns the candidate with the seconds that the device computes, without its waits."""
     (case,) = candidate.cases
     seconds = UnitSeconds.of(case.base)
     case = case.with_seconds(seconds.recomputed() if case.activation_policy.recomputes else seconds)
     return replace(candidate, cases=(case,), costs=(stage_cost(case, 0, case.units),))
 
 
-def _hosted_step(candidate: Estimate, blocks: StreamedBlocks, cluster: Cluster) -> HostedStep:
+def _hosted_step(candidate: Candidate, blocks: StreamedBlocks, cluster: Cluster) -> HostedStep:
     """Returns the step of the blocks, each a stage of its own."""
     host, layout = Host.of(cluster, 1), candidate.layout
     schedule = layout.schedule if layerwise(layout) else SEQUENTIAL.name
@@ -276,7 +276,7 @@ def _rows(passes: tuple[Bytes, Bytes]) -> tuple[list[int], list[int]]:
     return forward.tolist(), backward.tolist()
 
 
-def _bound(candidate: Estimate, blocks: StreamedBlocks, layout: Layout, cluster: Cluster) -> Bound:
+def _bound(candidate: Candidate, blocks: StreamedBlocks, layout: Layout, cluster: Cluster) -> Bound:
     host, m, case = Host.of(cluster, 1), layout.microbatches, candidate.cases[0]
     policy, compute_s = layout.weight_policy, case.activation_policy.compute_s
     copies_in, copies_out = policy.copies(1 if layerwise(layout) else m)
@@ -291,12 +291,12 @@ def _bound(candidate: Estimate, blocks: StreamedBlocks, layout: Layout, cluster:
     )
 
 
-def _costs(candidate: Estimate) -> list[StageCost]:
+def _costs(candidate: Candidate) -> list[StageCost]:
     """Returns the costs of each block."""
     return [stage_cost(candidate.cases[0], block, block + 1) for block in range(candidate.bounds[-1])]
 
 
-def _figures(plan: Plan, candidate: Estimate, graph: ModelGraph) -> Expected:
+def _figures(plan: Plan, candidate: Candidate, graph: ModelGraph) -> Expected:
     """Returns the figures with a row for each stage; bytes are those of the device, divided evenly."""
     whole = expected(candidate, plan.batch_size, (0, len(graph.units)))
     (device,), count = whole.stages, len(plan.stages)

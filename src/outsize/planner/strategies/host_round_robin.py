@@ -45,7 +45,7 @@ from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import edges_of
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected
+from outsize.planner.evaluate.candidate import Candidate, check_enough, expected
 from outsize.planner.evaluate.hosted_step import HostedStep
 from outsize.planner.evaluate.plan_findings import fullest_device
 from outsize.planner.evaluate.ranking import CLOSE
@@ -148,7 +148,7 @@ def _round_robin(
     planned = cache(lambda pp, count, cut: _plan(request, candidates[count][0], cluster, pp, count, cut))
     choices = sorted(_choices(request, candidates, cluster, recomputes), key=itemgetter(0))
     queue = [(choice.least_s, place) for place, choice in enumerate(choices)]
-    estimates, fitting, best_s = dict[int, Estimate](), list[tuple[int, float]](), inf
+    estimates, fitting, best_s = dict[int, Candidate](), list[tuple[int, float]](), inf
 
     def plan_at(place: int) -> Plan:
         choice = choices[place]
@@ -287,7 +287,7 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     return _hosted_step(candidate, blocks.held, cluster).timeline()
 
 
-def _shortages(candidate: Estimate) -> Iterator[MemoryShortage]:
+def _shortages(candidate: Candidate) -> Iterator[MemoryShortage]:
     """Yields devices whose stages together need more than their usable memory."""
     for rank in range(candidate.layout.axes.pp):
         held, room = (
@@ -313,31 +313,32 @@ def _degrees(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Iterator[Deg
         )
 
 
-def _estimate_and_bound(plan: Plan, blocks: HostedStages, cluster: Cluster) -> tuple[Estimate, Bound]:
+def _estimate_and_bound(plan: Plan, blocks: HostedStages, cluster: Cluster) -> tuple[Candidate, Bound]:
     """Prices a plan; each stage is a unit."""
     check_enough(plan.batch_size, plan.microbatches)
     candidate = _with_copies(_without_copies(plan, blocks, cluster), blocks, cluster)
     return candidate, _bound(candidate.layout, candidate.cases[0], blocks.held, cluster)
 
 
-def _without_copies(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Estimate:
+def _without_copies(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Candidate:
     """Prices a plan whose copies take no time: no step with them is shorter."""
     layout = Layout.of_plan(plan)
     case = _case(plan, layout, blocks, cluster)
     places, stages = tuple(rank_named(stage.device, cluster) for stage in plan.stages), layout.stages
     room, collectives = with_usable_memory(cluster), WeightCollectives(layout, cluster)
-    pipeline = Pipeline(layout, cluster, room, places, ((case,),) * stages, (collectives,) * stages)
-    return estimate_cut(pipeline, range(stages + 1), (0,) * stages)
+    bounds = tuple(range(stages + 1))  # Each stage is one piece.
+    pipeline = Pipeline(layout, cluster, room, places, ((case,),) * stages, (collectives,) * stages, bounds)
+    return Candidate.of(pipeline, bounds, (0,) * stages)
 
 
-def _with_copies(candidate: Estimate, blocks: HostedStages, cluster: Cluster) -> Estimate:
+def _with_copies(candidate: Candidate, blocks: HostedStages, cluster: Cluster) -> Candidate:
     """Returns the estimate with the seconds of the step that is played with its copies."""
     if not candidate.layout.hosted:
         return candidate
     return replace(candidate, hosted=_hosted_step(candidate, blocks.held, cluster))
 
 
-def _hosted_step(candidate: Estimate, held: WeightAndGradientBytes, cluster: Cluster) -> HostedStep:
+def _hosted_step(candidate: Candidate, held: WeightAndGradientBytes, cluster: Cluster) -> HostedStep:
     layout, pipeline = candidate.layout, candidate.pipeline
     host = Host.of(cluster, layout.axes.pp)
     copies = CopyCosts(host.link, host.bytes_per_s, *(size.tolist() for size in held))

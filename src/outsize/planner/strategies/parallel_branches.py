@@ -2,7 +2,7 @@
 
     1  assign units to ranks (dag/stage_levels.py), which gives the stages: three and more on two ranks
     2  compose a schedule for them, from their seconds, links and memory (schedules/compose.py)
-    3  price it as any plan (evaluate/estimate.py): with units sorted by stage the stages are runs, so
+    3  price it as any plan (evaluate/candidate.py): with units sorted by stage the stages are runs, so
        nothing else differs
     4  take it where a step is shorter by WORTH and fits
 
@@ -37,7 +37,7 @@ from outsize.planner.costs.stage_edges import Edge, Edges, edges_among, edges_of
 from outsize.planner.costs.unit_times import fastest
 from outsize.planner.dag.stage_levels import Placed, by_branches, stages_of
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.estimate import Estimate, estimate_cut, expected, reasons
+from outsize.planner.evaluate.candidate import Candidate, expected, reasons
 from outsize.planner.evaluate.played_step import forward_bytes, stage_cost
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import as_alternative
@@ -52,7 +52,7 @@ from outsize.schedules.families import COMPOSED, families
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.planned import written
 
-Candidates = Mapping[int, tuple[ModelGraph, Profile]]
+Models = Mapping[int, tuple[ModelGraph, Profile]]
 Seconds = dict[Edge, float]
 # A plan with stages that are not runs, or with split backwards, has to be faster by this share.
 WORTH: Final = 0.03
@@ -72,16 +72,16 @@ ONE: Final = InFlightState(1, 1, 1, 1, Phase.BACKWARD, batch=0)
 TWO: Final = InFlightState(2, 1, 1, 1, Phase.BACKWARD, batch=0)
 
 
-def branched(plan: Plan, candidates: Candidates, cluster: Cluster, *, always: bool = False) -> Plan:
+def branched(plan: Plan, models: Models, cluster: Cluster, *, always: bool = False) -> Plan:
     """Returns the plan, or one with parallel branches; `always`: with a composed schedule, chain or not.
 
-    `candidates` map microbatches of a replica -> the model at that size.
+    `models` map microbatches of a replica -> the model at that size.
     """
     no_branches = plan.axes.pp == 1 or plan.axes.group_size > 1
     if plan.expected is None or plan.form == "modules" or (no_branches and not always):
         return plan
     best, limit_s = None, inf if always else plan.expected.step_s * (1 - WORTH)
-    for count, model in sorted(candidates.items()):
+    for count, model in sorted(models.items()):
         composed = _Composer(plan, count, *model, cluster, always).best(limit_s)
         if composed is not None:
             best, limit_s = composed, composed.judged_s
@@ -97,7 +97,7 @@ class _PricedPlacement:
 
     graph: ModelGraph
     placed: Placed
-    estimate: Estimate
+    estimate: Candidate
     split: bool
     judged_s: float
 
@@ -297,7 +297,7 @@ class _Composer:
             if composed.step_s >= limit_s:
                 return  # Simulated with messages that queue it is no shorter.
             named = replace(layout, actions=written(composed.schedule))
-            candidate = estimate_cut(replace(pipeline, layout=named), bounds, [0] * len(placement.ranks))
+            candidate = Candidate.of(replace(pipeline, layout=named), bounds, [0] * len(placement.ranks))
             judged_s = candidate.step_s + (0.0 if self._always else MORE_S * self._count * (named.chunks - 1))
             if judged_s < limit_s and candidate.may_be_chosen:
                 limit_s = judged_s

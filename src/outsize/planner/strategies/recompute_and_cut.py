@@ -31,7 +31,7 @@ import numpy as np
 from outsize.ir.units.recompute_segments import Run
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import fastest
-from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.memory.account import peak_table
 from outsize.planner.memory.in_flight_states import states_by_stage
@@ -58,54 +58,61 @@ SHARING: Final = 12
 WORTH: Final = 1e-3
 
 
-def selective(best: Estimate, pricing: Pricing, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
-    """Returns the best cut and the recomputed units by stage; the given estimate and none where nothing is
-    better.
+def may_recompute_units(best: Candidate) -> bool:
+    """Returns whether stages of this layout may recompute some of their units: both to keep and to recompute
+    all of them is open.
     """
-    layout, chosen = best.layout, dict[int, Units]()
+    layout = best.layout
     open_options = {*WHOLE_STAGE} <= {case.recompute for case in best.pipeline.options[0]}
-    if layout.group > 1 or layout.hosted or not open_options:
-        return best, chosen
     # A stage that recomputes some units cannot split its backward.
-    if family_of(layout.schedule).splits_backward:
-        return best, chosen
+    splits = family_of(layout.schedule).splits_backward
+    return layout.group == 1 and not layout.hosted and open_options and not splits
+
+
+def selective(best: Candidate, pricing: Pricing, optimizer: str) -> Candidate:
+    """Returns the best cut in which stages may recompute some of their units; the given candidate where
+    nothing is better.
+    """
+    layout = best.layout
+    if not may_recompute_units(best):
+        return best
     if layout.chunks > 1:
         return _one_by_one(best, pricing, optimizer)
     recomputes = any(case.activation_policy.recomputes for case in best.cases)
     least_s = pricing.bounds.floor_without_memory_s(layout)
     if not recomputes and best.floor_s <= least_s * (1 + WORTH):
-        return best, chosen
+        return best
     joint = _JointSearch(best, pricing, optimizer)
     for bounds in joint.cuts():
-        candidate = joint.estimate(bounds)
-        if candidate is not None and candidate[0].may_be_chosen and candidate[0].step_s < best.step_s:
-            best, chosen = candidate
-    return replace(best, floor_s=min(best.step_s, joint.floor_s)), chosen
+        candidate = joint.candidate(bounds)
+        if candidate is not None and candidate.may_be_chosen and candidate.step_s < best.step_s:
+            best = candidate
+    return replace(best, floor_s=min(best.step_s, joint.floor_s))
 
 
-def _one_by_one(best: Estimate, pricing: Pricing, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
+def _one_by_one(best: Candidate, pricing: Pricing, optimizer: str) -> Candidate:
     """Keeps the cut where stages share devices: each stage that recomputes takes the memory that the others
     leave.
     """
-    improved, chosen = best, dict[int, Units]()
+    improved = best
     recomputing_stages = [stage for stage, case in enumerate(best.cases) if case.activation_policy.recomputes]
     for stage in recomputing_stages[:SHARING]:
         units_choice = shared_choice(
             improved, stage, UnitLevelModel.of(pricing, best.pipeline, stage, optimizer)
         )
         if units_choice is not None:
-            extended = chosen | {stage: units_choice.units}
+            extended = {**improved.recomputed, stage: units_choice.units}
             tried = recomputing(best.pipeline, best.bounds, best.choices, extended, pricing, optimizer)
             if tried.may_be_chosen and tried.step_s <= improved.step_s:
-                improved, chosen = replace(tried, floor_s=best.floor_s), extended
-    return improved, chosen
+                improved = replace(tried, floor_s=best.floor_s)
+    return improved
 
 
 @final
 class _JointSearch:
     """Holds prices of runs, which are made exact where a cut needs them."""
 
-    def __init__(self, start: Estimate, pricing: Pricing, optimizer: str) -> None:
+    def __init__(self, start: Candidate, pricing: Pricing, optimizer: str) -> None:
         self._start, self._pipeline, self._pricing, self._optimizer = (
             start,
             start.pipeline,
@@ -143,7 +150,7 @@ class _JointSearch:
         ends = self._pricing.stages.ends(self._start.layout)
         return sum(ends[end] - ends[first] for _, (first, end) in self._known)
 
-    def estimate(self, bounds: tuple[int, ...]) -> tuple[Estimate, dict[int, Units]] | None:
+    def candidate(self, bounds: tuple[int, ...]) -> Candidate | None:
         """Prices a cut whose stages that do not fit recompute their best choice; None where one
         never fits.
         """
@@ -155,8 +162,7 @@ class _JointSearch:
                     return None
                 choices[stage] = self._whole_option(stage, run) or 0 if units is None else 0
                 chosen |= {} if units is None else {stage: units}
-        candidate = recomputing(self._pipeline, bounds, choices, chosen, self._pricing, self._optimizer)
-        return candidate, chosen
+        return recomputing(self._pipeline, bounds, choices, chosen, self._pricing, self._optimizer)
 
     def _learn(self, bounds: tuple[int, ...]) -> bool:
         """Computes what the runs of a cut take, and returns whether any was unknown."""

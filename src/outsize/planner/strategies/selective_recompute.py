@@ -17,7 +17,7 @@ from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress_units
 from outsize.ir.units.recompute_segments import Run
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
-from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state, component_table
 from outsize.planner.memory.in_flight_states import states_by_rank, states_by_stage
@@ -131,7 +131,7 @@ def _with_chosen(saving: PricedModel, run: Run, held: MicrobatchBytes, pieces_s:
 
 
 def selective_reasons(
-    estimate: Estimate, chosen: Mapping[int, Units], bounds: Sequence[int]
+    candidate: Candidate, chosen: Mapping[int, Units], bounds: Sequence[int]
 ) -> Iterator[UnitsRecomputed]:
     """Yields how much each stage recomputes, and its seconds; `bounds` are those of the graph's units."""
     findings = [
@@ -139,8 +139,8 @@ def selective_reasons(
             stages=(stage,),
             recomputed_units=len(units),
             units=bounds[stage + 1] - bounds[stage],
-            again_s=_again_s(estimate, stage),
-            forward_s=estimate.costs[stage].forward_s,
+            again_s=_again_s(candidate, stage),
+            forward_s=candidate.costs[stage].forward_s,
         )
         for stage, units in chosen.items()
     ]
@@ -156,20 +156,20 @@ def selective_reasons(
     )
 
 
-def by_blocks(estimate: Estimate, bounds: Sequence[int]) -> dict[int, Units]:
+def by_blocks(candidate: Candidate, bounds: Sequence[int]) -> dict[int, Units]:
     """Returns the stages that recompute all their units block by block; `bounds` are those of the graph's
     units.
     """
-    cases = enumerate(zip(estimate.cases, pairwise(bounds), strict=True))
+    cases = enumerate(zip(candidate.cases, pairwise(bounds), strict=True))
     return {s: frozenset(range(*run)) for s, (case, run) in cases if case.activation_policy.lists_units}
 
 
-def _again_s(estimate: Estimate, stage: int) -> float:
+def _again_s(candidate: Candidate, stage: int) -> float:
     """Returns the forward seconds of a microbatch that a stage recomputes: all, where none may be kept."""
-    if not any(case.activation_policy.keeps_all for case in estimate.pipeline.options[stage]):
-        return estimate.costs[stage].forward_s
-    run, saving = slice(*estimate.bounds[stage : stage + 2]), saving_case(estimate.pipeline, stage)
-    return float((estimate.cases[stage].seconds.backward_input - saving.seconds.backward_input)[run].sum())
+    if not any(case.activation_policy.keeps_all for case in candidate.pipeline.options[stage]):
+        return candidate.costs[stage].forward_s
+    run, saving = slice(*candidate.bounds[stage : stage + 2]), saving_case(candidate.pipeline, stage)
+    return float((candidate.cases[stage].seconds.backward_input - saving.seconds.backward_input)[run].sum())
 
 
 def counted(figures: Expected, chosen: Mapping[int, Units]) -> Expected:
@@ -202,7 +202,7 @@ def recomputing(
     chosen: Mapping[int, Units],
     pricing: Pricing,
     optimizer: str,
-) -> Estimate:
+) -> Candidate:
     """Prices a cut whose stages recompute the units in `chosen`, as numbered in the model; the others run
     their options `choices`.
     """
@@ -211,7 +211,8 @@ def recomputing(
         fine = UnitLevelModel.of(pricing, pipeline, stage, optimizer)
         places[stage] = len(options[stage])
         options[stage] = (*options[stage], fine.case(saving_case(pipeline, stage), runs[stage], units))
-    return estimate_cut(replace(pipeline, options=tuple(options)), bounds, places)
+    candidate = Candidate.of(replace(pipeline, options=tuple(options)), bounds, places)
+    return replace(candidate, recomputed=dict(chosen))
 
 
 def saving_case(pipeline: Pipeline, stage: int) -> PricedModel:
@@ -230,12 +231,12 @@ def choice(pipeline: Pipeline, stage: int, run: Run, fine: UnitLevelModel) -> Ch
     return _best(fine, run, limits, pipeline.room_bytes(stage))
 
 
-def shared_choice(estimate: Estimate, stage: int, fine: UnitLevelModel) -> Choice | None:
+def shared_choice(candidate: Candidate, stage: int, fine: UnitLevelModel) -> Choice | None:
     """Returns the same for a stage that shares its device, while the others there keep their options."""
-    layout, pipeline, runs = estimate.layout, estimate.pipeline, tuple(pairwise(estimate.bounds))
+    layout, pipeline, runs = candidate.layout, candidate.pipeline, tuple(pairwise(candidate.bounds))
     rank = layout.ranks[stage]
     own = layout.stages_on(rank)
-    tables, at = [estimate.cases[s].ranges.of_run(*runs[s]) for s in own], own.index(stage)
+    tables, at = [candidate.cases[s].ranges.of_run(*runs[s]) for s in own], own.index(stage)
     tables[at] = empty = replace(tables[at], **dict.fromkeys(OWN, np.zeros_like(tables[0].saved)))
     joint = states_by_rank(*layout.schedule_key().without_actions)[rank]
     # A device holds the inputs of its microbatches once, with its first stage.

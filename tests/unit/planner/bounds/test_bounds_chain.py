@@ -17,7 +17,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import ChainBound, ChainShape, Room
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import UnitSeconds
-from outsize.planner.evaluate.estimate import estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.policies.activations import Recompute
@@ -98,6 +98,6 @@ def test_no_cut_that_fits_is_below_the_floor(
     pipeline = menu.pipeline(layout, WAYS)
     assert pipeline is not None
     cuts = [(0, *inner, n) for inner in combinations(range(1, n), stages - 1)]
-    found = [estimate_cut(pipeline, c, ways) for c in cuts for ways in product(range(2), repeat=stages)]
+    found = [Candidate.of(pipeline, c, ways) for c in cuts for ways in product(range(2), repeat=stages)]
     fastest = min((each.step_s for each in found if each.fits), default=float("inf"))
     assert menu.bounds.floor_s(layout, WAYS) <= fastest * (1 + 1e-9)

@@ -17,10 +17,10 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
-from outsize.planner.evaluate.estimate import Estimate, estimate_cut, lower_along
+from outsize.planner.evaluate.candidate import Candidate, lower_along
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
-from outsize.planner.partition.stage_prices import Pipeline, split
+from outsize.planner.partition.stage_prices import Pipeline, StagePrices
 from outsize.planner.simulation.simulate import StageCost, bound_s
 from outsize.policies.activations import Recompute
 from outsize.schedules.builders import build
@@ -148,11 +148,11 @@ def small(memory_bytes: int) -> Cluster:
     return make_cluster("4xcpu", "cpu", 1, 4, memory_bytes)
 
 
-def every(pipeline: Pipeline) -> Iterator[Estimate]:
+def every(pipeline: Pipeline) -> Iterator[Candidate]:
     """All cuts in all ways that fit, and whose stages have a weight each, as split insists."""
     for bounds in cuts(pipeline.case.units, pipeline.stages):
         for ways in product(range(2), repeat=pipeline.stages):
-            found = estimate_cut(pipeline, bounds, ways)
+            found = Candidate.of(pipeline, bounds, ways)
             if found.may_be_chosen:
                 yield found
 
@@ -166,14 +166,15 @@ def test_no_cut_that_fits_is_below_the_floor_of_split(
     layout = Layout(Axes(pp=stages), stages, schedule, microbatches, microbatches)
     pipeline = Pricing({microbatches: model}, small(memory_bytes), "sgd").pipeline(layout, WAYS)
     assert pipeline is not None
-    cut, fitting = split(pipeline), list(every(pipeline))
+    prices, fitting = StagePrices(pipeline), list(every(pipeline))
+    cut = prices.split()
     if cut is None:
         assert not fitting
         return
-    assert estimate_cut(pipeline, cut.bounds, cut.choices).fits
-    assert cut.floor_s <= min(found.step_s for found in fitting) * (1 + 1e-9)
+    assert Candidate.of(pipeline, cut.bounds, cut.choices).fits
+    assert prices.floor_s <= min(found.step_s for found in fitting) * (1 + 1e-9)
     floor_s = work_of(*model).floor_s(schedule, stages, stages, microbatches)
-    assert floor_s <= cut.floor_s * (1 + 2e-5), "memory makes nothing faster"
+    assert floor_s <= prices.floor_s * (1 + 2e-5), "memory makes nothing faster"
 
 
 def test_memory_raises_the_floor() -> None:
@@ -183,8 +184,8 @@ def test_memory_raises_the_floor() -> None:
     roomy = Pricing({2: model}, small(9000), "sgd").pipeline(layout, ("none",))
     assert tight is not None
     assert roomy is not None
-    found, free = split(tight), split(roomy)
-    assert found is not None
-    assert free is not None
-    assert (free.bounds, free.floor_s) == ((0, 2, 4), 3 * 6.0)
-    assert (found.bounds, found.floor_s) == ((0, 1, 4), 3.0 + 2 * 9.0)
+    for pipeline, bounds, floor_s in ((roomy, (0, 2, 4), 3 * 6.0), (tight, (0, 1, 4), 3.0 + 2 * 9.0)):
+        prices = StagePrices(pipeline)
+        cut = prices.split()
+        assert cut is not None
+        assert (cut.bounds, prices.floor_s) == (bounds, floor_s)

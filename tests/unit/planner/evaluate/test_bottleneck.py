@@ -21,10 +21,10 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.estimate import estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
-from outsize.planner.partition.stage_prices import split
+from outsize.planner.partition.stage_prices import StagePrices
 
 Model = tuple[ModelGraph, Profile]
 TWO = parse_cluster("2xcpu")
@@ -42,9 +42,10 @@ def limit(model: Model, microbatches: int, cluster: Cluster = TWO, axes: Axes | 
     menu = Pricing({layout.captured: model}, cluster, "sgd")
     pipeline = menu.pipeline(layout, ("none", "full"))
     assert pipeline is not None
-    cut = split(pipeline)
+    prices = StagePrices(pipeline)
+    cut = prices.split()
     assert cut is not None
-    found = estimate_cut(pipeline, cut.bounds, cut.choices, cut.floor_s)
+    found = Candidate.of(pipeline, cut.bounds, cut.choices, prices.floor_s)
     return limited_by(found, PrefixTimes.of(model[0], UnitSeconds.of(model[1])), model[0], cut.bounds)
 
 

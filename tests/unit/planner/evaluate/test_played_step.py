@@ -20,7 +20,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.costs.efficiency import Efficiency
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.evaluate import played_step as module
-from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.played_step import BUCKET_BYTES, PlayedStep, is_collective
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
@@ -41,10 +41,10 @@ def joined(devices: int, kind: str = "h100-80gb", bytes_per_s: float = 100.0) ->
 
 def cut(
     model: Model, layout: Layout, cluster: Cluster, bounds: tuple[int, ...], again: Recompute = "none"
-) -> Estimate:
+) -> Candidate:
     pipeline = Pricing({layout.captured: model}, cluster, "sgd").pipeline(layout, (again,))
     assert pipeline is not None
-    return estimate_cut(pipeline, bounds, [0] * layout.stages)
+    return Candidate.of(pipeline, bounds, [0] * layout.stages)
 
 
 def step_of(model: Model, layout: Layout, cluster: Cluster) -> PlayedStep:
@@ -233,7 +233,7 @@ def test_no_cut_is_played_faster_than_its_bounds(
     bound_s = max(bound_s, tables.bounds.bound(layout, ("none",)).sharpened())
     assert pipeline is not None
     for inner in combinations(range(1, n), pp - 1):
-        found = estimate_cut(pipeline, (0, *inner, n), [0] * pp)
+        found = Candidate.of(pipeline, (0, *inner, n), [0] * pp)
         step_s = found.step.seconds()
         assert found.least_s <= found.step_s * (1 + 1e-9)
         assert max(bound_s, tables.units.work(layout).least_s(pp, microbatches)) <= step_s * (1 + 1e-9)
@@ -266,7 +266,7 @@ def test_no_chain_is_played_faster_than_its_queue(
     cuts = list(combinations(range(1, n), pp - 1))
     for inner in cuts[draw % 7 :: 7] or cuts:
         for ways in ([0] * pp, [1] * pp):
-            found = estimate_cut(pipeline, (0, *inner, n), ways)
+            found = Candidate.of(pipeline, (0, *inner, n), ways)
             assert max(bound_s, found.least_s) <= found.step_s * (1 + 1e-9)
 
 
@@ -304,7 +304,7 @@ def test_gathers_pace_a_pipeline() -> None:
     pipeline = tables.pipeline(layout, ("none",))
     assert pipeline is not None
     bound_s = tables.bounds.bound(layout, ("none",)).sharpened()
-    step_s = estimate_cut(pipeline, (0, 64, 128), [0, 0]).step_s
+    step_s = Candidate.of(pipeline, (0, 64, 128), [0, 0]).step_s
     assert 1.2 * tables.bounds.collectives_s(layout) < bound_s <= step_s
     assert step_s < 1.2 * bound_s
 

@@ -17,7 +17,7 @@ from outsize.ir.cluster import make_cluster
 from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.plan import Axes
 from outsize.ir.units.recompute_segments import blocks
-from outsize.planner.evaluate.estimate import estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.activations import UnitBytes
@@ -83,7 +83,7 @@ def test_the_search_finds_what_fits_in_any_way(saved: list[int], memory_bytes: i
     assert pipeline is not None
     cuts = [(0, cut, len(saved)) for cut in range(1, len(saved))]
     tried = (
-        estimate_cut(pipeline, bounds, ways) for bounds, ways in product(cuts, product(range(3), repeat=2))
+        Candidate.of(pipeline, bounds, ways) for bounds, ways in product(cuts, product(range(3), repeat=2))
     )
     best = min((each.step_s for each in tried if each.fits), default=float("inf"))
     try:

@@ -13,7 +13,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.estimate import estimate_cut, lower_along
+from outsize.planner.evaluate.candidate import Candidate, lower_along
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import account_stages
@@ -82,7 +82,7 @@ def test_no_cut_of_a_refuted_layout_fits(
     assert pipeline is not None
     refuted = {ways: tables.bounds.refuted(layout, ways) for ways in (WAYS[:2], WAYS)}
     for inner, choices in product(combinations(range(1, n), pp - 1), product(range(3), repeat=pp)):
-        if estimate_cut(pipeline, (0, *inner, n), choices).fits:
+        if Candidate.of(pipeline, (0, *inner, n), choices).fits:
             assert not refuted[WAYS]
             assert not refuted[WAYS[:2]] or 2 in choices
 

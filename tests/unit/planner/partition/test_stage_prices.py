@@ -19,7 +19,7 @@ from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import InFlightState, peak_states, peak_table
 from outsize.planner.memory.in_flight_states import microbatches_to_simulate, states_by_stage
-from outsize.planner.partition.stage_prices import Pipeline, StagePrices, split
+from outsize.planner.partition.stage_prices import ChainCut, Pipeline, StagePrices
 from outsize.policies.activations import Recompute
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
@@ -76,13 +76,13 @@ def pipeline_of(
 def test_the_stage_that_holds_most_recomputes() -> None:
     """1F1B with four microbatches: stage 0 holds two of 2,000 bytes, stage 1 one."""
     model, layout = chain([1.0] * 4, saved_bytes=1000), Layout(Axes(pp=2), 2, "1f1b", 4, 4)
-    roomy, tight, tiny = (split(pipeline_of(model, layout, size)) for size in (9000, 3600, 1000))
-    assert roomy is not None
-    assert (roomy.bounds, roomy.choices, roomy.floor_s) == ((0, 2, 4), (0, 0), 5 * 6.0)
-    assert tight is not None
-    assert tight.choices == (1, 0)
-    assert tiny is None
-    assert split(pipeline_of(model, layout, 3600, ("none",))) is None
+    roomy, tight, tiny = (StagePrices(pipeline_of(model, layout, size)) for size in (9000, 3600, 1000))
+    assert (roomy.split(), roomy.floor_s) == (ChainCut((0, 2, 4), (0, 0)), 5 * 6.0)
+    recomputing = tight.split()
+    assert recomputing is not None
+    assert recomputing.choices == (1, 0)
+    assert tiny.split() is None
+    assert StagePrices(pipeline_of(model, layout, 3600, ("none",))).split() is None
 
 
 @settings(max_examples=80, derandomize=True, deadline=None)
@@ -91,7 +91,7 @@ def test_a_stage_recomputes_only_where_it_must(
     model: tuple[ModelGraph, Profile], name: ScheduleName, microbatches: int, memory_bytes: int
 ) -> None:
     pipeline = pipeline_of(model, Layout(Axes(pp=2), 2, name, microbatches, microbatches), memory_bytes)
-    cut = split(pipeline)
+    cut = StagePrices(pipeline).split()
     if cut is None:
         return
     worst = states_by_stage(name, 2, microbatches, 2)
@@ -110,7 +110,7 @@ def test_the_busiest_device_is_found_where_a_row_of_stages_turns_back() -> None:
     for name in ("zero-bubble-v", "interleaved"):
         pipeline = menu.pipeline(Layout(Axes(pp=2), 4, name, microbatches, microbatches), ("none",))
         assert pipeline is not None
-        found[name] = pipeline.busy_s((0, 1, 2, 3, 4), (0, 0, 0, 0))
+        found[name] = pipeline.busy_s(ChainCut((0, 1, 2, 3, 4), (0, 0, 0, 0)))
     each_s = found["interleaved"] / (2.0 + 8.0)
     assert found["zero-bubble-v"] == pytest.approx(each_s * (1.0 + 8.0))
 

@@ -21,7 +21,7 @@ def test_more_stages_than_pieces_are_bounded_and_not_rejected() -> None:
     tables = Pricing({4: chain([1.0] * 8)}, cluster, "adamw", ends={4: (0, 4, 8)})
     layouts = [Layout(Axes(pp=stages), stages, "1f1b", 4, 4) for stages in (2, 4)]
     result = BranchAndBound(tables, ("none", "full")).run(layouts)
-    assert [estimate.layout.stages for estimate in result.estimates] == [2]
+    assert [estimate.layout.stages for estimate in result.candidates] == [2]
     assert result.rejected == ()
     assert 0 < result.floor_s < inf
 
@@ -40,10 +40,10 @@ def test_what_is_not_compared_with_others_is_found_by_fewer_tries() -> None:
     tables, layouts = tables_of(4)
     all_of = BranchAndBound(tables, ("none", "full")).run(layouts)
     found = BranchAndBound(tables, ("none", "full"), compares=False).run(layouts)
-    assert choose(found.estimates).layout == choose(all_of.estimates).layout
-    assert choose(found.estimates).step_s == choose(all_of.estimates).step_s
+    assert choose(found.candidates).layout == choose(all_of.candidates).layout
+    assert choose(found.candidates).step_s == choose(all_of.candidates).step_s
     assert found.floor_s == all_of.floor_s
-    assert len(found.estimates) < len(all_of.estimates) == len(layouts)
+    assert len(found.candidates) < len(all_of.candidates) == len(layouts)
     assert set(found.layouts) == set(layouts)
 
 
@@ -56,7 +56,7 @@ def test_a_few_stages_on_each_device_end_the_search_of_the_others() -> None:
     ]
     alone = BranchAndBound(tables, ("none",)).run(many)
     both = BranchAndBound(tables, ("none",)).run([*many, *chunked])
-    best = choose(both.estimates)
+    best = choose(both.candidates)
     assert best.layout.schedule == "interleaved"
-    assert best.step_s < choose(alone.estimates).step_s
-    assert len(both.estimates) < len(alone.estimates)
+    assert best.step_s < choose(alone.candidates).step_s
+    assert len(both.candidates) < len(alone.candidates)

@@ -17,7 +17,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import Kind, Schedule
-from outsize.planner.evaluate.estimate import estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.played_step import is_message
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
@@ -130,11 +130,11 @@ def test_what_the_search_estimates_is_what_is_played(
     layout = Layout(Axes(pp=stages), stages, name, microbatches, microbatches)
     pipeline = Pricing({microbatches: (graph, profile)}, cluster, "sgd").pipeline(layout, WAYS)
     assert pipeline is not None
-    found = estimate_cut(pipeline, bounds, [ways >> stage & 1 for stage in range(stages)])
+    found = Candidate.of(pipeline, bounds, [ways >> stage & 1 for stage in range(stages)])
     assert found.step_s == found.step.timeline().duration_s
     instant = cluster.inner.model_copy(update={"latency_s": 0.0, "bytes_per_s": float("inf")})
     free = cluster.model_copy(update={"inner": instant, "outer": instant})
     same = Pricing({microbatches: (graph, profile)}, free, "sgd").pipeline(layout, WAYS)
     assert same is not None
-    apart = estimate_cut(same, bounds, [ways >> stage & 1 for stage in range(stages)])
+    apart = Candidate.of(same, bounds, [ways >> stage & 1 for stage in range(stages)])
     assert found.step.exposed_s(is_message) == found.step_s - apart.step_s

@@ -14,7 +14,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
 from outsize.ir.plan import Plan, ScheduleName, StageFigures
 from outsize.ir.profile import Profile
-from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
@@ -124,9 +124,9 @@ def test_it_is_chosen_where_it_is_faster_than_recompute() -> None:
 
 def test_a_cut_that_is_far_from_what_it_has_to_beat_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heavy units offload and are moved; of light ones the copies take many times the second forward."""
-    moved = list[Estimate]()
+    moved = list[Candidate]()
 
-    def seen(estimate: Estimate) -> Estimate:
+    def seen(estimate: Candidate) -> Candidate:
         moved.append(estimate)
         return polish(estimate)
 

@@ -10,14 +10,14 @@ from planner_graphs import chain
 from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.planner.evaluate import played_step as module
-from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.played_step import is_message, simulated_microbatches
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.policies.weights import Weights
 
 
-def priced(schedule: ScheduleName, stages: int, microbatches: int, seed: int) -> Estimate:
+def priced(schedule: ScheduleName, stages: int, microbatches: int, seed: int) -> Candidate:
     """One unit a stage; units and messages of one to ten times the least, all in one order of magnitude."""
     rng = random.Random(seed)
     graph, profile = chain([rng.uniform(0.5, 3.0) for _ in range(stages)])
@@ -26,7 +26,7 @@ def priced(schedule: ScheduleName, stages: int, microbatches: int, seed: int) ->
     model = graph.model_copy(update={"values": tuple(values)}), profile
     pipeline = Pricing({microbatches: model}, slowly_joined(stages), "sgd").pipeline(layout, ("none",))
     assert pipeline is not None
-    return estimate_cut(pipeline, range(stages + 1), [0] * stages)
+    return Candidate.of(pipeline, range(stages + 1), [0] * stages)
 
 
 def slowly_joined(count: int) -> Cluster:
@@ -60,7 +60,7 @@ def test_a_rank_sends_the_next_stage_all_that_it_has(axes: Axes, cp: int) -> Non
     model, layout = chain([1.0, 1.0], value_bytes=80), Layout(axes, 2, "naive", 1, 1)
     pipeline = Pricing({1: model}, slowly_joined(axes.world_size), "sgd").pipeline(layout, ("none",))
     assert pipeline is not None
-    found = estimate_cut(pipeline, (0, 1, 2), (0, 0))
+    found = Candidate.of(pipeline, (0, 1, 2), (0, 0))
     assert found.step.exposed_s(is_message) == pytest.approx(2 * 80 / cp)
     spans = found.step.timeline().spans
     sent_s = [span.end_s - span.start_s for span in spans if span.lane == "send"]
@@ -87,7 +87,7 @@ def test_the_optimizer_of_an_accelerator_moves_its_bytes_after_the_last_backward
     for optimizer in ("adamw", "sgd"):
         pipeline = Pricing({4: model}, cluster, optimizer).pipeline(layout, ("none",))
         assert pipeline is not None
-        estimates[optimizer] = estimate_cut(pipeline, (0, 1, 3), [0, 0])
+        estimates[optimizer] = Candidate.of(pipeline, (0, 1, 3), [0, 0])
     # The second stage has two units of 10^9 bytes; foreach accesses each element 20 times, sgd 3 times.
     bandwidth = cluster.devices[0].bytes_per_s * 0.85
     update_s = {name: times * 2e9 / shares / bandwidth for name, times in (("adamw", 20), ("sgd", 3))}

@@ -1,12 +1,14 @@
-"""Lists the layouts to try for a request: those asked for, those of all axes, and those with weights on the
-host.
+"""Lists the layouts to try for a request, by strategy: those of the given axes, those of all axes, and those
+with weights on the host. `STRATEGIES` is the table of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, product
+from math import inf
+from typing import Final, final
 
 from outsize.axes.registry import those
 from outsize.errors import BadOption, TooManyStages
@@ -14,9 +16,9 @@ from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName, unsupported
-from outsize.ir.profile import Profile
 from outsize.planner.costs.context_parallel import context_sizes
 from outsize.planner.evaluate.pricing import Pricing
+from outsize.planner.evaluate.unit_prices import Models
 from outsize.planner.fit.nearest import device_part
 from outsize.planner.layout.expert_parallel import expert_sizes
 from outsize.planner.layout.layout import (
@@ -31,65 +33,65 @@ from outsize.planner.layout.layout import (
     weight_modes,
 )
 from outsize.planner.layout.tensor_parallel import divides
+from outsize.planner.search.branch_and_bound import BranchAndBound
 from outsize.policies.weights import SHARDED, Weights
-from outsize.schedules.families import DEFAULT, FORWARD, SEQUENTIAL, family_of, searched
+from outsize.schedules.families import CHUNKED, DEFAULT, FORWARD, SEQUENTIAL, family_of, searched
 
-Candidates = Mapping[int, tuple[ModelGraph, Profile]]
+# This many meshes are tried with several stages on a device as well.
+MOST_MESHES: Final = 3
 
 
-def pipeline_layouts(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
+def _pipelines(request: PlanRequest, models: Models, cluster: Cluster) -> Iterator[Layout]:
     """Yields pipelines, each rank with the axes that were given; raises BadOption, TooManyStages."""
-    measured = all(u.source == "measured" for _, profile in candidates.values() for u in profile.units[:1])
+    measured = all(u.source == "measured" for _, profile in models.values() for u in profile.units[:1])
     usual = searched(on_cpu=cluster.devices[0].kind == "cpu", measured=measured)
-    schedules = _schedules(request, candidates, usual)
-    ranks = _ranks(request, _units(candidates), cluster)
+    schedules = _schedules(request, models, usual)
+    ranks = _ranks(request, _units(models), cluster)
     axes = request.mesh(ranks)
-    for layout in pipelines(axes, counts_for(candidates, axes), schedules, _units(candidates)):
-        options = _sequence_options(request, layout, candidates[layout.captured][0])
+    for layout in pipelines(axes, counts_for(models, axes), schedules, _units(models)):
+        options = _sequence_options(request, layout, models[layout.captured][0])
         for sequence, weights in product(options, _weight_options(request, axes)):
             yield replace(layout, weights=weights, sequence=sequence)
 
 
-def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
+def _meshes(request: PlanRequest, models: Models, cluster: Cluster) -> Iterator[Layout]:
     """Yields all meshes that are allowed, pp alone among them, under one schedule; unequal devices may stay
     idle.
 
     Who names a schedule asks for a pipeline, which one rank is not.
     """
-    if not candidates:
+    if not models:
         return  # Nothing was captured for what was asked for, which the search of pipelines tells.
-    graph = candidates[max(candidates)][0]
-    schedules, asked = _schedules(request, candidates, (DEFAULT.name,)), request.mesh(1)
+    graph = models[max(models)][0]
+    schedules, asked = _schedules(request, models, (DEFAULT.name,)), request.mesh(1)
     choices = AxisChoices(
         contexts=(asked.cp,) if asked.cp > 1 else context_sizes(graph, len(cluster.devices)),
         experts=expert_sizes(graph, len(cluster.devices)),
         given=asked.with_one(those(lambda axis: axis.is_searched)),
     )
-    for layout in all_layouts(cluster, candidates, schedules, _units(candidates), choices):
+    for layout in all_layouts(cluster, models, schedules, _units(models), choices):
         for sequence in _sequence_options(request, layout, graph):
             ordered = request.schedule is None or layout.axes.pp > 1
             if ordered and _allows(request, layout, graph):
                 yield replace(layout, sequence=sequence)
 
 
-def on_host(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
-    """Yields layouts with weights in host memory; none if activations are offloaded."""
-    if request.activation_policy.offloads:
-        return
-    graph = candidates[max(candidates)][0]
-    schedules = _schedules(request, candidates, searched(on_cpu=False, measured=False))
-    for layout in host_layouts(cluster, candidates, schedules, _units(candidates)):
+def _on_host(request: PlanRequest, models: Models, cluster: Cluster) -> Iterator[Layout]:
+    """Yields layouts with weights in host memory."""
+    graph = models[max(models)][0]
+    schedules = _schedules(request, models, searched(on_cpu=False, measured=False))
+    for layout in host_layouts(cluster, models, schedules, _units(models)):
         if _allows(request, layout, graph):
             yield layout
 
 
 def no_layout(
-    schedule: ScheduleName, request: PlanRequest, candidates: Candidates, cluster: Cluster
+    schedule: ScheduleName, request: PlanRequest, models: Models, cluster: Cluster
 ) -> BadOption | TooManyStages:
     """Returns the error for a schedule that has no pipeline of the model over these devices."""
-    units, family = _units(candidates), family_of(schedule)
+    units, family = _units(models), family_of(schedule)
     ranks = _ranks(request, units, cluster)
-    counts = [microbatches for microbatches, _ in counts_for(candidates, request.mesh(ranks))]
+    counts = [microbatches for microbatches, _ in counts_for(models, request.mesh(ranks))]
     stages = [ranks * chunks for count in counts for chunks in family.chunk_counts(ranks, count)]
     if stages:
         return TooManyStages(
@@ -153,14 +155,14 @@ def _weight_options(request: PlanRequest, axes: Axes) -> tuple[Weights, ...]:
     return modes if axes.dp_shard == 1 else (SHARDED.name,)
 
 
-def _units(candidates: Candidates) -> int:
-    return min(len(graph.units) for graph, _ in candidates.values())
+def _units(models: Models) -> int:
+    return min(len(graph.units) for graph, _ in models.values())
 
 
 def _schedules(
-    request: PlanRequest, candidates: Candidates, usual: tuple[ScheduleName, ...]
+    request: PlanRequest, models: Models, usual: tuple[ScheduleName, ...]
 ) -> tuple[ScheduleName, ...]:
-    if any(graph.form == "modules" for graph, _ in candidates.values()):
+    if any(graph.form == "modules" for graph, _ in models.values()):
         return (SEQUENTIAL.name,)  # Modules of a model that runs by modules wait for each other.
     if request.inference:
         return (FORWARD.name,)
@@ -184,3 +186,61 @@ def _ranks(request: PlanRequest, units: int, cluster: Cluster) -> int:
             next_step=f"--stages {units}",
         )
     return stages
+
+
+def interleaved(search_loop: BranchAndBound, pricing: Pricing, layouts: Sequence[Layout]) -> Iterator[Layout]:
+    """Yields the meshes again with several stages on a device whose balanced cut is shortest that way: such
+    cuts take long to price. Meshes that do not fit with one stage on a device are left out.
+    """
+    found: list[tuple[float, int, tuple[Layout, ...]]] = []
+    for place, layout in enumerate(layouts):
+        counts, units = [(layout.microbatches, layout.captured)], len(pricing.units.graph(layout).units)
+        chunked = tuple(
+            replace(each, weights=layout.weights, sequence=layout.sequence)
+            for each in pipelines(layout.axes, counts, (CHUNKED.name,), units)
+        )
+        if chunked:
+            found.append((min(map(search_loop.likely_s, chunked)), place, chunked))
+    in_order = sorted(each for each in found if each[0] < inf)
+    fitting = (chunked for _, place, chunked in in_order if not search_loop.refuted(layouts[place]))
+    yield from chain.from_iterable(islice(fitting, MOST_MESHES))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """Is one family of layouts.
+
+    name     what its layouts have in common
+    helps    whether it may hold a plan of a request on a cluster
+    layouts  yields them, from the request, the models by microbatches, and the cluster
+    bound    what no step of such a layout is below, in words
+    """
+
+    name: str
+    helps: Callable[[PlanRequest, Cluster], bool]
+    layouts: Callable[[PlanRequest, Models, Cluster], Iterator[Layout]]
+    bound: str
+
+
+PIPELINES: Final = Strategy(
+    name="pipelines of the given axes",
+    helps=lambda request, _: not request.weight_policy.on_host,
+    layouts=_pipelines,
+    bound="the critical path through its stages, with the recompute that memory forces",
+)
+MESHES: Final = Strategy(
+    name="meshes of all axes that the request leaves open",
+    helps=lambda request, cluster: request.opens_axes(cluster),
+    layouts=_meshes,
+    bound="that of pipelines, and the queue of its collectives of weights",
+)
+ON_HOST: Final = Strategy(
+    name="weights on the host of one device",
+    # Activations that are offloaded would share the link with weights, and no stage runs both.
+    helps=lambda request, _: not request.activation_policy.offloads,
+    layouts=_on_host,
+    bound="the compute of all units, with the waits for their weights",
+)
+STRATEGIES: Final = (MESHES, PIPELINES, ON_HOST)
+"""The families of layouts that the search knows, in the order in which they are searched."""

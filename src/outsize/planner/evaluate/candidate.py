@@ -1,17 +1,18 @@
-"""Prices one cut: seconds by simulating its schedule, bytes by counting what its actions hold.
+"""Prices one candidate, a layout with its cut and policies: seconds by simulating its schedule, bytes by
+counting what its actions hold.
 
-`price` is for plans that a person has edited; the search uses the same `estimate_cut` for its own. Cuts are
-not moved. Seconds are those of playing the step (played_step.py). Oracle:
-tests/unit/planner/evaluate/test_estimate.py.
+Plans that a person has edited are priced as the search prices its own, by `Candidate.of`. Cuts are not moved.
+Seconds are those of playing the step (played_step.py). Oracle:
+tests/unit/planner/evaluate/test_evaluate_candidate.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
-from typing import Final, Protocol, final
+from typing import Final, Protocol, Self, final
 
 import numpy as np
 
@@ -52,9 +53,11 @@ class Timed(Protocol):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Estimate:
-    """Describes one way to run a model, with what it is expected to cost.
+class Candidate:
+    """Is one way to split a model (a layout, a cut, a policy for each stage), which gathers its prices.
 
+    `bounds` count the pieces between which the model is cut, `unit_bounds` its units. `recomputed` has the
+    units that a stage recomputes where these are some of its own, numbered in the model.
     `pipeline_s` is for all microbatches, with the collectives of replicas; then for `after_s` the host's
     optimizer works, or for `update_s` that of the device with most gradients. No cut of this layout that fits
     makes a step shorter than `floor_s`, which is 0 where it is unknown. `fastest_step_s` is that of the cut
@@ -73,6 +76,23 @@ class Estimate:
     floor_s: float = 0.0
     fastest_step_s: float = 0.0
     hosted: Timed | None = None
+    recomputed: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
+
+    @classmethod
+    def of(
+        cls, pipeline: Pipeline, bounds: Sequence[int], choices: Sequence[int], floor_s: float = 0.0
+    ) -> Self:
+        """Returns the candidate of one cut; `choices[stage]` is the index of the stage's case."""
+        cases = tuple(pipeline.options[stage][choice] for stage, choice in enumerate(choices))
+        runs = tuple(pairwise(bounds))
+        costs = tuple(stage_cost(case, *run) for case, run in zip(cases, runs, strict=True))
+        after = (
+            float(case.after_s[run])
+            for case, run in zip(cases, runs, strict=True)
+            if case.after_s is not None
+        )
+        update_s = _update_s(pipeline, cases, bounds)
+        return cls(pipeline, tuple(bounds), cases, costs, max(after, default=0.0), update_s, floor_s)
 
     @property
     def layout(self) -> Layout:
@@ -88,6 +108,11 @@ class Estimate:
     def memories(self) -> tuple[StageMemory, ...]:
         """Returns the memory of each stage at the worst moment of its device."""
         return _memories(self.pipeline, self.bounds, self.cases)
+
+    @property
+    def unit_bounds(self) -> tuple[int, ...]:
+        """Returns the first unit of each stage, then their number, unit by unit."""
+        return tuple(self.pipeline.ends[bound] for bound in self.bounds)
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -158,27 +183,6 @@ class Estimate:
     def held_bytes(self, rank: int) -> int:
         """Returns the bytes of all stages of a rank."""
         return sum(self.memories[stage].peak_bytes for stage in self.layout.stages_on(rank))
-
-
-def estimate_cut(
-    pipeline: Pipeline, bounds: Sequence[int], choices: Sequence[int], floor_s: float = 0.0
-) -> Estimate:
-    """Returns the estimate of one cut; `choices[stage]` is the index of the stage's case."""
-    cases = tuple(pipeline.options[stage][choice] for stage, choice in enumerate(choices))
-    runs = tuple(pairwise(bounds))
-    costs = tuple(stage_cost(case, *run) for case, run in zip(cases, runs, strict=True))
-    after = (
-        float(case.after_s[run]) for case, run in zip(cases, runs, strict=True) if case.after_s is not None
-    )
-    return Estimate(
-        pipeline,
-        tuple(bounds),
-        cases,
-        costs,
-        max(after, default=0.0),
-        _update_s(pipeline, cases, bounds),
-        floor_s,
-    )
 
 
 def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
@@ -258,10 +262,10 @@ def _update_s(pipeline: Pipeline, cases: Sequence[PricedModel], bounds: Sequence
     return max(spent_s.values())
 
 
-def whole_tensor_updates(estimate: Estimate, optimizer: str) -> Iterator[WholeTensorUpdate]:
+def whole_tensor_updates(candidate: Candidate, optimizer: str) -> Iterator[WholeTensorUpdate]:
     """Yields what products and exchanges of whole tensors the optimizer has; nothing where it has none."""
-    layout, works = estimate.layout, dict[int, tuple[float, int]]()
-    for stage, (case, run) in enumerate(zip(estimate.cases, pairwise(estimate.bounds), strict=True)):
+    layout, works = candidate.layout, dict[int, tuple[float, int]]()
+    for stage, (case, run) in enumerate(zip(candidate.cases, pairwise(candidate.bounds), strict=True)):
         if case.after_s is None and case.update is not None:
             flops, size = works.get(layout.ranks[stage], (0.0, 0))
             more = case.update.product_flops(run, layout), case.update.exchanged_bytes(run, layout)
@@ -269,33 +273,33 @@ def whole_tensor_updates(estimate: Estimate, optimizer: str) -> Iterator[WholeTe
     flops, size = max(works.values(), default=(0.0, 0))
     if flops or size:
         yield WholeTensorUpdate(
-            optimizer=optimizer, update_s=estimate.update_s, flops=flops, exchanged_bytes=size
+            optimizer=optimizer, update_s=candidate.update_s, flops=flops, exchanged_bytes=size
         )
 
 
-def expected(estimate: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:
+def expected(candidate: Candidate, batch_size: int, bounds: Sequence[int]) -> Expected:
     """Returns the figures that a plan shows; `bounds` are those of the graph's units."""
-    measured = all(c.source == "measured" for c in estimate.pipeline.case.base.units)
+    measured = all(c.source == "measured" for c in candidate.pipeline.case.base.units)
     return Expected(
-        step_s=estimate.step_s,
-        bubble=estimate.bubble,
-        samples_per_s=batch_size / estimate.step_s if estimate.step_s else 0.0,
-        update_s=estimate.update_s,
-        stages=tuple(_figures(estimate, s, end - first) for s, (first, end) in enumerate(pairwise(bounds))),
+        step_s=candidate.step_s,
+        bubble=candidate.bubble,
+        samples_per_s=batch_size / candidate.step_s if candidate.step_s else 0.0,
+        update_s=candidate.update_s,
+        stages=tuple(_figures(candidate, s, end - first) for s, (first, end) in enumerate(pairwise(bounds))),
         source="measured" if measured else "roofline",
-        margins=tuple(dict.fromkeys(map(peak_margin, estimate.devices))),
+        margins=tuple(dict.fromkeys(map(peak_margin, candidate.devices))),
     )
 
 
 def reasons(
-    estimate: Estimate, graph: ModelGraph, bounds: Sequence[int]
+    candidate: Candidate, graph: ModelGraph, bounds: Sequence[int]
 ) -> tuple[SlowestStage | FullestDevice | UntrainedStages, ...]:
     """Returns the slowest stage, the fullest device, and stages that train nothing; `bounds` are those of the
     graph's units.
     """
     return (
-        slowest_stage(graph, bounds, estimate.costs),
-        fullest_device(estimate.memories, estimate.devices, estimate.layout.ranks, estimate.layout.group),
+        slowest_stage(graph, bounds, candidate.costs),
+        fullest_device(candidate.memories, candidate.devices, candidate.layout.ranks, candidate.layout.group),
         *untrained_stages(graph, bounds),
     )
 
@@ -310,14 +314,14 @@ def check_enough(batch_size: int, microbatches: int) -> None:
         )
 
 
-def _figures(estimate: Estimate, stage: int, units: int) -> StageFigures:
-    first, end = estimate.bounds[stage], estimate.bounds[stage + 1]
-    memory, cost = estimate.memories[stage], estimate.costs[stage]
-    rank, device = estimate.layout.ranks[stage], estimate.devices[stage]
-    used = in_use(estimate.held_bytes(rank), device, _load(estimate, rank))
+def _figures(candidate: Candidate, stage: int, units: int) -> StageFigures:
+    first, end = candidate.bounds[stage], candidate.bounds[stage + 1]
+    memory, cost = candidate.memories[stage], candidate.costs[stage]
+    rank, device = candidate.layout.ranks[stage], candidate.devices[stage]
+    used = in_use(candidate.held_bytes(rank), device, _load(candidate, rank))
     return StageFigures(
         units=units,
-        parameters=sum(p.numel for p in estimate.graph.owned_parameters(first, end - 1)),
+        parameters=sum(p.numel for p in candidate.graph.owned_parameters(first, end - 1)),
         forward_s=cost.forward_s,
         backward_s=cost.backward_s,
         weights_bytes=memory.weights_bytes,
@@ -325,7 +329,7 @@ def _figures(estimate: Estimate, stage: int, units: int) -> StageFigures:
         optimizer_bytes=memory.optimizer_bytes,
         activations_bytes=memory.activations_bytes,
         boundary_bytes=memory.boundary_bytes,
-        busy=estimate.busy(stage),
+        busy=candidate.busy(stage),
         device_bytes=device.memory_bytes,
         p50_bytes=used.p50_bytes,
         p95_bytes=used.p95_bytes,
@@ -334,9 +338,9 @@ def _figures(estimate: Estimate, stage: int, units: int) -> StageFigures:
     )
 
 
-def _load(estimate: Estimate, rank: int) -> Load:
+def _load(candidate: Candidate, rank: int) -> Load:
     """Returns the load of all stages of a rank; what tp and cp divide are taken to be the largest tensors."""
-    layout, bounds = estimate.layout, estimate.bounds
+    layout, bounds = candidate.layout, candidate.bounds
     shards = layout.axes.tp * layout.axes.cp
-    loads = (Load.of(estimate.graph, bounds[s], bounds[s + 1], shards) for s in layout.stages_on(rank))
+    loads = (Load.of(candidate.graph, bounds[s], bounds[s + 1], shards) for s in layout.stages_on(rank))
     return reduce(Load.with_stage, loads)

@@ -1,0 +1,161 @@
+"""The best candidate of a search is known: by which finer choices does its step become shorter?
+
+The search prices cuts between pieces, in which each stage keeps or recomputes all. What is finer costs more
+to try, so it is tried for the winner alone, in the order of `IMPROVEMENTS`. Each is a record: its name, when
+it may help, how it improves the winner, and how its result is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, final
+
+from outsize.ir.answers.request import PlanRequest
+from outsize.planner.evaluate.candidate import Candidate
+from outsize.planner.evaluate.local_search import polish
+from outsize.planner.evaluate.pricing import Pricing
+from outsize.planner.evaluate.ranking import choose
+from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult, polished
+from outsize.planner.strategies.activation_offload import may_offload, or_offloaded
+from outsize.planner.strategies.recompute_and_cut import may_recompute_units, selective
+from outsize.policies.activations import searched_for
+
+# Stages are cut between repeated blocks where that costs less than this.
+BLOCKS: Final = 1.02
+# Recompute makes a step at most this many times as long: a second forward, of three parts.
+MOST_AGAIN: Final = 4 / 3
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Winner:
+    """Is the best candidate of a search, while it is improved.
+
+    `pricing` has the pieces that its bounds count, `searched` those of the search.
+    """
+
+    request: PlanRequest
+    result: SearchResult
+    searched: Pricing
+    pricing: Pricing
+    best: Candidate
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Improvement:
+    """Is one way to make the winner's step shorter, or its stages easier to read.
+
+    name    what is changed
+    helps   whether it may, as far as that is known before it is tried
+    better  the winner with the change, or the same winner where nothing is better
+    bound   what the step is never below, in words: `Candidate.floor_s` afterwards
+    """
+
+    name: str
+    helps: Callable[[Winner], bool]
+    better: Callable[[Winner], Winner]
+    bound: str
+
+
+def improved(request: PlanRequest, result: SearchResult, pricing: Pricing) -> Candidate:
+    """Returns the best candidate of a search, improved in all ways that help."""
+    winner = Winner(request, result, pricing, pricing, choose(result.candidates))
+    for improvement in IMPROVEMENTS:
+        if improvement.helps(winner):
+            winner = improvement.better(winner)
+    return winner.best
+
+
+def _moved(winner: Winner) -> Winner:
+    return replace(winner, best=polished(winner.best, winner.searched))
+
+
+def _has_pieces(winner: Winner) -> bool:
+    """Returns whether bounds may lie inside pieces; a single stage has none, and kinds of devices are cut
+    unit by unit.
+    """
+    best, pricing = winner.best, winner.pricing
+    return not (pricing.stages.exact(best.layout) or pricing.unequal) and best.layout.stages > 1
+
+
+def _unit_by_unit(winner: Winner) -> Winner:
+    """Searches the winner again with every cut near its bounds instead of pieces."""
+    best, request = winner.best, winner.request
+    finer = winner.pricing.finer(best.layout, best.unit_bounds)
+    searched = BranchAndBound(finer, searched_for(request.recompute), compares=False, most_s=best.step_s)
+    candidates = searched.run([best.layout]).candidates
+    better = polish(candidates[0]) if candidates else best
+    return replace(winner, pricing=finer, best=better) if better.step_s < best.step_s else winner
+
+
+def _some_recomputed(winner: Winner) -> Winner:
+    return replace(winner, best=selective(winner.best, winner.pricing, winner.request.optimizer))
+
+
+def _may_be_between_blocks(winner: Winner) -> bool:
+    """Returns whether some bound is inside a repeated block, and there are blocks enough for the stages."""
+    best, layout = winner.best, winner.best.layout
+    if winner.pricing.unequal or layout.hosted:
+        return False
+    ends = winner.pricing.stages.between_blocks(layout)
+    return len(ends) > layout.stages and not set(best.unit_bounds) <= set(ends)
+
+
+def _between_blocks(winner: Winner) -> Winner:
+    """Takes the best cut between repeated blocks, where its step is at most BLOCKS times as long; its floor
+    is that of all cuts.
+    """
+    best, request = winner.best, winner.request
+    blocks, most_s = winner.pricing.between_blocks(best.layout), BLOCKS * best.step_s
+    searched = BranchAndBound(
+        blocks, searched_for(request.recompute), compares=False, most_s=MOST_AGAIN * most_s
+    )
+    candidates = searched.run([best.layout]).candidates
+    if not candidates or candidates[0].step_s > MOST_AGAIN * most_s:
+        return winner
+    neat = selective(polish(candidates[0]), blocks, request.optimizer)
+    if neat.step_s > most_s:
+        return winner
+    neat = replace(neat, floor_s=best.floor_s, fastest_step_s=best.step_s)
+    return replace(winner, pricing=blocks, best=neat)
+
+
+def _on_host(winner: Winner) -> Winner:
+    other = or_offloaded(winner.best, winner.result.layouts, winner.searched)
+    return winner if other is None else replace(winner, pricing=winner.searched, best=other)
+
+
+IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
+    Improvement(
+        name="units move to a neighbouring stage",
+        helps=lambda _: True,
+        better=_moved,
+        bound="that of all cuts of the layout",
+    ),
+    Improvement(
+        name="cuts are inside the pieces of a model of very many units",
+        helps=_has_pieces,
+        better=_unit_by_unit,
+        bound="that of the cuts near the bounds",
+    ),
+    Improvement(
+        name="stages recompute some of their units",
+        helps=lambda winner: may_recompute_units(winner.best),
+        better=_some_recomputed,
+        bound="that of all cuts with any choice of units",
+    ),
+    Improvement(
+        name="cuts are between repeated blocks",
+        helps=_may_be_between_blocks,
+        better=_between_blocks,
+        bound="that of all cuts, also inside blocks",
+    ),
+    Improvement(
+        name="activations wait on the host instead of being recomputed",
+        helps=lambda winner: winner.request.recompute is None and may_offload(winner.best, winner.searched),
+        better=_on_host,
+        bound="none: other layouts were not cut with activations on the host",
+    ),
+)
