@@ -32,16 +32,21 @@ CPU = torch.device("cpu")
 # What is asked of the planner; microbatches are those of each replica, of two samples everywhere.
 AXES: dict[str, dict[str, Any]] = {
     "pp 2": {"stages": 2, "microbatches": MICROBATCHES},
-    "dp_replicate 2": {"dp_replicate": 2, "stages": 1, "microbatches": MICROBATCHES // 2},
-    "dp_shard 2": {"dp_shard": 2, "stages": 1, "microbatches": MICROBATCHES // 2},
+    "dp_replicate 2": {"axes": {"dp_replicate": 2}, "stages": 1, "microbatches": MICROBATCHES // 2},
+    "dp_shard 2": {"axes": {"dp_shard": 2}, "stages": 1, "microbatches": MICROBATCHES // 2},
     "dp_shard 2, states": {
-        "dp_shard": 2,
+        "axes": {"dp_shard": 2},
         "stages": 1,
         "microbatches": MICROBATCHES // 2,
         "weights": "resident",
     },
-    "tp 2": {"tp": 2, "stages": 1, "microbatches": MICROBATCHES, "sequence_parallel": False},
-    "tp 2, sequence": {"tp": 2, "stages": 1, "microbatches": MICROBATCHES, "sequence_parallel": True},
+    "tp 2": {"axes": {"tp": 2}, "stages": 1, "microbatches": MICROBATCHES, "sequence_parallel": False},
+    "tp 2, sequence": {
+        "axes": {"tp": 2},
+        "stages": 1,
+        "microbatches": MICROBATCHES,
+        "sequence_parallel": True,
+    },
 }
 # Weights on the host: of one device, which rank 0 is, and of two in turns.
 ON_HOST: dict[str, tuple[str, dict[str, Any]]] = {
@@ -100,7 +105,8 @@ def plain(world: World) -> Step:
 def along(axes: dict[str, Any]) -> Step:
     """outsize's engine, every rank with the whole batch."""
     whole, inputs = model(), batch()
-    plan = outsize.plan(whole, (), inputs, cluster="2xcpu", batch_size=BATCH, schedule="1f1b", **axes)
+    request = outsize.Request(cluster="2xcpu", batch_size=BATCH, schedule="1f1b", **axes)
+    plan = outsize.plan(whole, (), inputs, request=request)
     engine = outsize.parallelize(whole, (), inputs, plan=plan, optimizer=optimizer)
     return lambda: engine.step(**inputs).loss
 
@@ -109,7 +115,7 @@ def from_host(whole: nn.Module, name: str) -> outsize.Plan:
     """Layer by layer, each stage computed anew in its backward; a device is part of this machine's memory."""
     cluster, wishes = ON_HOST[name]
     asked = {"batch_size": BATCH, "microbatches": MICROBATCHES, "schedule": "gpipe", "recompute": "full"}
-    return outsize.plan(whole, (), batch(), cluster=cluster, **asked, **wishes)
+    return outsize.plan(whole, (), batch(), request=outsize.Request(cluster=cluster, **asked, **wishes))
 
 
 def streaming(world: World, name: str) -> Step:

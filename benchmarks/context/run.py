@@ -71,7 +71,9 @@ def work(folder: Path) -> None:
     world, model = join(), llama()
     ids = torch.randint(0, 256, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    engine = outsize.parallelize(model, (), batch, cp=RANKS, stages=1, microbatches=1, recompute="none")
+    engine = outsize.parallelize(
+        model, (), batch, stages=1, microbatches=1, axes={"cp": RANKS}, plan=outsize.Request(recompute="none")
+    )
     engine.step(**batch)
     executor: Any = engine._executor  # pyright: ignore[reportPrivateUsage]  the counter of collectives
     sent = executor.variants._options.context.group.group.sent

@@ -157,7 +157,9 @@ def split(case: Case, device: str, stages: int, **how: Any) -> tuple[list[Tensor
         model, (), example, cluster=f"{stages}x{kind}", stages=stages, microbatches=case.microbatches,
         schedule="1f1b", recompute="none",
     )  # fmt: skip
-    engine = outsize.parallelize(model, (), example, plan=plan, optimizer=optimizer_of, **how)
+    engine = outsize.parallelize(
+        model, (), example, plan=plan, optimizer=optimizer_of, compiled=outsize.Compile(**how)
+    )
     deterministic(True)
     losses = [engine.step(**on(case.batch(number), device)).loss for number in range(STEPS)]
     found = [*losses, *(v.detach().clone() for v in model.state_dict().values())]

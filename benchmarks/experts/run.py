@@ -132,8 +132,9 @@ def compared(kind: str, steps: int, *, first: bool) -> dict[str, Any]:
 
 def parallel(model: nn.Module, batch: dict[str, Any], axes: dict[str, int]) -> outsize.Engine:
     """An engine over both ranks."""
-    how = {"optimizer": torch.optim.AdamW, "microbatches": 1, "stages": 1, **axes}
-    return outsize.parallelize(model, (), batch, **how)
+    return outsize.parallelize(
+        model, (), batch, optimizer=torch.optim.AdamW, microbatches=1, stages=1, axes=axes
+    )
 
 
 def gradients(engine: outsize.Engine, batch: dict[str, Any]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import outsize
+from outsize.api.records import AXES
 from outsize.capture.models.load import load
 from outsize.errors import OutsizeError
 
@@ -183,6 +184,13 @@ RUNS = (
 )
 
 
+def request_of(options: dict[str, Any]) -> outsize.Request:
+    """The request of a published run, whose axes stand among its other options."""
+    mesh = {axis: options[axis] for axis in AXES if axis in options}
+    rest = {name: value for name, value in options.items() if name not in AXES}
+    return outsize.Request(axes=mesh or None, **rest)
+
+
 def predicted(run: PublishedRun) -> outsize.Plan:
     """The plan of a run. Raises OutsizeError."""
     with torch.device("meta"):
@@ -194,7 +202,7 @@ def predicted(run: PublishedRun) -> outsize.Plan:
         {"input_ids": ids, "labels": ids},
         cluster=run.cluster,
         precision="bf16",
-        **run.options,
+        request=request_of(run.options),
     )
 
 

@@ -175,8 +175,8 @@ def spread(lines: set[tuple[Path, int]]) -> str:
 def interfaces(tree: Tree) -> Iterator[Row]:
     """What a caller has to know: keywords, options of the command line, methods."""
     options = keys_of_options(tree)
-    # `outsize.parallelize` has those of who observes the run, too, since ops/ is a room of its own.
-    yield "keywords of `parallelize`", str(max(options["ParallelizeOptions"], options["RunOptions"]))
+    # With `plan`, which is named. `outsize.parallelize` had those of who observes the run, too.
+    yield "keywords of `parallelize`", str(1 + max(options["ParallelizeOptions"], options["RunOptions"]))
     yield "keywords of `plan`", str(options["PlanOptions"])
     run = [
         len(f.args.args)

@@ -26,6 +26,7 @@ importlib.import_module("outsize.schedules.families")
 
 if TYPE_CHECKING:
     from outsize.api import check, estimate, fit, largest, largest_batch, measure, plan
+    from outsize.api.records import Checkpoint, Clip, Compile, Lora, Loss, Ranks, Request, Watch
     from outsize.errors import OutsizeError
     from outsize.ir.answers.verdict import Verdict
     from outsize.ir.cluster import Cluster
@@ -62,6 +63,14 @@ _HOME = {
     "tensor_styles": "outsize.train.tensor_parallel",
     "tune": "outsize.ops.tuning",
     "Callback": "outsize.train.engine.callbacks",
+    "Checkpoint": "outsize.api.records",
+    "Clip": "outsize.api.records",
+    "Compile": "outsize.api.records",
+    "Lora": "outsize.api.records",
+    "Loss": "outsize.api.records",
+    "Ranks": "outsize.api.records",
+    "Request": "outsize.api.records",
+    "Watch": "outsize.api.records",
     "Cluster": "outsize.ir.cluster",
     "ColumnParallelLinear": "outsize.run.collectives.linear",
     "Engine": "outsize.train.engine.engine",
@@ -79,19 +88,27 @@ _HOME = {
 
 __all__ = [
     "Callback",
+    "Checkpoint",
+    "Clip",
     "Cluster",
     "ColumnParallelLinear",
+    "Compile",
     "Engine",
+    "Lora",
+    "Loss",
     "ModelGraph",
     "OutsizeError",
     "Plan",
     "Profile",
     "ProfileSet",
+    "Ranks",
+    "Request",
     "RowParallelLinear",
     "Schedule",
     "TensorStyles",
     "Timeline",
     "Verdict",
+    "Watch",
     "__version__",
     "capture",
     "check",

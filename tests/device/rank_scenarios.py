@@ -153,9 +153,15 @@ def trained(
     scale = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=1) if scaler else None
     with _precision(world, autocast):
         engine = outsize.parallelize(
-            small(), (x,), loss_fn=F.mse_loss, target=y, optimizer=adam, clip_norm=clip_norm, scaler=scale,
-            cluster=f"{world.world_size}x{'cpu' if kind == 'cpu' else 'h200'}", **axes,
-        )  # fmt: skip
+            small(),
+            (x,),
+            loss_fn=outsize.Loss(F.mse_loss, scaler=scale),
+            target=y,
+            optimizer=adam,
+            clip_norm=clip_norm,
+            cluster=f"{world.world_size}x{'cpu' if kind == 'cpu' else 'h200'}",
+            **axes,
+        )
         results = [engine.step(x.to(device), target=y.to(device)) for _ in range(steps)]
         tested = engine.evaluate(x, target=y)
     return on_cpu({
@@ -224,9 +230,16 @@ def waits_of_a_step(
     scale = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=1) if scaler else None
     with _precision(world, autocast):
         engine = outsize.parallelize(
-            small(), (x,), loss_fn=F.mse_loss, target=y, optimizer=adam, clip_norm=clip_norm, scaler=scale,
-            cluster=f"{world.world_size}xh200", microbatches=microbatches, **axes,
-        )  # fmt: skip
+            small(),
+            (x,),
+            loss_fn=outsize.Loss(F.mse_loss, scaler=scale),
+            target=y,
+            optimizer=adam,
+            clip_norm=clip_norm,
+            cluster=f"{world.world_size}xh200",
+            microbatches=microbatches,
+            **axes,
+        )
         for _ in range(2):
             engine.step(x, target=y)
         return dict(host_waits(lambda: engine.step(x, target=y)))
@@ -290,10 +303,18 @@ def overlapped(world: World, *, sequence: bool, how: dict[str, Any]) -> dict[str
             begun.clear()
             cluster = f"{world.world_size}x{'cpu' if world.device_type == 'cpu' else 'h200'}"
             engine = outsize.parallelize(
-                TIED.build(WIDTH), (x,), loss_fn=TIED.loss_fn, target=y, optimizer=adam, cluster=cluster,
-                tp=2, stages=world.world_size // 2, microbatches=2, sequence_parallel=sequence,
-                schedule=schedule, recompute=how.get("recompute", "none"),
-            )  # fmt: skip
+                TIED.build(WIDTH),
+                (x,),
+                loss_fn=TIED.loss_fn,
+                target=y,
+                optimizer=adam,
+                cluster=cluster,
+                stages=world.world_size // 2,
+                microbatches=2,
+                schedule=schedule,
+                axes={"tp": 2},
+                plan=outsize.Request(sequence_parallel=sequence, recompute=how.get("recompute", "none")),
+            )
             losses = [engine.step(x.to(device), target=y.to(device)).loss for _ in range(2)]
             weights = [p.detach() for _, p in engine.named_parameters()]
             found[str(overlaps)] = on_cpu([*losses, *weights]), len(begun)

@@ -106,7 +106,7 @@ def test_a_transformer_in_parts_has_the_numbers(
     ranks_of: Servers, order: str, stages: int, double: bool
 ) -> None:
     """Each layer is divided between two ranks, and with two stages four ranks have two of each."""
-    axes = {"stages": stages, "tp": 2, "microbatches": 2}
+    axes = {"stages": stages, "axes": {"tp": 2}, "microbatches": 2}
     found = ranks_of("sim").run("divided", 2 * stages, order=order, axes=axes, double=double)
     within = 1e-10 if double else 2e-6
     assert len(found[0]) > 10
@@ -120,8 +120,8 @@ COUNTED = [
     (2, {"stages": 2}, SCALED, 16),
     pytest.param(2, {"stages": 2}, CLIPPED, 16, marks=pytest.mark.full),
     pytest.param(3, {"stages": 3}, CLIPPED, 16, marks=pytest.mark.full),
-    pytest.param(2, {"stages": 1, "dp_replicate": 2}, CLIPPED, 16, marks=pytest.mark.full),
-    pytest.param(2, {"stages": 1, "dp_shard": 2}, CLIPPED, 16, marks=pytest.mark.full),
+    pytest.param(2, {"stages": 1, "axes": {"dp_replicate": 2}}, CLIPPED, 16, marks=pytest.mark.full),
+    pytest.param(2, {"stages": 1, "axes": {"dp_shard": 2}}, CLIPPED, 16, marks=pytest.mark.full),
 ]
 
 

@@ -72,7 +72,9 @@ def engine_of(model: nn.Module, x: Tensor, y: Tensor, *, graphs: Any = True, **h
     run.setdefault("optimizer", lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     case: dict[str, Any] = {"loss_fn": F.mse_loss, "target": y}
     plan = outsize.plan(model, (x,), cluster=f"{how['stages']}xcpu", **case, **how)
-    return outsize.parallelize(model, (x,), plan=plan, device_graphs=graphs, **run, **case)
+    return outsize.parallelize(
+        model, (x,), plan=plan, compiled=outsize.Compile(device_graphs=graphs), **run, **case
+    )
 
 
 def trained(model: nn.Module, device: str, **how: Any) -> tuple[list[Tensor], outsize.Engine]:

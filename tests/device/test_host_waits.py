@@ -39,6 +39,7 @@ def engine_and_batch(
     model, x, y = model.to(there), x.to(there), y.to(there)
     given: dict[str, Any] = {"loss_fn": mean_of if scaler else loss_of, "target": y}
     plan = outsize.plan(model, (x,), cluster="2xcpu", stages=2, microbatches=microbatches, **given)
+    scale = torch.amp.GradScaler("sim", init_scale=1024.0) if scaler else None
     engine = outsize.parallelize(
         model,
         (x,),
@@ -46,8 +47,7 @@ def engine_and_batch(
         devices=places,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         clip_norm=1.0,
-        scaler=torch.amp.GradScaler("sim", init_scale=1024.0) if scaler else None,
-        **given,
+        **given | {"loss_fn": outsize.Loss(given["loss_fn"], scaler=scale)},
     )
     return engine, x, y
 

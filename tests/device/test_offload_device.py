@@ -109,8 +109,7 @@ def test_steps_that_are_taken_back(device: str) -> None:
             loss_fn=F.mse_loss,
             target=y,
             optimizer=adamw,
-            clip_norm=1e-3,
-            clipping=how,
+            clip_norm=outsize.Clip(1e-3, clipping=how),
         )
         for how in ("speculative", "exact")
     ]

@@ -148,9 +148,9 @@ def broad(folder: Path) -> outsize.Engine:
         loss_fn=F.mse_loss,
         optimizer=adamw,
         cluster="1x12GB",
-        exact=True,
         resume=folder,
-        on_oom="replan",
+        plan=outsize.Request(exact=True),
+        devices=outsize.Ranks(on_oom="replan"),
     )
 
 

@@ -34,7 +34,7 @@ def test_weights_go_straight_to_the_device_and_come_back_the_same(tmp_path: Path
     size = sum(p.nbytes for p in plain.parameters())
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
-    engine = outsize.parallelize(model, (x,), plan=plan, loss_fn=F.mse_loss, target=y, weights=tmp_path)
+    engine = outsize.parallelize(model, (x,), plan=plan, loss_fn=F.mse_loss, target=y, weight_files=tmp_path)
     assert {p.device.type for p in model.parameters()} == {device}
     assert torch.accelerator.max_memory_allocated() - before <= size + width * width * 4
     losses = [F.mse_loss(plain.to(device)(a), b) / 2 for a, b in zip(x.split(4), y.split(4), strict=True)]

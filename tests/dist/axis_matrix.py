@@ -69,7 +69,8 @@ class Cell:
     def wishes(self) -> dict[str, Any]:
         """What `plan` is asked for."""
         size = RANKS // len(self.axes)
-        wishes: dict[str, Any] = {"stages": 1} | dict.fromkeys(self.axes, size) | POLICIES[self.policy]
+        mesh = {axis: size for axis in self.axes if axis != "stages"}
+        wishes: dict[str, Any] = {"stages": 1, "axes": mesh} | POLICIES[self.policy]
         replicas = size if {*REPLICAS} & {*self.axes} else 1
         wishes["microbatches"] = 4 // (RANKS if {*self.axes} <= {*REPLICAS} else replicas)
         if "stages" in self.axes:
@@ -187,7 +188,8 @@ def divided(cell: Cell) -> Found:
     """The same by an engine; weights on rank 0 alone."""
     model, ids, target = made()
     given: dict[str, Any] = {"target": target, "loss_fn": loss_of}
-    plan = outsize.plan(model, (ids,), cluster=f"{RANKS}x12GB", **given, **cell.wishes)
+    request = outsize.Request(cluster=f"{RANKS}x12GB", **cell.wishes)
+    plan = outsize.plan(model, (ids,), request=request, **given)
     engine = outsize.parallelize(model, (ids,), plan=plan, optimizer=sgd, **given, **LOOPS[cell.loop])
     losses = list[float]()
     for step in range(STEPS):

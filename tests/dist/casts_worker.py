@@ -44,13 +44,13 @@ TOKENS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"stages": 2},
     "zero-bubble": {"stages": 2, "schedule": "zero-bubble"},
-    "replicas": {"stages": 1, "dp_replicate": 2},
-    "shards": {"stages": 1, "dp_shard": 2},
-    "tensor": {"stages": 1, "tp": 2},
-    "sequence": {"stages": 1, "tp": 2, "sequence_parallel": True},
+    "replicas": {"stages": 1, "axes": {"dp_replicate": 2}},
+    "shards": {"stages": 1, "axes": {"dp_shard": 2}},
+    "tensor": {"stages": 1, "axes": {"tp": 2}},
+    "sequence": {"stages": 1, "axes": {"tp": 2}, "sequence_parallel": True},
 }
 CASES = [
-    *(("plain", layout, m) for layout in LAYOUTS if "tp" not in LAYOUTS[layout] for m in (4, 16)),
+    *(("plain", layout, m) for layout in LAYOUTS if layout not in ("tensor", "sequence") for m in (4, 16)),
     *(("blocks", layout, m) for layout in ("tensor", "sequence") for m in (4, 16)),
     ("tied", "pipeline", 4),
 ]
@@ -59,22 +59,24 @@ CASES = [
 def counted(name: str, layout: str, microbatches: int, group: Any) -> tuple[list[str], dict[str, int]]:
     """This rank's parameters whose gradients are not the plain loop's, and its casts in the second step."""
     model, plain, (x, y) = made(name), made(name), batch(32)
-    if "tp" in LAYOUTS[layout]:
+    if layout in ("tensor", "sequence"):
         x, y = (t.unsqueeze(1).expand(-1, TOKENS, -1) * torch.arange(1, 1 + TOKENS)[:, None] for t in (x, y))
     given: dict[str, Any] = {"loss_fn": F.mse_loss, "target": y}
     how = LAYOUTS[layout]
-    plan = outsize.plan(model, (x,), cluster="2xcpu", microbatches=microbatches, **how, **given)
+    request = outsize.Request(cluster="2xcpu", microbatches=microbatches, **how)
+    plan = outsize.plan(model, (x,), request=request, **given)
     casts = Casts(plain.state_dict())
     engine: Any = make_engine(model, plan, group, EngineOptions(loss_fn=F.mse_loss))
     for step in range(2):
-        if step and "tp" in how:
+        if step and layout in ("tensor", "sequence"):
             casts = Casts(dict(model.named_parameters()))  # This rank's parts.
         for parameter in model.parameters():
             parameter.grad = None
         with autocast(), casts:
             casts.clear()
             engine.step(x, target=y, update=False)
-    replicas = how.get("dp_replicate", 1) * how.get("dp_shard", 1)
+    axes = how.get("axes", {})
+    replicas = axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
     plain_step(plain, x, y, microbatches * replicas)
     expected = dict(plain.named_parameters())
     wrong = []
@@ -82,7 +84,7 @@ def counted(name: str, layout: str, microbatches: int, group: Any) -> tuple[list
         ours = engine.whole(key, parameter.grad)
         theirs = expected[key].grad
         assert theirs is not None
-        if "tp" in how:  # Ranks add up what bfloat16 has rounded.
+        if "tp" in axes:  # Ranks add up what bfloat16 has rounded.
             same = bool((ours - theirs).abs().max() < 0.02 * theirs.abs().max())
         else:
             same = torch.equal(ours, theirs) if replicas == 1 else torch.allclose(ours, theirs, rtol=1e-5)

@@ -38,11 +38,11 @@ MESHES: Final = ("dp_replicate", "dp_shard", "tp")
 
 def composed(axis: str) -> Plan:
     """Two ranks of a pipeline, each of two devices."""
-    (model, batch), wishes = made(NAME, torch.float64), dict[str, Any]({axis: 2})
+    model, batch = made(NAME, torch.float64)
     count = MICROBATCHES if axis == "tp" else MICROBATCHES // 2
     return outsize.plan(
         model, batch.args, batch.kwargs, loss_fn=case(NAME).loss, target=batch.target or None,
-        cluster="4xcpu", stages=2, microbatches=count, schedule="auto", **wishes,
+        cluster="4xcpu", stages=2, microbatches=count, schedule="auto", axes={axis: 2},
     )  # fmt: skip
 
 

@@ -106,9 +106,14 @@ def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
     _, axes, options = axes_of(text)
     replicas = {f"dp_{name}": axes.get(name, 1) for name in ("replicate", "shard")}
     pp, tp, parts = axes.get("pp", 1), axes.get("tp", 1), replicas["dp_replicate"] * replicas["dp_shard"]
-    wishes: dict[str, Any] = {"stages": pp, "tp": tp, "cp": ranks // (pp * tp * parts), **replicas, **options}
+    wishes: dict[str, Any] = {
+        "stages": pp,
+        "axes": {"tp": tp, "cp": ranks // (pp * tp * parts), **replicas},
+        **options,
+    }
     wishes |= {"microbatches": 2 // parts}
-    return outsize.plan(model, batch.args, batch.kwargs, cluster=f"{ranks}xcpu", **loss(batch), **wishes)
+    request = outsize.Request(cluster=f"{ranks}xcpu", **wishes)
+    return outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch))
 
 
 def dtype_of(text: str) -> torch.dtype:

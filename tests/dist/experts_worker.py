@@ -153,8 +153,8 @@ def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
     within = {name: axes.get(name, 1) for name in ("tp", "cp")}
     apart = axes.get("pp", 1) * prod((*replicas.values(), *within.values()))
     recompute = next((mark for mark in marks if mark in ("full", "selective")), "none")
-    wishes: dict[str, Any] = {"stages": axes.get("pp", 1), "recompute": recompute, **replicas, **within}
-    wishes |= {"ep": ranks // apart, "microbatches": axes.get("pp", 1)}
+    wishes: dict[str, Any] = {"stages": axes.get("pp", 1), "recompute": recompute}
+    wishes |= {"axes": {"ep": ranks // apart, **replicas, **within}, "microbatches": axes.get("pp", 1)}
     if "zb-h1" in marks:
         wishes["schedule"] = "zb-h1"
     return outsize.plan(model, batch.args, batch.kwargs, cluster=f"{ranks}xcpu", **wishes)
@@ -306,8 +306,7 @@ def resumed(
     wishes: dict[str, Any] = {
         "stages": axes.get("pp", 1),
         "microbatches": axes.get("pp", 1),
-        "ep": ep,
-        "dp_replicate": world.world_size // axes.get("pp", 1) // ep,
+        "axes": {"ep": ep, "dp_replicate": world.world_size // axes.get("pp", 1) // ep},
     }
     other = outsize.plan(
         copy.deepcopy(model), batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", **wishes

@@ -208,7 +208,13 @@ def check_every_rank_has_an_optimizer(world: World) -> None:
 
     def looped(model: nn.Module, scaler: GradScaler | None = None) -> Engine:
         engine = outsize.parallelize(
-            model, (x,), target=y, stages=2, microbatches=4, loss_fn=F.mse_loss, optimizer=sgd, scaler=scaler
+            model,
+            (x,),
+            target=y,
+            stages=2,
+            microbatches=4,
+            loss_fn=outsize.Loss(F.mse_loss, scaler=scaler),
+            optimizer=sgd,
         )
         assert engine.optimizer is not None
         rates = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.1)

@@ -153,11 +153,11 @@ def expected_of(folder: Path, name: str, precision: str, rank: int) -> dict[str,
 def engine_of(name: str, dtype: torch.dtype, axes: dict[str, int], world: World) -> tuple[Engine, Batch]:
     model, batch = made(name, dtype)
     loss, target = zoo_case(name).loss, batch.target or None
-    wishes: dict[str, Any] = {("stages" if axis == "pp" else axis): size for axis, size in axes.items()}
+    mesh = {axis: size for axis, size in axes.items() if axis != "pp"}
     replicas = prod(axes.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "ep"))
     plan = outsize.plan(
         model, batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", loss_fn=loss, target=target,
-        microbatches=MICROBATCHES // replicas, **wishes,
+        microbatches=MICROBATCHES // replicas, stages=axes.get("pp"), axes=mesh,
     )  # fmt: skip
     engine = make_engine(
         model,

@@ -115,7 +115,10 @@ CASES = {
     "padded microbatch, mask": Case(masked, summed, labels=PADDED),
     "padded microbatch, leaf": Case(None, summed, labels=PADDED, criterion=nn.CrossEntropyLoss),
 }
-LAYOUTS: dict[str, dict[str, Any]] = {"pipeline": {"stages": 2}, "replicas": {"stages": 1, "dp_replicate": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline": {"stages": 2},
+    "replicas": {"stages": 1, "axes": {"dp_replicate": 2}},
+}
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

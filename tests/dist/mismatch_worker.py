@@ -74,7 +74,7 @@ if case in ("outsize", "torch") and rank != "0":  # what another machine has ins
     installed.mkdir(exist_ok=True)
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {case}\nVersion: 0.0.7\n")
     sys.path.insert(0, str(Path.cwd()))
-how: dict[str, Any] = {"stages": 3, "dp_replicate": 2}
+how: dict[str, Any] = {"stages": 3, "axes": {"dp_replicate": 2}}
 if case != "wishes":
     name = {"mesh": "mesh", "eight": "eight", "plans": f"rank{rank}"}.get(case, "rank0")
     how = {"plan": outsize.Plan.load(f"{name}.json")}
@@ -91,7 +91,7 @@ if value:
     ranks = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     model, loss_fn = Shifted(*(Scaled(4, 4) for _ in range(8))), Weighted()
-    how = {"stages": 1, "dp_replicate": 2} if value == "replica" else {"stages": ranks}
+    how = {"stages": 1, "axes": {"dp_replicate": 2}} if value == "replica" else {"stages": ranks}
     how |= {"microbatches": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
 if case.endswith("gloo"):
     futex.AVAILABLE = False

@@ -21,9 +21,9 @@ from outsize.train.world.world import leave
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"stages": 2, "microbatches": 2},
-    "replicas": {"dp_replicate": 2, "microbatches": 1},
-    "shards": {"dp_shard": 2, "microbatches": 1},
-    "tensor": {"tp": 2, "microbatches": 2},
+    "replicas": {"axes": {"dp_replicate": 2}, "microbatches": 1},
+    "shards": {"axes": {"dp_shard": 2}, "microbatches": 1},
+    "tensor": {"axes": {"tp": 2}, "microbatches": 2},
 }
 STEPS, SAVED = 4, 2
 

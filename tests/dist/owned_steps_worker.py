@@ -114,12 +114,12 @@ def plain(make: Make, clip_norm: float | None = None, *, halves_rate: bool = Fal
     return found
 
 
-def plan_of(world: int, **axes: int) -> Plan:
+def plan_of(world: int, *, stages: int | None = None, **axes: int) -> Plan:
     x, y = batch(0)
     replicas = axes.get("dp_shard", 1) * axes.get("dp_replicate", 1)
     return outsize.plan(
         model(), (x,), loss_fn=functional.cross_entropy, target=y, cluster=f"{world}xcpu",
-        microbatches=MICROBATCHES // replicas, **axes,
+        microbatches=MICROBATCHES // replicas, stages=stages, axes=axes,
     )  # fmt: skip
 
 
@@ -159,9 +159,11 @@ def gap_of(
     net, loss_fn = copy.deepcopy(alone), functional.mse_loss
     replicas = axes.get("dp_shard", 1)
     count = axes.get("stages", 1)
-    plan = outsize.plan(
-        net, (x,), loss_fn=loss_fn, target=y, cluster=f"{group.size()}xcpu", microbatches=count, **axes
+    mesh = {axis: size for axis, size in axes.items() if axis != "stages"}
+    request = outsize.Request(
+        cluster=f"{group.size()}xcpu", microbatches=count, stages=axes.get("stages"), axes=mesh
     )
+    plan = outsize.plan(net, (x,), loss_fn=loss_fn, target=y, request=request)
     engine = make_engine(net, plan, group, EngineOptions(loss_fn=loss_fn, optimizer=make))
     optimizer = make(list(alone.parameters()))
     for _ in range(STEPS):

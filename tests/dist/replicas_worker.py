@@ -373,7 +373,13 @@ def check_sparse_frozen_unused_and_tied(world: World, pp: int) -> None:
     plain, loss_fn = copy.deepcopy(model), nn.MSELoss()
     target = torch.randn(12, 6)
     plan = outsize.plan(
-        model, (index,), cluster=f"{2 * pp}xcpu", dp_replicate=2, stages=pp, loss_fn=loss_fn, target=target
+        model,
+        (index,),
+        cluster=f"{2 * pp}xcpu",
+        stages=pp,
+        loss_fn=loss_fn,
+        target=target,
+        axes={"dp_replicate": 2},
     )
     engine = outsize.parallelize(model, (index,), plan=plan, loss_fn=loss_fn, target=target)
     for _ in range(2):
@@ -392,7 +398,7 @@ def check_a_model_that_runs_by_modules(world: World, pp: int) -> None:
     torch.manual_seed(0)
     model, x, y = Deciding(), torch.randn(8, 6), torch.randn(8, 6)
     plain, loss_fn = copy.deepcopy(model), nn.MSELoss()
-    wishes = {"cluster": f"{2 * pp}xcpu", "dp_replicate": 2, "stages": pp, "microbatches": 2}
+    wishes = {"cluster": f"{2 * pp}xcpu", "axes": {"dp_replicate": 2}, "stages": pp, "microbatches": 2}
     plan = outsize.plan(model, (x,), loss_fn=loss_fn, target=y, **wishes)
     assert plan.form == "modules"
     engine = outsize.parallelize(model, (x,), plan=plan, loss_fn=loss_fn, target=y)

@@ -277,9 +277,9 @@ def compared(seed: int, axis: str) -> dict[str, Any]:
     counts = [counted(c, part) for part in parts]
     loss = torch.stack([one * count for one, count in zip(losses, counts, strict=True)]).sum() / sum(counts)
     loss.backward()
-    how: dict[str, Any] = {axis: 2, "stages": 1, "microbatches": 1, "cluster": "2xcpu", "recompute": "none"}
+    asked = outsize.Request(axes={axis: 2}, stages=1, microbatches=1, cluster="2xcpu", recompute="none")
     try:
-        engine = outsize.parallelize(model, (), batch, **how)
+        engine = outsize.parallelize(model, (), batch, plan=asked)
     except BadOption as refused:
         return {"refused": str(refused), "choices": asdict(c)}
     found = engine.step(**batch, update=False).loss

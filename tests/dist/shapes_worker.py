@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from parity_runs import fresh
 from shapes_runs import differing, engine_of, plain_step, steps_of
 
+import outsize
 from outsize.run.transport.process_group import ProcessTransport
 from outsize.train.crew import crew
 from outsize.train.world.join import join
@@ -29,7 +30,7 @@ def findings(case: str) -> list[str]:
     """What differs from the plain loop on this rank, after each step."""
     name, schedule = case.split()
     plain, found = fresh(name), list[str]()
-    engine = engine_of(name, fresh(name), schedule, captures=3)
+    engine = engine_of(name, fresh(name), schedule, compiled=outsize.Compile(captures=3))
     for parts in (*steps_of(name), steps_of(name)[0]):
         loss = engine.step([part for part, _ in parts], update=False).loss
         found += [] if torch.equal(loss, plain_step(plain, name, parts)) else ["loss"]

@@ -119,9 +119,15 @@ def plan_of(model: nn.Module, batch: Batch, case: Case) -> Plan:
     """Two ranks share a stage, so many pipelines the batch's two microbatches, and stages the rest."""
     replicas = case.replicas
     stages = case.ranks // (2 * replicas)
-    wishes: dict[str, Any] = {"stages": stages, "recompute": case.recompute, "tp": 2}
-    wishes |= {"dp_replicate": replicas, "microbatches": 2 // replicas, "sequence_parallel": case.sequence}
-    return outsize.plan(model, batch.args, batch.kwargs, cluster=f"{case.ranks}xcpu", **loss(batch), **wishes)
+    request = outsize.Request(
+        cluster=f"{case.ranks}xcpu",
+        stages=stages,
+        microbatches=2 // replicas,
+        axes={"tp": 2, "dp_replicate": replicas},
+        recompute=case.recompute,
+        sequence_parallel=case.sequence,
+    )
+    return outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch))
 
 
 def loss(batch: Batch) -> dict[str, Any]:

@@ -31,5 +31,6 @@ def test_what_cannot_be_together_is_refused_by_the_plan(axes: tuple[str, ...]) -
     model, ids, target = made()
     for policy in {*POLICIES} - {*policies_of(axes)}:
         wishes = Cell(axes, "1f1b", policy, "plain").wishes
+        request = outsize.Request(cluster=f"{RANKS}x12GB", **wishes)
         with pytest.raises(BadOption):
-            outsize.plan(model, (ids,), target=target, loss_fn=loss_of, cluster=f"{RANKS}x12GB", **wishes)
+            outsize.plan(model, (ids,), target=target, loss_fn=loss_of, request=request)

@@ -58,7 +58,7 @@ def batch() -> tuple[Any, ...]:
 @pytest.mark.parametrize("layout", ["stages", "replicas"])
 def test_each_rank_has_its_samples_of_every_part(layout: str) -> None:
     options: dict[str, Any] = {"loss_fn": loss, "target": Slotted(torch.tensor([0, 1, 1, 0]), None)}
-    axes = {"stages": 2} if layout == "stages" else {"stages": 1, "dp_replicate": 2}
+    axes = {"stages": 2} if layout == "stages" else {"stages": 1, "axes": {"dp_replicate": 2}}
     torch.manual_seed(0)
     model = Reads()
     plan = outsize.plan(model, batch(), cluster="2xcpu", microbatches=2, **axes, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -25,10 +26,10 @@ LLAMA = (
 )
 LLAMA += "&vocab_size=64"
 MESHES = {
-    "tp2": {"tp": 2},
-    "sharded2": {"dp_shard": 2, "weights": "sharded"},
-    "states2": {"dp_shard": 2},
-    "tp2-sharded2": {"tp": 2, "dp_shard": 2, "weights": "sharded"},
+    "tp2": {"axes": {"tp": 2}},
+    "sharded2": {"axes": {"dp_shard": 2}, "weights": "sharded"},
+    "states2": {"axes": {"dp_shard": 2}},
+    "tp2-sharded2": {"axes": {"tp": 2, "dp_shard": 2}, "weights": "sharded"},
 }
 
 
@@ -46,7 +47,7 @@ def test_every_mesh_has_the_numbers_of_one_process(mesh: str) -> None:
     model, x = encoder().to(dtype), torch.randn(8, 5, 16, dtype=dtype)
     wishes: dict[str, Any] = {"loss_fn": F.mse_loss, "target": torch.randn_like(x)}
     axes: Any = MESHES[mesh]
-    ranks = axes.get("tp", 1) * axes.get("dp_shard", 1)
+    ranks = math.prod(axes["axes"].values())
     plan = outsize.plan(model, (x,), cluster=f"{ranks}xcpu", stages=1, microbatches=2, **axes, **wishes)
     verdict = outsize.check(model, (x,), plan=plan, processes=True, steps=2, **wishes)
     assert verdict.holds, verdict
@@ -60,7 +61,9 @@ def test_every_mesh_has_the_numbers_of_one_process(mesh: str) -> None:
 
 def test_the_command_says_what_was_compared(tmp_path: Path) -> None:
     subject = make_model_input(LLAMA, "8", 4)
-    plan = outsize.plan(*subject.call, **subject.loss, cluster="2xcpu", stages=1, microbatches=2, tp=2)
+    plan = outsize.plan(
+        *subject.call, cluster="2xcpu", stages=1, microbatches=2, axes={"tp": 2}, **subject.loss
+    )
     plan.save(tmp_path / "plan.json")
     code = "import sys; sys.argv[0] = 'outsize'; from outsize.cli import main; main()"
     call = ("check", LLAMA, "--plan", "plan.json", "--processes", "--input", "8")

@@ -90,7 +90,7 @@ def plans() -> dict[str, Plan]:
     wishes: dict[str, dict[str, Any]] = {
         "rank0": {"cluster": "2xcpu", "microbatches": 2, "exact": True},
         "rank1": {"cluster": "2xcpu", "microbatches": 4, "exact": True},
-        "mesh": {"cluster": "4xcpu", "stages": 2, "dp_replicate": 2, "microbatches": 2},
+        "mesh": {"cluster": "4xcpu", "stages": 2, "axes": {"dp_replicate": 2}, "microbatches": 2},
         "eight": {"cluster": "8xcpu", "stages": 8, "microbatches": 2},
     }
     asked: dict[str, Any] = {"loss_fn": nn.MSELoss(), "target": x}

@@ -46,7 +46,7 @@ def one_after_another(
 
 
 def test_engines_of_one_layout_share_their_groups(tmp_path: Path) -> None:
-    layouts = [{"dp_replicate": 2}, {"tp": 2}, {"dp_shard": 2}, {"stages": 2}]
+    layouts = [{"axes": {"dp_replicate": 2}}, {"axes": {"tp": 2}}, {"axes": {"dp_shard": 2}}, {"stages": 2}]
     for groups, losses in on_ranks(tmp_path, 2, lambda group: one_after_another(3 * layouts, group)):
         assert groups[-1] == groups[len(layouts) - 1] > 1
         for at in range(len(layouts)):
@@ -60,7 +60,7 @@ def test_a_default_group_that_the_user_destroys_takes_all_groups_along(tmp_path:
         meeting = f"file://{tmp_path / 'store'}"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
         assert dist.group.WORLD is not None
-        one_after_another([{"dp_replicate": 2}, {"tp": 2}], dist.group.WORLD)
+        one_after_another([{"axes": {"dp_replicate": 2}}, {"axes": {"tp": 2}}], dist.group.WORLD)
         seen = weakref.ref(dist.group.WORLD)
         dist.destroy_process_group()
         gc.collect()  # engines have cycles

@@ -87,11 +87,17 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
 def trained(_: Joined) -> Any:
     """Two replicas of two stages by the public functions, which find the group that is there."""
     torch.set_num_threads(1)
-    axes: dict[str, Any] = {"stages": 2, "dp_replicate": 2, "microbatches": 1}
+    axes: dict[str, Any] = {"stages": 2, "axes": {"dp_replicate": 2}, "microbatches": 1}
     engine = outsize.parallelize(
-        small(), (X,), loss_fn=LOSS, target=Y, optimizer=sgd, clip_norm=0.1, cluster="4xcpu",
-        scaler=torch.amp.GradScaler("cpu", init_scale=4.0), **axes,
-    )  # fmt: skip
+        small(),
+        (X,),
+        loss_fn=outsize.Loss(LOSS, scaler=torch.amp.GradScaler("cpu", init_scale=4.0)),
+        target=Y,
+        optimizer=sgd,
+        clip_norm=0.1,
+        cluster="4xcpu",
+        **axes,
+    )
     losses = [float(engine.step(X, target=Y).loss) for _ in range(2)]
     engine.evaluate(X, target=Y)
     return losses, engine.full_state_dict()

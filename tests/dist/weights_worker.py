@@ -347,7 +347,7 @@ def measured(world: World) -> dict[str, Any]:
     x = torch.zeros(4, WIDTH)
     base = forget_peak()
     options: dict[str, Any] = {"stages": 4, "microbatches": 1, "loss_fn": total}
-    engine = outsize.parallelize(large(), (x,), weights=FOLDER / "weights", **options)
+    engine = outsize.parallelize(large(), (x,), weight_files=FOLDER / "weights", **options)
     loaded = resident("VmHWM") - base
     corners = {n: [float(p[0, 0]), float(p[-1, -1])] for n, p in engine.named_parameters()}
     own = sum(p.nbytes for _, p in engine.named_parameters())

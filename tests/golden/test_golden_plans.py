@@ -16,6 +16,7 @@ from plan_questions import QUESTIONS, QUICK
 from shared_captures import each_model_captured_once
 
 from outsize.api import plan
+from outsize.api.records import Request
 from outsize.cli.model_input import ModelInput, make_model_input
 from outsize.errors import OutsizeError
 from outsize.ir.plan import Plan
@@ -38,7 +39,7 @@ def model_without_weights(model: str, shape: str, batch: int) -> ModelInput:
 def planned(model: str, shape: str, batch: int, asked: Mapping[str, Any]) -> Plan:
     """The plan of a model that has no weights."""
     subject = model_without_weights(model, shape, batch)
-    return plan(*subject.call, **subject.loss, batch_size=batch, **asked)
+    return plan(*subject.call, **subject.loss, request=Request(batch_size=batch, **asked))
 
 
 def rounded(found: Any) -> Any:

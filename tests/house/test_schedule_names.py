@@ -19,7 +19,13 @@ OWNERS = {
     PACKAGE / "errors" / "words.py",
 }
 # "auto" also says how samples of a microbatch are counted, and whether stages are compiled.
-OTHER_MEANINGS = {"auto": {PACKAGE / "train" / "batch" / "loss_weights.py", PACKAGE / "api" / "running.py"}}
+OTHER_MEANINGS = {
+    "auto": {
+        PACKAGE / "train" / "batch" / "loss_weights.py",
+        PACKAGE / "api" / "asked.py",
+        PACKAGE / "api" / "records.py",
+    }
+}
 
 
 def named_schedules(path: Path) -> list[str]:

@@ -127,9 +127,9 @@ def test_sync_gives_the_numbers_of_one_whole_batch(name: str) -> None:
         kwargs,
         cluster="3xcpu",
         exact=True,
-        bn="sync",
         loss_fn=known.loss,
         target=known.target(12),
+        request=outsize.Request(bn="sync"),
     )
     assert plan.microbatches == 1
     assert WholeBatchStatistics() in plan.why
@@ -151,7 +151,9 @@ def test_sync_beside_microbatches_is_refused() -> None:
     with pytest.raises(
         BadOption, match=r"bn='sync' .* 4 microbatches split the batch\. Next: microbatches=1"
     ):
-        outsize.plan(ODD["frozen"](), (X,), cluster="2xcpu", bn="sync", microbatches=4)
+        outsize.plan(
+            ODD["frozen"](), (X,), cluster="2xcpu", microbatches=4, request=outsize.Request(bn="sync")
+        )
 
 
 def test_check_says_how_far_microbatches_are_from_the_whole_batch() -> None:

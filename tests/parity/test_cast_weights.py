@@ -204,7 +204,7 @@ def insist_on_parity(name: str, microbatches: int = 4, region: Any = autocast, *
     model, (x, y) = made(name), batch()
     by_torch(lambda: plain_step(copy.deepcopy(model), x, y, microbatches, region))
     plain, engine = copy.deepcopy(model), engine_for(model, x, y, microbatches, **how)
-    microbatches *= how.get("dp_replicate", 1)
+    microbatches *= how.get("axes", {}).get("dp_replicate", 1)
     optimizers, casts = (sgd(plain), sgd(model)), Casts(dict(model.named_parameters()))
     for step in range(3):
         x, y = batch(seed=step)
@@ -255,7 +255,7 @@ def test_bits_of_the_plain_loop(name: str) -> None:
         {"schedule": "zero-bubble"},
         {"schedule": "gpipe", "recompute": "offload"},
         {"schedule": "gpipe", "stages": 4, "cluster": "4xcpu"},
-        {"cluster": "4xcpu", "dp_replicate": 2},
+        {"cluster": "4xcpu", "axes": {"dp_replicate": 2}},
         {"on_host": "host-optimizer"},
     ],
     ids=lambda how: "-".join(map(str, how.values())),

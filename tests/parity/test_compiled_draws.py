@@ -61,7 +61,7 @@ def test_dropout_breaks_no_graph_and_keeps_every_bit(backend: str) -> None:
 
 
 def test_recomputed_stages_draw_the_same() -> None:
-    assert same(gradients(built(), compiled="aot_eager", recompute="full"), plain())
+    assert same(gradients(built(), compiled="aot_eager", plan=outsize.Request(recompute="full")), plain())
 
 
 @pytest.mark.full

@@ -53,8 +53,8 @@ def test_an_evaluation_over_stages_holds_what_was_said(memory: Any, name: str, s
     case = cases.CASES[name]()
     model, args = case.model.eval(), case.batch.args
     asked: dict[str, Any] = {"cluster": f"{stages}xcpu", "stages": stages, "microbatches": MICROBATCHES}
-    answer = outsize.fit(model, args, inference=True, **asked)
-    plan = outsize.plan(model, args, inference=True, axes="pp", **asked)
+    answer = outsize.fit(model, args, request=outsize.Request(inference=True), **asked)
+    plan = outsize.plan(model, args, axes="pp", request=outsize.Request(inference=True), **asked)
     cut = [
         stage.model_copy(update={"units": d.units})
         for stage, d in zip(plan.stages, answer.devices, strict=True)
@@ -78,7 +78,7 @@ def test_a_generation_holds_what_was_said(memory: Any) -> None:
     torch.manual_seed(0)
     case = cases.CASES["llama"]()
     model, example = case.model.eval(), case.batch.kwargs
-    answer = outsize.fit(model, (), example, inference=True, cluster="1xcpu")
+    answer = outsize.fit(model, (), example, cluster="1xcpu", request=outsize.Request(inference=True))
     ids, counted = example["input_ids"][:, :-1], meter.Meter(1)
     assert forward_arguments(model, example)["logits_to_keep"] == 1
     with torch.no_grad(), counted:

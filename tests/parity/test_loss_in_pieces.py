@@ -102,7 +102,8 @@ class Head(nn.Module):
 def planned(model: nn.Module, batch: dict[str, Any], pieces: int, **options: Any) -> Plan:
     options = {"stages": 1, "recompute": "none", **options}
     cluster = f"{options['stages']}xcpu"
-    return outsize.plan(model, (), batch, cluster=cluster, axes="pp", loss_pieces=pieces, **options)
+    request = outsize.Request(cluster=cluster, axes="pp", loss_pieces=pieces, **options)
+    return outsize.plan(model, (), batch, request=request)
 
 
 def distances(model: nn.Module, batch: dict[str, Any], plan: Plan) -> tuple[float, float]:
@@ -227,7 +228,7 @@ def test_the_search_takes_pieces_where_logits_do_not_fit() -> None:
 
     def planned_on(cluster: str, **options: Any) -> Plan:
         how: dict[str, Any] = {"optimizer": "sgd", "microbatches": 1, **options}
-        return outsize.plan(model, (), batch, cluster=cluster, **how)
+        return outsize.plan(model, (), batch, request=outsize.Request(cluster=cluster, **how))
 
     plan = planned_on("1x1GB")
     assert plan.loss_pieces > 1
@@ -246,7 +247,7 @@ def test_plans_on_the_host_are_searched_with_pieces_too() -> None:
         model = of_transformers("LlamaForCausalLM", "LlamaConfig", **sizes)
     batch = {name: torch.zeros(8, 1024, dtype=torch.long) for name in ("input_ids", "labels")}
     plan = outsize.plan(model, (), batch, cluster="1x4GB")
-    whole = outsize.plan(model, (), batch, cluster="1x4GB", loss_pieces=1)
+    whole = outsize.plan(model, (), batch, cluster="1x4GB", request=outsize.Request(loss_pieces=1))
     assert plan.weights in HOSTED
     assert whole.weights in HOSTED
     assert plan.loss_pieces > 1

@@ -38,7 +38,10 @@ def test_each_microbatch_of_its_own_shape(name: str, schedule: str) -> None:
 
 
 def test_recomputed_stages_take_any_shape() -> None:
-    engine, plain = engine_of("gpt2", fresh("gpt2"), "1f1b", recompute="full"), fresh("gpt2")
+    engine, plain = (
+        engine_of("gpt2", fresh("gpt2"), "1f1b", plan=outsize.Request(recompute="full")),
+        fresh("gpt2"),
+    )
     for parts in steps_of("gpt2"):
         engine.step([part for part, _ in parts], update=False)
         plain_step(plain, "gpt2", parts)
@@ -68,7 +71,7 @@ def test_a_batch_that_does_not_divide_is_one_pipeline_too() -> None:
 
 def test_more_shapes_than_are_kept_in_one_step_and_over_steps() -> None:
     model, plain = fresh("gpt2"), fresh("gpt2")
-    engine = engine_of("gpt2", model, "1f1b", captures=2)
+    engine = engine_of("gpt2", model, "1f1b", compiled=outsize.Compile(captures=2))
     for parts in (*steps_of("gpt2"), *steps_of("gpt2")):
         found = engine.step([part for part, _ in parts], update=False)
         assert torch.equal(found.loss, plain_step(plain, "gpt2", parts))
@@ -109,4 +112,4 @@ def test_what_is_no_list_of_microbatches(call: Any, text: str) -> None:
 
 def test_a_cache_of_nothing_is_refused() -> None:
     with pytest.raises(BadOption, match="captures=0 makes no sense; a whole number from"):
-        engine_of("gpt2", fresh("gpt2"), "1f1b", captures=0)
+        engine_of("gpt2", fresh("gpt2"), "1f1b", compiled=outsize.Compile(captures=0))

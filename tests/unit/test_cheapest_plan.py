@@ -40,7 +40,13 @@ def priced(name: str, **prices: float) -> Cluster:
 
 
 def planned(cluster: Cluster, objective: Objective = "time") -> Plan:
-    return outsize.plan(*subject(), cluster=cluster, loss_fn=loss, microbatches=1, objective=objective)
+    return outsize.plan(
+        *subject(),
+        cluster=cluster,
+        loss_fn=loss,
+        microbatches=1,
+        request=outsize.Request(objective=objective),
+    )
 
 
 def cost(plan: Plan, cluster: Cluster) -> float:
@@ -67,7 +73,9 @@ def test_the_plan_costs_as_little_as_that_of_any_part(h100: float) -> None:
 
 def test_the_plan_is_one_of_the_whole_cluster() -> None:
     cluster = priced("2xh100-80gb+2xl4", h1=200.0, l4=0.8)
-    seen = api.outlook(*subject(), cluster=cluster, loss_fn=loss, microbatches=1, objective="cost")
+    seen = api.outlook(
+        *subject(), cluster=cluster, loss_fn=loss, microbatches=1, request=outsize.Request(objective="cost")
+    )
     assert seen.plan.cluster == cluster.name
     assert seen.plan.expected is not None
     assert seen.timeline.spans

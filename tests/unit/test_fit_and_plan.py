@@ -14,6 +14,7 @@ from turns import in_turns
 
 import outsize
 from outsize.api import price
+from outsize.api.records import AXES
 from outsize.errors import NoFeasiblePlan, TooManyStages
 from outsize.ir.answers.fit import DeviceFit, Fit, PlanSearched
 from outsize.ir.cluster import Cluster, parse_cluster
@@ -174,8 +175,10 @@ def test_what_it_says_to_type_fits_and_is_planned(name: str, kind: str, share: f
     (effect,) = change.effects
     assert isinstance(effect, PlanSearched)
     assert effect.fits_by == ("offload" if way == "weights" else "mesh")
-    wishes: dict[str, Any] = dict(change.options)
-    assert way in wishes
+    options = dict(change.options)
+    assert way in options
+    mesh = {axis: options.pop(axis) for axis in AXES if axis in options}
+    wishes: dict[str, Any] = {**options, "axes": mesh or None}
     plan, again = planned(name, where, **wishes), outsize.fit(*subject(name), cluster=where, **wishes)
     assert plan is not None
     assert (again.answer, again.changes, again.axes, again.weights) == ("YES", (), plan.axes, plan.weights)
@@ -187,7 +190,7 @@ def test_what_it_says_to_type_fits_and_is_planned(name: str, kind: str, share: f
 
 def test_axes_of_ones_own_that_do_not_fit_have_no_devices_and_say_what_they_lack() -> None:
     where = cluster("2xcpu", 0.3 * whole_bytes("tagger", "cpu"))
-    answer = outsize.fit(*subject("tagger"), cluster=where, tp=2)
+    answer = outsize.fit(*subject("tagger"), cluster=where, axes={"tp": 2})
     assert (answer.answer, answer.fits, answer.devices, answer.axes) == ("NO", False, (), Axes(tp=2))
     assert answer.refused is not None
     assert answer.refused.what.startswith("stage 0 needs")
@@ -218,6 +221,6 @@ def test_a_fit_does_not_look_for_what_a_pipeline_lacks_that_it_has_judged(
     monkeypatch.setattr(search, "no_feasible_plan", counted)
     assert not outsize.fit(*subject("tagger"), cluster=where).fits
     assert not asked
-    assert outsize.fit(*subject("tagger"), cluster=where, tp=2).refused is not None
+    assert outsize.fit(*subject("tagger"), cluster=where, axes={"tp": 2}).refused is not None
     assert planned("tagger", where) is None
     assert len(asked) >= 2

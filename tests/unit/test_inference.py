@@ -41,7 +41,7 @@ def test_there_are_no_gradients_states_or_saved_activations() -> None:
     model, example = classifier(), (torch.zeros(64, 16),)
     asked: dict[str, Any] = {"cluster": "2x2GB", "microbatches": 4, "stages": 2}
     trained = outsize.fit(model, example, loss_fn=loss, **asked)
-    run = outsize.fit(model, example, inference=True, **asked)
+    run = outsize.fit(model, example, request=outsize.Request(inference=True), **asked)
     assert (run.answer, run.schedule, run.inference, run.trained) == ("YES", "forward-only", True, 0)
     for before, now in zip(trained.devices, run.devices, strict=True):
         assert (now.gradients_bytes, now.optimizer_bytes, now.master_bytes) == (0, 0, 0)
@@ -58,7 +58,9 @@ def test_there_are_no_gradients_states_or_saved_activations() -> None:
 def test_other_axes(axis: str) -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     example = (torch.zeros(64, 16),)
-    answer = outsize.fit(model, example, inference=True, cluster="2x2GB", **{axis: 2})
+    answer = outsize.fit(
+        model, example, cluster="2x2GB", axes={axis: 2}, request=outsize.Request(inference=True)
+    )
     assert answer.answer == "YES"
     assert answer.axes.used == {axis: 2}
     assert all(d.gradients_bytes + d.optimizer_bytes == 0 or axis == "dp_shard" for d in answer.devices)
@@ -66,7 +68,9 @@ def test_other_axes(axis: str) -> None:
 
 def test_a_plan_for_inference_evaluates_with_the_numbers_of_the_model() -> None:
     model, x = classifier().eval(), torch.randn(16, 16)
-    plan = outsize.plan(model, (x,), inference=True, cluster="2xcpu", microbatches=4, axes="pp")
+    plan = outsize.plan(
+        model, (x,), cluster="2xcpu", microbatches=4, axes="pp", request=outsize.Request(inference=True)
+    )
     assert plan.schedule == "forward-only"
     assert plan.expected is not None
     assert plan.expected.update_s == 0
@@ -77,7 +81,9 @@ def test_a_plan_for_inference_evaluates_with_the_numbers_of_the_model() -> None:
 
 
 def test_a_model_that_generates_has_its_whole_batch_and_the_cache_of_all_tokens() -> None:
-    answer = outsize.fit(language_model(), (), BATCH, inference=True, cluster="2x2GB")
+    answer = outsize.fit(
+        language_model(), (), BATCH, cluster="2x2GB", request=outsize.Request(inference=True)
+    )
     heads = SMALL["num_key_value_heads"] * SMALL["hidden_size"] // SMALL["num_attention_heads"]
     assert sum(d.cache_bytes for d in answer.devices) == 2 * 4 * IDS.numel() * heads * 4
     assert (answer.microbatches, answer.axes.pp) == (1, 2)
@@ -85,7 +91,14 @@ def test_a_model_that_generates_has_its_whole_batch_and_the_cache_of_all_tokens(
     assert answer.speed.tokens == 8
     assert answer.speed.token_s is not None
     assert 0 < answer.speed.token_s < answer.speed.batch_s
-    half = outsize.fit(language_model(), (), BATCH, inference=True, cluster="1x2GB", precision="bf16")
+    half = outsize.fit(
+        language_model(),
+        (),
+        BATCH,
+        cluster="1x2GB",
+        precision="bf16",
+        request=outsize.Request(inference=True),
+    )
     assert half.devices[0].cache_bytes == 4 * IDS.numel() * heads * 4
 
 
@@ -95,7 +108,7 @@ def test_more_fits_than_in_training() -> None:
         return language_model(), (), {"input_ids": ids, "labels": ids}, {}
 
     asked: dict[str, Any] = {"cluster": "1x0.42GB", "step": 8, "most": 1 << 14, "precision": "bf16"}
-    run = outsize.largest(made, **asked, inference=True)
+    run = outsize.largest(made, request=outsize.Request(inference=True), **asked)
     assert run.fit is not None
     assert run.fit.devices[0].cache_bytes > 0
     assert run.value > outsize.largest(made, **asked).value > 0
@@ -107,10 +120,19 @@ def test_what_only_a_training_step_has_is_refused() -> None:
         with pytest.raises(
             BadOption, match=rf"{name}='{value}' is about a training step; .*leave out {name}"
         ):
-            outsize.fit(model, example, inference=True, cluster="2x2GB", **{name: value})
+            outsize.fit(
+                model, example, cluster="2x2GB", request=outsize.Request(inference=True), **{name: value}
+            )
     with pytest.raises(BadOption, match="schedule='forward-only' has no backwards"):
         outsize.fit(model, example, loss_fn=loss, cluster="2x2GB", schedule="forward-only")
     with pytest.raises(BadOption, match=r"generate runs the whole batch .*; tp 2, .*Next: leave out micro"):
-        outsize.fit(language_model(), (), BATCH, inference=True, cluster="2x2GB", tp=2)
+        outsize.fit(
+            language_model(),
+            (),
+            BATCH,
+            cluster="2x2GB",
+            axes={"tp": 2},
+            request=outsize.Request(inference=True),
+        )
     with pytest.raises(BadOption, match="tune runs training steps"):
-        outsize.tune(model, example, inference=True)
+        outsize.tune(model, example, request=outsize.Request(inference=True))

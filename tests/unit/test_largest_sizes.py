@@ -81,7 +81,7 @@ def test_the_largest_batch(options: FitOptions, step: int) -> None:
 
 
 def test_the_largest_batch_of_a_mesh() -> None:
-    options: FitOptions = {"cluster": "2x0.42GB", "dp_shard": 2, "microbatches": 1}
+    options: FitOptions = {"cluster": "2x0.42GB", "axes": {"dp_shard": 2}, "microbatches": 1}
     found = outsize.largest_batch(*made(), **options)
     assert found.next_value == found.value + 2
     answers = [of_batch(size, options).answer for size in (found.value, found.next_value)]

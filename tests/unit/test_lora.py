@@ -56,15 +56,22 @@ def test_units_and_names_are_those_of_pefts_own_model() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"stages": 2}, {"dp_shard": 2}, {"tp": 2}, {"weights": "host-optimizer", "cluster": "1x2GB"}],
-    ids=lambda layout: next(iter(layout)),
+    [
+        {"stages": 2},
+        {"axes": {"dp_shard": 2}},
+        {"axes": {"tp": 2}},
+        {"weights": "host-optimizer", "cluster": "1x2GB"},
+    ],
+    ids=lambda layout: next(iter(layout.get("axes", layout))),
 )
 @pytest.mark.sample("stages", "tp", "weights")
 def test_only_adapters_have_gradients_and_states(layout: dict[str, Any]) -> None:
     """AdamW holds two moments and a counter for each of 16 tensors; a device has its share."""
     asked: dict[str, Any] = {"cluster": "2x2GB", "microbatches": 2, **layout}
     model = language_model()
-    adapted, whole = (outsize.fit(model, (), BATCH, **asked, lora_rank=r) for r in (RANK, None))
+    adapted, whole = (
+        outsize.fit(model, (), BATCH, request=outsize.Request(lora=r), **asked) for r in (RANK, None)
+    )
     trained = trained_bytes(with_adapters(model, RANK))
     assert (adapted.trained * 4, whole.trained) == (trained, whole.parameters)
     for answer, most in ((adapted, trained), (whole, trained_bytes(model))):
@@ -78,7 +85,14 @@ def test_only_adapters_have_gradients_and_states(layout: dict[str, Any]) -> None
 def test_a_plan_for_adapters_runs_the_model_of_peft() -> None:
     model = language_model("cpu")
     plan = outsize.plan(
-        model, (), BATCH, lora_rank=RANK, cluster="2xcpu", stages=2, microbatches=2, schedule="1f1b"
+        model,
+        (),
+        BATCH,
+        cluster="2xcpu",
+        stages=2,
+        microbatches=2,
+        schedule="1f1b",
+        request=outsize.Request(lora=RANK),
     )
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK))
     assert outsize.check(adapted, (), BATCH, plan=plan).bit_equal
@@ -90,7 +104,9 @@ def test_sizes_are_those_of_the_model_with_adapters() -> None:
         return language_model(), (), {"input_ids": ids, "labels": ids, "use_cache": False}, {}
 
     asked: dict[str, Any] = {"cluster": "1x1GB", "microbatches": 1, "step": 8, "most": 16}
-    whole, adapted = (outsize.largest(made, **asked, lora_rank=rank).fit for rank in (None, RANK))
+    whole, adapted = (
+        outsize.largest(made, request=outsize.Request(lora=rank), **asked).fit for rank in (None, RANK)
+    )
     assert whole is not None
     assert adapted is not None
     assert whole.devices[0].p95_bytes > adapted.devices[0].p95_bytes
@@ -109,7 +125,9 @@ def test_errors_say_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with_adapters(language_model(), RANK, ["q_prj"])
     with pytest.raises(BadOption, match=r"there are none; lora_targets='all-linear', lora_rank=None"):
-        outsize.fit(plain, (torch.zeros(2, 4),), lora_targets="all-linear")
+        outsize.fit(
+            plain, (torch.zeros(2, 4),), request=outsize.Request(lora=outsize.Lora(targets="all-linear"))
+        )
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelNotImportable, match=r"peft does not import; .*Next: pip install peft"):
         with_adapters(plain, RANK, ["0"])

@@ -83,6 +83,8 @@ def test_a_damaged_record_counts_as_none(tmp_path: Path) -> None:
 
 def test_it_needs_a_folder_and_a_known_choice() -> None:
     with pytest.raises(BadOption, match="no folder"):
-        outsize.parallelize(model(), (X,), target=Y, loss_fn=F.mse_loss, on_oom="replan")
+        outsize.parallelize(
+            model(), (X,), target=Y, loss_fn=F.mse_loss, devices=outsize.Ranks(on_oom="replan")
+        )
     with pytest.raises(BadOption, match="on_oom='cry' is unknown"):
-        outsize.parallelize(model(), (X,), target=Y, loss_fn=F.mse_loss, on_oom="cry")  # pyright: ignore[reportArgumentType]
+        outsize.parallelize(model(), (X,), target=Y, loss_fn=F.mse_loss, devices=outsize.Ranks(on_oom="cry"))  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,6 @@ from outsize.ir.schedule import Schedule
 
 MISSPELT = [
     (outsize.plan, "microbatch", "microbatches"),
-    (outsize.plan, "dp_shards", "dp_shard"),
     (outsize.fit, "precison", "precision"),
     (outsize.check, "stage", "stages"),
     (outsize.parallelize, "clipnorm", "clip_norm"),
@@ -52,7 +51,7 @@ def test_a_model_that_is_one_module_is_planned() -> None:
 def test_signatures_show_every_option() -> None:
     shown = inspect.signature(outsize.plan).parameters
     assert [*shown][:3] == ["model", "args", "kwargs"]
-    assert {"cluster", "measured", "progress", "loss_fn", "target", "batch_dims"} <= shown.keys()
+    assert {"cluster", "measured", "request", "loss_fn", "target", "batch_dims"} <= shown.keys()
     assert shown["microbatches"].annotation == "int | None"
 
 
@@ -112,7 +111,7 @@ def test_a_model_in_another_precision_than_its_plan_is_named() -> None:
     }
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     with pytest.warns(PrecisionNote, match=r"4 of 4 parameters are torch.float32.*model.bfloat16\(\)"):
-        outsize.parallelize(model, (x,), target=x, precision="bf16", **how)
+        outsize.parallelize(model, (x,), target=x, plan=outsize.Request(precision="bf16"), **how)
     half = x.bfloat16()
     plan = outsize.plan(
         model.bfloat16(), (half,), target=half, loss_fn=how["loss_fn"], cluster="2xcpu", stages=2

@@ -42,7 +42,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.device, int]]:
 
 
 def test_a_run_is_planned_for_its_share_and_held_to_it(limits: list[tuple[torch.device, int]]) -> None:
-    engine = engine_of(stages=2, memory_share=0.25)
+    engine = engine_of(stages=2, devices=outsize.Ranks(memory_share=0.25))
     whole = engine_of(stages=2)
     assert limits == [(torch.device("cpu"), 20 * GB)]
     assert engine.plan.cluster == f"{whole.plan.cluster}:25%"
@@ -64,9 +64,9 @@ def test_a_plan_that_needs_more_is_refused(
 ) -> None:
     monkeypatch.setattr(memory_share, "device_bytes", lambda device: 100)
     with pytest.raises(BadOption, match=r"needs more of a device than 50 %.*P95.*Next: outsize plan"):
-        engine_of(stages=2, memory_share=0.5)
+        engine_of(stages=2, devices=outsize.Ranks(memory_share=0.5))
     with pytest.raises(BadOption, match="memory_share= nan makes no sense"):
-        engine_of(memory_share=float("nan"))
+        engine_of(devices=outsize.Ranks(memory_share=float("nan")))
     assert limits == []
 
 

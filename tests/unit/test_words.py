@@ -7,18 +7,17 @@ from typing import Any, get_args
 
 import typer
 
-from outsize.api.options import CheckOptions, FitOptions, PlanOptions, TuneOptions
+from outsize.api.options import CheckOptions, FitOptions, ParallelizeOptions, PlanOptions, TuneOptions
 from outsize.cli.app import make_app
 from outsize.errors.words import OPTIONS, VALUES, nearest, spoken, value_here
 from outsize.ir.answers.request import PlanRequest
-from outsize.ops.training import RunOptions
 from outsize.train.batch.loss_weights import Counting
 
-ALL_OPTIONS: Any = (CheckOptions, FitOptions, PlanOptions, RunOptions, TuneOptions)
+ALL_OPTIONS: Any = (CheckOptions, FitOptions, PlanOptions, ParallelizeOptions, TuneOptions)
 
 
 def test_every_option_and_flag_is_there() -> None:
-    known = {name for options in ALL_OPTIONS for name in options.__annotations__}
+    known = {"plan", *(name for options in ALL_OPTIONS for name in options.__annotations__)}
     assert {row.option for row in OPTIONS if row.option} <= known
     commands = typer.main.get_command(make_app()).commands.values()  # pyright: ignore
     flags = {flag for command in commands for parameter in command.params for flag in parameter.opts}

@@ -17,13 +17,13 @@ MIXED: Final = {"scaler": True, "autocast": True, "clip_norm": 0.05}
 CASES: Final[list[tuple[str, int, dict[str, Any], dict[str, Any]]]] = [
     ("pp 2", 2, {"stages": 2, "microbatches": 4}, {"clip_norm": 0.05}),
     ("pp 2, autocast, scaler", 2, {"stages": 2, "microbatches": 4}, MIXED),
-    ("dp_replicate 2", 2, {"stages": 1, "dp_replicate": 2, "microbatches": 2}, {}),
-    ("dp_shard 2", 2, {"stages": 1, "dp_shard": 2, "microbatches": 2}, {}),
-    ("pp 2 x dp_replicate 2", 4, {"stages": 2, "dp_replicate": 2, "microbatches": 2}, {}),
-    ("pp 2 x dp_shard 2", 4, {"stages": 2, "dp_shard": 2, "microbatches": 2}, {"clip_norm": 0.05}),
+    ("dp_replicate 2", 2, {"stages": 1, "axes": {"dp_replicate": 2}, "microbatches": 2}, {}),
+    ("dp_shard 2", 2, {"stages": 1, "axes": {"dp_shard": 2}, "microbatches": 2}, {}),
+    ("pp 2 x dp_replicate 2", 4, {"stages": 2, "axes": {"dp_replicate": 2}, "microbatches": 2}, {}),
+    ("pp 2 x dp_shard 2", 4, {"stages": 2, "axes": {"dp_shard": 2}, "microbatches": 2}, {"clip_norm": 0.05}),
 ]
-DIVIDED: Final = [("tp 2", 2, {"stages": 1, "tp": 2, "microbatches": 2})]
-DIVIDED_4: Final = [*DIVIDED, ("pp 2 x tp 2", 4, {"stages": 2, "tp": 2, "microbatches": 2})]
+DIVIDED: Final = [("tp 2", 2, {"stages": 1, "axes": {"tp": 2}, "microbatches": 2})]
+DIVIDED_4: Final = [*DIVIDED, ("pp 2 x tp 2", 4, {"stages": 2, "axes": {"tp": 2}, "microbatches": 2})]
 
 
 def main(result: Result) -> None:

@@ -12,12 +12,12 @@ from script import Result, run
 
 LIMIT_S: Final = 280
 CASES: Final[list[tuple[str, int, str, dict[str, Any]]]] = [
-    ("tp 2", 2, "dense", {"tp": 2, "microbatches": 2}),
-    ("cp 2", 2, "dense", {"cp": 2, "microbatches": 2}),
-    ("ep 2", 2, "experts", {"ep": 2, "microbatches": 2}),
-    ("pp 2 x cp 2", 4, "dense", {"stages": 2, "cp": 2, "microbatches": 2}),
-    ("tp 2 x cp 2", 4, "dense", {"tp": 2, "cp": 2, "microbatches": 2}),
-    ("pp 2 x ep 2", 4, "experts", {"stages": 2, "ep": 2, "microbatches": 2}),
+    ("tp 2", 2, "dense", {"axes": {"tp": 2}, "microbatches": 2}),
+    ("cp 2", 2, "dense", {"axes": {"cp": 2}, "microbatches": 2}),
+    ("ep 2", 2, "experts", {"axes": {"ep": 2}, "microbatches": 2}),
+    ("pp 2 x cp 2", 4, "dense", {"stages": 2, "axes": {"cp": 2}, "microbatches": 2}),
+    ("tp 2 x cp 2", 4, "dense", {"axes": {"tp": 2, "cp": 2}, "microbatches": 2}),
+    ("pp 2 x ep 2", 4, "experts", {"stages": 2, "axes": {"ep": 2}, "microbatches": 2}),
 ]
 
 

@@ -13,8 +13,8 @@ from script import Result, run
 LIMIT_S: Final = 240
 LAYOUTS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
     "pp 2": (2, {"stages": 2, "microbatches": 2}),
-    "dp_shard 2": (2, {"dp_shard": 2, "microbatches": 1}),
-    "tp 2": (2, {"tp": 2, "microbatches": 2}),
+    "dp_shard 2": (2, {"axes": {"dp_shard": 2}, "microbatches": 1}),
+    "tp 2": (2, {"axes": {"tp": 2}, "microbatches": 2}),
 }
 
 

@@ -13,11 +13,11 @@ from script import Result, run
 LIMIT_S: Final = 240
 CASES: Final[list[tuple[str, int, dict[str, Any]]]] = [
     ("pp 2", 2, {"stages": 2, "microbatches": 2}),
-    ("tp 2", 2, {"tp": 2, "microbatches": 2}),
-    ("dp_shard 2", 2, {"dp_shard": 2, "microbatches": 1}),
-    ("dp_replicate 2", 2, {"dp_replicate": 2, "microbatches": 1}),
-    ("cp 2", 2, {"cp": 2, "microbatches": 2}),
-    ("pp 2 x tp 2", 4, {"stages": 2, "tp": 2, "microbatches": 2}),
+    ("tp 2", 2, {"axes": {"tp": 2}, "microbatches": 2}),
+    ("dp_shard 2", 2, {"axes": {"dp_shard": 2}, "microbatches": 1}),
+    ("dp_replicate 2", 2, {"axes": {"dp_replicate": 2}, "microbatches": 1}),
+    ("cp 2", 2, {"axes": {"cp": 2}, "microbatches": 2}),
+    ("pp 2 x tp 2", 4, {"stages": 2, "axes": {"tp": 2}, "microbatches": 2}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Question: which classes of transformers does `weights=` load as `from_pretrained` does?
+"""Question: which classes of transformers does `weight_files=` load as `from_pretrained` does?
 
     python benchmarks/ecosystem/hub_weights/run.py [--only '^Bert'] [--out results/transformers.json]
 
@@ -27,7 +27,7 @@ from outsize.errors import OutsizeError
 from outsize.run.weights.load import load_weights, source_for
 from outsize.run.weights.safetensors import WeightFiles
 
-QUESTION = "Which classes of transformers does `weights=` load as `from_pretrained` does?"
+QUESTION = "Which classes of transformers does `weight_files=` load as `from_pretrained` does?"
 
 
 def loaded(cls: Any, config: Any, folder: str) -> nn.Module:

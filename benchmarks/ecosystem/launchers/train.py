@@ -39,9 +39,11 @@ def train(folder: str, axes: dict[str, int]) -> None:
     x, y = batch()
     count = MICROBATCHES // axes.get("dp_replicate", 1)
     how: dict[str, Any] = {"loss_fn": functional.cross_entropy, "target": y, "microbatches": count}
+    mesh = {axis: size for axis, size in axes.items() if axis != "stages"}
+    how |= {"stages": axes.get("stages"), "axes": mesh or None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = outsize.parallelize(network(), (x,), optimizer=torch.optim.AdamW, **axes, **how)
+        engine = outsize.parallelize(network(), (x,), optimizer=torch.optim.AdamW, **how)
         losses = [float(engine.step(x, target=y).loss) for _ in range(STEPS)]
     weights = {name: value.tolist() for name, value in engine.full_state_dict().items()}
     said = [str(one.message) for one in caught if type(one.message).__module__.startswith("outsize.")]

@@ -230,7 +230,8 @@ class Layout:
             target=y,
             cluster=f"{ranks}xcpu",
             microbatches=count,
-            **axes,
+            stages=axes.get("stages"),
+            axes={axis: size for axis, size in axes.items() if axis != "stages"} or None,
         )
         return cls(plan, dtype)
 

@@ -43,7 +43,8 @@ class MemoryRoom:
         if folder is None:
             raise BadOption(
                 "on_oom='replan' goes on from a checkpoint, and there is no folder of checkpoints",
-                next_step="parallelize(..., resume=FOLDER, on_oom='replan'), and engine.checkpoint(FOLDER)",
+                next_step="parallelize(..., resume=FOLDER, devices=outsize.Ranks(on_oom='replan')), and "
+                "engine.checkpoint(FOLDER)",
             )
         share: object = None
         with suppress(OSError, DamagedFile):

@@ -7,7 +7,6 @@ from typing import Self, final
 
 import torch
 
-from outsize.api.options import ParallelizeOptions
 from outsize.device.accelerators import CPU, is_accelerator
 from outsize.device.memory_limit import device_bytes, limit_memory
 from outsize.errors import BadOption
@@ -33,9 +32,9 @@ class MemoryShare:
     share: float | None = None
 
     @classmethod
-    def of(cls, options: ParallelizeOptions, world: World) -> Self:
+    def of(cls, share: float | None, world: World) -> Self:
         """Returns the share that the call or the launcher asks for. Raises BadOption."""
-        if (share := options.get("memory_share")) is not None:
+        if share is not None:
             return cls(checked_share(share, "memory_share="))
         return cls(world.memory_share)
 

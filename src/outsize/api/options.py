@@ -12,33 +12,34 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
 
 from pydantic import ValidationError
 
+from outsize.api.old_spellings import in_new_spelling, unknown_keyword
 from outsize.errors import BadOption
-from outsize.errors.words import nearest, spoken, value_here
-from outsize.ir.answers.request import LayoutOptions, PlanRequest, RequestOptions
+from outsize.errors.words import value_here
+from outsize.ir.answers.request import LayoutOptions, PlanRequest
 from outsize.ir.base import first_problem
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
-from outsize.policies.activations import KEEP, Recompute
+from outsize.policies.activations import KEEP
 from outsize.schedules.families import FORWARD
 from outsize.schedules.planned import read, written
 
 if TYPE_CHECKING:
     import torch
-    from torch.amp.grad_scaler import GradScaler
 
+    from outsize.api.records import AxisSizes, Checkpoint, Clip, Compile, Loss, Ranks, Request, Watch
     from outsize.capture.measure.units import Progress, UnitTimingOptions
     from outsize.capture.recording.fallbacks import LossFn
     from outsize.ir.answers.tuned import Trial
     from outsize.ir.cluster import Cluster
-    from outsize.ir.plan import BatchNormMode, Plan, ScheduleName
+    from outsize.ir.plan import BatchNormMode, Plan, Precision, ScheduleName
     from outsize.ir.profile import ProfileSet
+    from outsize.policies.activations import Recompute
+    from outsize.policies.weights import Weights
     from outsize.train.batch.batch import Batch
     from outsize.train.batch.batch_dims import Asked
-    from outsize.train.batch.loss_weights import Counting
-    from outsize.train.crew.grad_clip import Clipping
     from outsize.train.engine.callbacks import Callback
     from outsize.train.engine.options import MakeOptimizer
 
@@ -53,35 +54,35 @@ class LossOptions(TypedDict, total=False):
     target: Any
 
 
-class CaseOptions(LossOptions, total=False):
+class CaseOptions(TypedDict, total=False):
     """Holds what belongs to the example batch: the loss, and the dims along which samples lie."""
 
+    loss_fn: LossFn | Loss | None
+    target: Any
     batch_dims: Asked | None
 
 
-class AdapterOptions(TypedDict, total=False):
-    """LoRA adapters that peft puts on the model before it is planned; no rank means none."""
+class FitOptions(CaseOptions, total=False):
+    """The options of `fit`: those fields of a Request that are used daily, and a Request with any of them."""
 
-    lora_rank: int | None
-    lora_targets: Sequence[str] | str | None
-
-
-class AdaptedCaseOptions(CaseOptions, AdapterOptions, total=False):
-    """Holds the options of an example batch, the adapters of its model, and whether it only runs forward."""
-
-    inference: bool | None
-
-
-class CostOptions(TypedDict, total=False):
-    """The devices that a plan is for, and the source of its units' costs."""
-
-    cluster: str | Cluster
-    measured: bool | ProfileSet
-    progress: Progress | None
+    request: Request | None
+    cluster: str | Cluster | None
+    batch_size: int | None
+    microbatches: int | None
+    stages: int | None
+    schedule: ScheduleName | Schedule | None
+    optimizer: str | None
+    precision: Precision | None
+    recompute: Recompute | None
+    weights: Weights | None
+    axes: AxisSizes | None
+    exact: bool | None
 
 
-class PlanOptions(AdaptedCaseOptions, CostOptions, RequestOptions, total=False):
-    """The options of `plan`."""
+class PlanOptions(FitOptions, total=False):
+    """The options of `plan`: those of `fit`, and the source of its units' costs."""
+
+    measured: bool | ProfileSet | None
 
 
 class OutlookOptions(PlanOptions, total=False):
@@ -89,12 +90,6 @@ class OutlookOptions(PlanOptions, total=False):
 
     plan: Plan | None
     curves: bool
-
-
-class FitOptions(AdaptedCaseOptions, RequestOptions, total=False):
-    """The options of `fit`."""
-
-    cluster: str | Cluster
 
 
 class MeasureOptions(CaseOptions, total=False):
@@ -123,14 +118,13 @@ class CheckOptions(CaseOptions, total=False):
     processes: bool
     steps: int | None
     seed: int
-    weights: str | Path | None
+    weight_files: str | Path | None
     second_batch: Batch | None
 
 
-class TuneOptions(CaseOptions, RequestOptions, total=False):
-    """The options of `tune`."""
+class TuneOptions(FitOptions, total=False):
+    """The options of `tune`: those of `fit`, and how plans are tried."""
 
-    cluster: str | Cluster | None
     trials: int
     how: UnitTimingOptions | None
     progress: Progress | None
@@ -138,42 +132,21 @@ class TuneOptions(CaseOptions, RequestOptions, total=False):
     seed: int
 
 
-OnOutOfMemory = Literal["raise", "replan"]
+class ParallelizeOptions(CaseOptions, total=False):
+    """The options of `parallelize` besides `plan`; `optimizer` is the run's and no option of a plan."""
 
-
-class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
-    """The options of `parallelize`; `optimizer` and `weights` are the run's and no options of a plan.
-
-    `outsize.parallelize` has those of who observes a run besides (ops/training.py).
-    """
-
+    cluster: str | Cluster | None
+    stages: int | None
+    microbatches: int | None
+    schedule: ScheduleName | Schedule | None
+    axes: AxisSizes | None
     optimizer: MakeOptimizer | None
-    clip_norm: float | None
-    clipping: Clipping
-    seed: int
-    weights: str | Path | None
-    scaler: GradScaler | None
-    devices: Sequence[str | torch.device] | None
-    captures: int
-    own_batches: bool
-    offload_folder: str | Path | None
-    resume: str | Path | None
-    checkpoint: str | Path | None
-    compiled: bool | str | None
-    device_graphs: bool | str
-    backend: str | None
-    on_oom: OnOutOfMemory
-    counting: Counting
-    callbacks: Sequence[Callback]
-    memory_share: float | None
-
-
-PLANNING: Final = frozenset({*LayoutOptions.__annotations__, *CostOptions.__annotations__})
-
-
-def planning_options(options: ParallelizeOptions) -> PlanOptions:
-    """Returns those options of `parallelize` that are for the plan, which it makes where none is given."""
-    return cast("PlanOptions", {name: value for name, value in options.items() if name in PLANNING})
+    clip_norm: float | Clip | None
+    devices: Sequence[str | torch.device] | Ranks | None
+    resume: str | Path | Checkpoint | None
+    weight_files: str | Path | None
+    compiled: bool | str | Compile
+    callbacks: Sequence[Callback | Watch]
 
 
 def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
@@ -242,7 +215,8 @@ def _own_schedule(schedule: Schedule, fields: dict[str, Any]) -> dict[str, Any]:
 def reads_options(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator for a function whose `**options` are those of a TypedDict.
 
-    The function's signature shows each option, and an unknown keyword raises BadOption with the nearest one.
+    The function's signature shows each option. An old spelling becomes the new one, with a warning, and
+    an unknown keyword raises BadOption with the nearest one.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -250,9 +224,12 @@ def reads_options(options: Any = None) -> Callable[[Callable[P, R]], Callable[P,
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
+            read = in_new_spelling(function.__name__, kwargs, shown.parameters)
+            for name in read:
                 if name not in shown.parameters:
-                    raise unknown_option(name, f"outsize.{function.__name__}", shown.parameters)
+                    raise unknown_keyword(name, function.__name__, shown.parameters)
+            kwargs.clear()
+            kwargs.update(read)
             return function(*args, **kwargs)
 
         vars(checked)["__signature__"] = shown
@@ -271,13 +248,3 @@ def _with_options(signature: inspect.Signature, options: Any) -> inspect.Signatu
         for name, kind in options.__annotations__.items()
     ]
     return signature.replace(parameters=[*named, *shown])
-
-
-def unknown_option(name: str, function: str, known: Any) -> BadOption:
-    """Returns the error for a keyword that a function does not have."""
-    row, near = spoken(name), nearest(name, known)
-    is_near = near is not None and (row is None or row.option == near)
-    what = f"no option `{name}`; did you mean `{near}`?" if is_near else f"no option `{name}` of {function}"
-    if row is not None:
-        return BadOption(what, next_step=row.in_python(known))
-    return BadOption(what, next_step=f"{near}=..., or help({function})" if is_near else f"help({function})")

@@ -18,7 +18,17 @@ from outsize.api.options import (
     PriceOptions,
     reads_options,
 )
-from outsize.api.problem import CostSource, SearchProblem, adapted_case, asked_of, case_of, cluster_of, styled
+from outsize.api.problem import (
+    CostSource,
+    SearchProblem,
+    adapted_case,
+    asked_cluster,
+    asked_in,
+    asked_of,
+    case_of,
+    cluster_of,
+    styled,
+)
 from outsize.capture.fakes.precision import check_precision
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.recording.fallbacks import LossFn
@@ -100,55 +110,28 @@ def plan(
 ) -> Plan:
     """Returns the fastest split that fits the cluster, by predicted step time.
 
-    An option that is not given is searched, unless its line says something else:
+    What is not given is searched, unless its line says something else. The options:
 
-    - `cluster`: the devices, by name ("2xcpu", "8xh100-80gb") or as a Cluster; "local" by default.
-    - `batch_size`: the samples of the global batch; by default those of the example.
-    - `microbatches`, `stages`: how often the batch and the model are split; `microbatches` per replica.
-    - `schedule`: a name, "auto", or one of your own (`outsize.Schedule.from_csv(text)`), which fixes stages
-      and microbatches.
-    - `optimizer`: the optimizer whose states have to fit; "adamw" by default.
-    - `precision`: the precision of training ("bf16-mixed" is autocast); "fp32" by default, which leaves the
-      weights unchanged, so a model that is bf16 by itself needs no other value.
-    - `recompute`: "full" recomputes all activations in the backward, stage by stage, or block by block
-      where a stage does not fit; "selective" those of some units,
-      "offload" stores them on the host until their backward, "none" leaves them on the device.
-    - `bn`: how BatchNorm keeps its running statistics (see Plan); "micro" by default.
-    - `dp_replicate`, `dp_shard` (FSDP), `tp`, `cp` (each sequence shared by its tokens), `ep` (each has some
-      of the experts): axes that give every stage that many devices; 1 by default.
-    - `axes`: "all" (the default) searches every axis that is not given and runs; "pp" searches none.
-    - `exact`: True keeps to layouts whose results are bit-identical to one device's: pipelines, and where
-      none fits, weights on the host. By default sums over replicas or tp may be rounded in another order,
-      where a step is shorter for it by more than a prediction's error.
-    - `sequence_parallel`: whether tp also divides the activations between layers.
-    - `loss_pieces`: in so many pieces of rows the loss is computed from the last product on, so that logits
-      of all rows never exist at once; by default where that makes room for a faster plan (1: never).
-    - `module_pieces`: the same of modules that work on each row and are wide inside, such as an MLP; by
-      default where nothing else fits.
-    - `weights`: "sharded" or "resident" (whole during a step) over `dp_shard`; "host-optimizer" keeps the
-      optimizer and its states on the host, "host" weights and gradients as well, "host-activations" also
-      what stages send to each other. By default the host is used where nothing else fits.
-    - `objective`: "cost" takes the plan with the least money per sample, on as many devices as are to be
-      rented for it, instead of the fastest one; each device needs a price (`price_per_hour`).
+    - `request`: an `outsize.Request`, whose fields are all that can be asked for (`help(outsize.Request)`).
+      These fields are options by themselves as well, each given once: `cluster`, `batch_size`,
+      `microbatches`, `stages`, `schedule`, `optimizer`, `precision`, `recompute`, `weights`, `axes`, `exact`,
+      `measured`. The rare ones are fields alone: `bn`, `sequence_parallel`, `loss_pieces`,
+      `module_pieces`, `objective`, `inference`, `lora` and `progress`.
+    - `axes`: {"tp": 2, "dp_shard": 4}, sizes of the mesh; other axes are searched, but with "others": 1.
+      "all" (the default) searches every axis that runs; "pp" searches none.
+    - `exact`: True keeps to layouts whose results are bit-identical to one device's.
     - `loss_fn`, `target`: the loss is `loss_fn(output, *target)`; without it the output holds the loss.
     - `batch_dims`: maps an argument's name or position, or "target", to the dim along which its samples lie
       (None: it holds none). Where each sample has rows of its own, the name of the argument that counts them,
       or a function of the model's arguments that does. By default this follows from the shapes, and where
       these are ambiguous from a trial with one more sample.
-    - `lora_rank`: plans for the model with LoRA adapters of this rank, as `peft.get_peft_model` makes them;
-      the weights of the model itself are frozen. `lora_targets` names the layers that have one, as peft's
-      `target_modules` does.
-    - `inference`: True plans forwards alone: no gradients, no states, nothing saved for a backward. A model
-      of transformers that generates has its whole batch at once, and the cache of all tokens of the example.
-    - `measured`: True times the units on this machine; the result of `measure` uses its times, and only the
-      microbatch sizes that it covers are considered. By default units are estimated.
-    - `progress`: `progress(done, total)` is called while units are timed.
 
     Raises BadOption, NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """
-    case = adapted_case(model, args, kwargs, options)
-    request = asked_of(case, options)
-    return plan_case(case, request, cluster_of(options.get("cluster", "local")), CostSource.of(options))[1]
+    asked = asked_in(options)
+    case = adapted_case(model, args, kwargs, options, asked)
+    request = asked_of(case, asked)
+    return plan_case(case, request, asked_cluster(asked), CostSource.of(asked))[1]
 
 
 def plan_case(
@@ -202,11 +185,11 @@ def outlook(
     A `plan` that is given is priced as it is; without one a plan is made by the other options, which are
     those of `plan`. Raises as `plan` and `price`.
     """
-    case, source = adapted_case(model, args, kwargs, options), CostSource.of(options)
-    chosen = options.get("plan")
+    asked, chosen = asked_in(options), options.get("plan")
+    case, source = adapted_case(model, args, kwargs, options, asked), CostSource.of(asked)
     if chosen is not None:
         return _priced(chosen, case, source)
-    request, cluster = asked_of(case, options), cluster_of(options.get("cluster", "local"))
+    request, cluster = asked_of(case, asked), asked_cluster(asked)
     problem, made = plan_case(case, request, cluster, source)
     planned = problem.candidates[made.microbatches * made.axes.replicas]
     seen = outlooking.outlook(made, *planned, cluster)
@@ -228,9 +211,10 @@ def fit(
     "offload" are answered by the plan that `plan` makes for them. Raises as `plan`, but what does not fit is
     an answer and no error.
     """
-    check_precision(options.get("precision") or "fp32")
-    case, cluster = adapted_case(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))
-    request = asked_of(case, options)
+    asked = asked_in(options, "fit")
+    check_precision(asked.precision or "fp32")
+    case, cluster = adapted_case(model, args, kwargs, options, asked), asked_cluster(asked)
+    request = asked_of(case, asked)
     judged = _judged(case, request, cluster) if fitting.is_named_pipeline(request) else None
     if judged is not None and judged.fits:
         return judged

@@ -8,7 +8,8 @@ from typing import Any, final
 
 from torch import nn
 
-from outsize.api.options import AdaptedCaseOptions, CaseOptions, CostOptions, request_of
+from outsize.api.options import CaseOptions, FitOptions, request_of
+from outsize.api.records import Lora, Loss, Request
 from outsize.axes.registry import PARTS
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.experts import with_experts
@@ -18,7 +19,7 @@ from outsize.capture.measure.local_cluster import find_cluster
 from outsize.capture.measure.units import Progress
 from outsize.capture.models.lora import with_adapters
 from outsize.errors import BadOption
-from outsize.ir.answers.request import LayoutOptions, PlanRequest
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
@@ -45,9 +46,9 @@ class CostSource:
     progress: Progress | None = None
 
     @classmethod
-    def of(cls, options: CostOptions) -> CostSource:
-        """Returns the source that the options name."""
-        return cls(options.get("measured", False), options.get("progress"))
+    def of(cls, asked: Request) -> CostSource:
+        """Returns the source that the request names."""
+        return cls(asked.measured or False, asked.progress)
 
     def profile(self, case: TrainingCase, graph: ModelGraph, cluster: Cluster) -> Profile:
         """Returns the costs of the graph's units on the cluster's first device."""
@@ -138,33 +139,48 @@ class SearchProblem:
 def case_of(model: nn.Module, args: Any, kwargs: Any, options: CaseOptions) -> TrainingCase:
     """Returns the model with its example batch and its loss. Raises BadOption."""
     batch = as_batch(args, kwargs, options.get("target"))
-    return TrainingCase.of(model, batch, options.get("loss_fn"), options.get("batch_dims"))
+    return TrainingCase.of(model, batch, Loss.of(options.get("loss_fn")).function, options.get("batch_dims"))
 
 
-def adapted_case(model: nn.Module, args: Any, kwargs: Any, options: AdaptedCaseOptions) -> TrainingCase:
-    """Returns the case of the model with the adapters that the options ask for.
+def asked_in(options: FitOptions, function: str = "plan") -> Request:
+    """Returns the request with the keywords that are fields of it.
+
+    Raises BadOption for what is no request, for a field that is given twice, and for times in an answer
+    that estimates.
+    """
+    asked = Request.of(options.get("request")).joined(dict(options))
+    if function == "fit":
+        asked.insist_on_none(
+            "fit", ("measured", "progress"), "leave it out: what a device holds is not timed"
+        )
+    return asked
+
+
+def asked_cluster(asked: Request) -> Cluster:
+    """Returns the cluster of a request; this machine where it names none. Raises BadOption."""
+    return cluster_of("local" if asked.cluster is None else asked.cluster)
+
+
+def adapted_case(
+    model: nn.Module, args: Any, kwargs: Any, options: CaseOptions, asked: Request
+) -> TrainingCase:
+    """Returns the case of the model with the adapters that the request asks for.
 
     Raises BadOption, and ModelNotImportable without peft.
     """
-    rank, targets = options.get("lora_rank"), options.get("lora_targets")
-    if rank is not None:
-        model = with_adapters(model, rank, targets)
-    elif targets is not None:
-        raise BadOption(
-            "lora_targets says where adapters are, and there are none",
-            numbers=f"lora_targets={targets!r}, lora_rank=None",
-            next_step="lora_rank=8 (--lora-rank 8)",
-        )
-    if options.get("inference"):
+    lora = Lora.of(asked.lora)
+    if lora.rank is not None:
+        model = with_adapters(model, lora.rank, lora.targets)
+    if asked.inference:
         return TrainingCase.for_inference(model, args, kwargs, options.get("batch_dims"))
     return case_of(model, args, kwargs, options)
 
 
-def asked_of(case: TrainingCase, options: LayoutOptions) -> PlanRequest:
-    """Returns the request that the options make for a case; a model that generates has its batch in one
-    piece, on a pipeline. Raises BadOption.
+def asked_of(case: TrainingCase, asked: Request) -> PlanRequest:
+    """Returns the request for a case; a model that generates has its batch in one piece, on a pipeline.
+    Raises BadOption.
     """
-    request = request_of(options, case.batch.size)
+    request = request_of(asked.layout, case.batch.size)
     if not case.generates:
         return request
     if request.has_group_axes or (request.microbatches or 1) > 1:
@@ -207,8 +223,8 @@ def _insist_on_whole_modules(graph: ModelGraph, axes: Axes) -> None:
         raise BadOption(
             f"{graph.model} runs by modules, in its own Python, which has the sizes of one device in it",
             numbers=", ".join(f"{axis}={degree}" for axis, degree in divided.items()),
-            next_step="stages or replicas (`--stages`, `--dp-replicate`); `why` of such a plan says which "
-            "line is not captured",
+            next_step="stages or replicas (`--stages`, `--axes dp_replicate=2`); `why` of such a plan says "
+            "which line is not captured",
         )
 
 

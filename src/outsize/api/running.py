@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Unpack, get_args
+from typing import Final, Unpack, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from outsize.api.asked import AUTO, AskedRun
 from outsize.api.elastic import ElasticRun, elastic_plan, request_like
 from outsize.api.memory_room import MemoryRoom
 from outsize.api.memory_share import MemoryShare
-from outsize.api.options import (
-    CheckOptions,
-    OnOutOfMemory,
-    ParallelizeOptions,
-    PlanOptions,
-    planning_options,
-    reads_options,
-    request_of,
-)
+from outsize.api.options import CheckOptions, ParallelizeOptions, reads_options, request_of
 from outsize.api.planning import Args, Kwargs, plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.api.records import Checkpoint, OnOutOfMemory, Request
 from outsize.capture.measure.local_cluster import cluster_of_run, find_cluster
 from outsize.capture.models.planned_precision import warn_of_precision
 from outsize.capture.recording.fallbacks import insist_on_module
 from outsize.device.accelerators import CPU, device_type, is_accelerator
 from outsize.errors import BadOption
-from outsize.errors.arguments import path_of, shown
 from outsize.ir.answers.compilation import GraphUse
 from outsize.ir.answers.request import LayoutOptions, PlanRequest
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.cluster import Cluster
 from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
-from outsize.planner.advice.compilation import BACKEND, compilation_of
+from outsize.planner.advice.compilation import compilation_of
 from outsize.planner.advice.device_graphs import graph_use_of
 from outsize.planner.advice.utilisation import utilisation
 from outsize.planner.costs.roofline import roofline
@@ -74,8 +67,6 @@ from outsize.train.world.world import World
 # A check without a plan splits a model into this many stages and microbatches.
 STAGES: Final = 2
 MICROBATCHES: Final = 4
-AUTO: Final = "auto"  # is decided when the plan is known
-_COMPILED: Final[dict[Any, str | None]] = {True: BACKEND, False: None, AUTO: None}
 
 
 @reads_options(ParallelizeOptions)
@@ -84,7 +75,7 @@ def parallelize(
     args: Args = (),
     kwargs: Kwargs | None = None,
     *,
-    plan: Plan | None = None,
+    plan: Plan | Request | None = None,
     **options: Unpack[ParallelizeOptions],
 ) -> Engine:
     """Returns an engine that trains by the plan: under torchrun a process per stage, else all stages here.
@@ -97,13 +88,12 @@ def parallelize(
     """
     insist_on_module(model)
     insist_on_unwrapped(model)
-    _check_plan(plan, options)
-    _insist_on_paths(options)
-    devices = options.get("devices")
-    named = None if devices is None else places_of(devices)
-    engine_options = _engine_options(options, model)
+    asked = AskedRun.of(plan, options)
+    ranks, plan = asked.ranks, asked.plan
+    named = None if ranks.devices is None else places_of(ranks.devices)
+    engine_options = asked.engine_options(model, utilisation)
     kind = device_type() if plan is None or is_accelerator(plan.stages[0].device) else CPU
-    world = join(kind, backend=options.get("backend"))
+    world = join(kind, backend=ranks.backend)
     group, host = world.group, world.host
     if world.world_size == 1 and (named or (plan is not None and places_in(plan.cluster))):
         group = host = None  # one process, started by a launcher
@@ -113,27 +103,27 @@ def parallelize(
     if host is not None:
         _check_no_devices(named, world)
         use_local_statistics(model)
-        shake_hands(host, plan, model, options.get("loss_fn"))
-    saved = _saved(options.get("resume"), world, host)
+        shake_hands(host, plan, model, asked.loss.function)
+    saved = _saved(asked.checkpoint.folder, world, host)
     if saved is not None:
         engine_options = _with_weights(engine_options, model, saved)
-        plan = plan or (None if given else _saved_plan(saved, options, kind, group))
+        plan = plan or (None if given else _saved_plan(saved, asked, kind, group))
     with warnings.catch_warnings():
         if world.rank:
             warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
-        case = case_of(model, args, kwargs, options)
-    share = MemoryShare.of(options, world)
-    whole = partial(_cluster_here, options, world, kind, named, case.batch.size)
-    room = _memory_room(options, world, whole)
+        case = case_of(model, args, kwargs, asked.example)
+    share = MemoryShare.of(ranks.memory_share, world)
+    whole = partial(_cluster_here, asked, world, kind, named, case.batch.size)
+    room = _memory_room(asked, world, whole)
     plan = _if_it_fits(plan, room)
     if plan is None:
         before = given or (None if saved is None else Plan.of_document(saved.values["plan"]))
-        elastic = _elastic_run(world, kind, options, before) if world.sizes and group is not None else None
+        elastic = _elastic_run(world, kind, asked, before) if world.sizes and group is not None else None
         if elastic is None:
-            plan = agreed(host, lambda: _made_plan(case, options, _within(room, whole()), group is None))
+            plan = agreed(host, lambda: _made_plan(case, asked, _within(room, whole()), group is None))
         else:
             elastic = elastic.within(lambda cluster: _within(room, share.of_cluster(cluster)))
-            plan = agreed(host, lambda: _elastic_plan(case, options, elastic, given))
+            plan = agreed(host, lambda: _elastic_plan(case, asked.request, elastic, given))
     case = case.in_pieces(plan.loss_pieces, plan.module_pieces)
     warn_of_precision(plan, model, speaks=not world.rank)
     if plan.shards and group is not None:
@@ -143,19 +133,19 @@ def parallelize(
         plan,
         group,
         replace(
-            _decided(engine_options, options, case, plan),
+            _decided(engine_options, asked, case, plan),
             on_out_of_memory=None if room is None else partial(room.shrink, plan),
         ),
         RankOptions(
             places=places_for(plan, named) if group is None else None,
-            own_batches=options.get("own_batches", False),
-            offload_folder=options.get("offload_folder"),
+            own_batches=ranks.own_batches,
+            offload_folder=ranks.offload_folder,
         ),
     )
     share.enforce(plan, engine.crew, world)
     replica_count = engine.crew.replicas.count if engine.crew.replicas.own_batches else 1
     engine.prepare(case.batch.resized(max(1, plan.batch_size // replica_count)))
-    _go_on(engine, options, saved)
+    _go_on(engine, asked.checkpoint, saved)
     engine.begin(world)
     return engine
 
@@ -178,12 +168,16 @@ def check(
     - `second_batch`: `outsize.microbatch(*args, target=..., **kwargs)`, of the same kind; by default one is
       made of the first: samples in another order, and floating-point tensors without samples halved. Where
       the model refuses that, or nothing can be changed, there is none.
-    - `weights`: as in `parallelize`; a copy of the model gets all of them.
+    - `weight_files`: as in `parallelize`; a copy of the model gets all of them.
     - `loss_fn`, `target`, `batch_dims`: as for `plan`.
 
     Raises BadOption, UnsupportedPlan, and as `plan`.
     """
-    plan, weights, processes = options.get("plan"), options.get("weights"), options.get("processes", False)
+    plan, weights, processes = (
+        options.get("plan"),
+        options.get("weight_files"),
+        options.get("processes", False),
+    )
     if plan is not None:
         plan.check_runs()
     if plan is not None and not processes:
@@ -236,41 +230,9 @@ def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
     return model
 
 
-def _insist_on_paths(options: ParallelizeOptions) -> None:
-    """Raises BadOption for an option that names a file or a folder and has no path."""
-    for name, example in {
-        "resume": "run",
-        "weights": "model.safetensors",
-        "offload_folder": "/scratch",
-        "checkpoint": "run",
-    }.items():
-        value: Any = options.get(name)
-        if name == "weights" and isinstance(value, Mapping):
-            raise BadOption(
-                f"weights={shown(value)} is a state, no path",
-                next_step="model.load_state_dict(state) before parallelize, on every rank",
-            )
-        if value is not None:
-            path_of(value, name, f"{name}={example!r}, or leave it out")
-
-
-def _engine_options(options: ParallelizeOptions, model: nn.Module) -> EngineOptions:
-    """Returns the options of `parallelize` that the engine reads. Raises BadWeights and BadOption."""
-    read = {field.name for field in fields(EngineOptions)}
-    chosen: dict[str, Any] = {name: value for name, value in options.items() if name in read}
-    if chosen.get("weights") is not None:
-        chosen["weights"] = source_for(model, WeightFiles(chosen["weights"]))
-    chosen.pop("device_graphs", None)
-    compiled = chosen.get("compiled")
-    chosen["compiled"] = _COMPILED.get(compiled, compiled)
-    return EngineOptions(explain=utilisation, **chosen)
-
-
-def _decided(
-    engine_options: EngineOptions, options: ParallelizeOptions, case: TrainingCase, plan: Plan
-) -> EngineOptions:
+def _decided(engine_options: EngineOptions, run: AskedRun, case: TrainingCase, plan: Plan) -> EngineOptions:
     """Returns the options with the answers to compiled="auto" and device_graphs."""
-    asked = options.get("compiled"), options.get("device_graphs", False)
+    asked = run.compile.compiled, run.compile.device_graphs
     if asked[1] not in (True, False, AUTO):
         raise BadOption(
             f"device_graphs={asked[1]!r} says nothing", next_step='device_graphs=True, False or "auto"'
@@ -281,7 +243,7 @@ def _decided(
         engine_options = replace(engine_options, device_graphs=use)
     if AUTO not in asked:
         return engine_options
-    cluster = cluster_of(options.get("cluster") or plan.cluster)
+    cluster = cluster_of(run.request.cluster or plan.cluster)
     graph, device = case.captured(plan.microbatch_size).graph, cluster.devices[0]
     if asked[1] == AUTO:
         engine_options = replace(engine_options, device_graphs=graph_use_of(graph, plan, device))
@@ -309,9 +271,9 @@ def _saved(
     return saved
 
 
-def _go_on(engine: Engine, options: ParallelizeOptions, saved: CheckpointReader | None) -> None:
+def _go_on(engine: Engine, checkpoint: Checkpoint, saved: CheckpointReader | None) -> None:
     """Sets the engine to what was saved, once it is known that it can save itself in such a way."""
-    saves_in = options.get("checkpoint") or options.get("resume")
+    saves_in = checkpoint.saves_in or checkpoint.folder
     if saves_in is not None:
         engine.insist_on_resumable(saves_in)
     if saved is not None:
@@ -327,11 +289,11 @@ def _with_weights(options: EngineOptions, model: nn.Module, saved: CheckpointRea
 
 
 def _saved_plan(
-    saved: CheckpointReader, options: ParallelizeOptions, kind: str, group: dist.ProcessGroup | None
+    saved: CheckpointReader, run: AskedRun, kind: str, group: dist.ProcessGroup | None
 ) -> Plan | None:
     """Returns the checkpoint's plan, where no other is asked for and these ranks can run it."""
     plan = Plan.of_document(saved.values["plan"])
-    asked = planning_options(options) or options.get("devices") is not None
+    asked = run.request.given() or run.ranks.devices is not None
     is_here = is_accelerator(plan.stages[0].device) == is_accelerator(kind)
     ranks = plan.axes.group_size == 1 if group is None else plan.axes.world_size == group.size()
     return plan if ranks and is_here and not asked else None
@@ -344,13 +306,13 @@ def _here(world: World, kind: str) -> Cluster | int | str:
     return "local" if world.group is None else cluster_of_run(world.device_type, world.machines)
 
 
-def _elastic_run(world: World, kind: str, options: ParallelizeOptions, before: Plan | None) -> ElasticRun:
+def _elastic_run(world: World, kind: str, asked: AskedRun, before: Plan | None) -> ElasticRun:
     """Returns what is known of a run whose number of ranks may change."""
-    folder = options.get("resume")
+    folder, wanted = asked.checkpoint.folder, asked.request.cluster
 
     def cluster(ranks: int) -> Cluster:
-        if "cluster" in options:
-            return cluster_of(options["cluster"])
+        if wanted is not None:
+            return cluster_of(wanted)
         if kind == CPU:
             return find_cluster(f"{ranks}xcpu")
         each = max(world.machines)
@@ -366,37 +328,40 @@ def _elastic_run(world: World, kind: str, options: ParallelizeOptions, before: P
         cluster=cluster,
         folder=None if folder is None else Path(folder),
         before=before,
-        prefers_exact="exact" not in options,
+        prefers_exact=asked.request.exact is None,
     )
 
 
 def _cluster(
-    options: PlanOptions, stages: int | None, devices: tuple[str, ...] | None, here: Cluster | int | str
+    asked: str | Cluster | None,
+    stages: int | None,
+    devices: tuple[str, ...] | None,
+    here: Cluster | int | str,
 ) -> str | Cluster:
     """Returns the cluster to plan for: the one asked for, the named devices, or what is `here`.
 
     `here` is a cluster, its name, or a number of CPU processes. Raises BadOption for devices and a cluster.
     """
-    if devices is not None and "cluster" in options:
+    if devices is not None and asked is not None:
         raise BadOption(
-            f"cluster={options['cluster']!r} cannot be used together with devices=, which are the cluster",
+            f"cluster={asked!r} cannot be used together with devices=, which are the cluster",
             next_step="leave out cluster=",
         )
     if devices is not None:
         return cluster_of_places(devices, stages)
-    return options.get("cluster", f"{max(here, stages or 1)}xcpu" if isinstance(here, int) else here)
+    if asked is not None:
+        return asked
+    return f"{max(here, stages or 1)}xcpu" if isinstance(here, int) else here
 
 
-def _memory_room(
-    options: ParallelizeOptions, world: World, whole: Callable[[], Cluster]
-) -> MemoryRoom | None:
+def _memory_room(asked: AskedRun, world: World, whole: Callable[[], Cluster]) -> MemoryRoom | None:
     """Returns how much memory plans may fill; None where a run ends for want of memory. Raises BadOption."""
-    choice = options.get("on_oom", world.on_oom)
+    choice = world.on_oom if asked.ranks.on_oom is None else asked.ranks.on_oom
     if choice not in get_args(OnOutOfMemory):
         raise BadOption(f"on_oom={choice!r} is unknown", next_step="on_oom='raise', or 'replan'")
     if choice == "raise":
         return None
-    return MemoryRoom.of(options.get("resume"), whole())
+    return MemoryRoom.of(asked.checkpoint.folder, whole())
 
 
 def _within(room: MemoryRoom | None, cluster: Cluster) -> Cluster:
@@ -410,39 +375,35 @@ def _if_it_fits(plan: Plan | None, room: MemoryRoom | None) -> Plan | None:
 
 
 def _cluster_here(
-    options: ParallelizeOptions, world: World, kind: str, devices: tuple[str, ...] | None, batch_size: int
+    asked: AskedRun, world: World, kind: str, devices: tuple[str, ...] | None, batch_size: int
 ) -> Cluster:
     """Returns the cluster that a run without a plan is planned for. Raises BadOption and UnknownDevice."""
-    asked = planning_options(options)
-    stages = request_of(asked, batch_size).stages
-    cluster = cluster_of(_cluster(asked, stages, devices, _here(world, kind)))
-    return MemoryShare.of(options, world).of_cluster(cluster)
+    stages = request_of(asked.request.layout, batch_size).stages
+    cluster = cluster_of(_cluster(asked.request.cluster, stages, devices, _here(world, kind)))
+    return MemoryShare.of(asked.ranks.memory_share, world).of_cluster(cluster)
 
 
-def _elastic_plan(
-    case: TrainingCase, options: ParallelizeOptions, run: ElasticRun, given: Plan | None
-) -> Plan:
+def _elastic_plan(case: TrainingCase, asked: Request, run: ElasticRun, given: Plan | None) -> Plan:
     """Returns the plan of an elastic run for the ranks that are there."""
-    asked = planning_options(options)
-    request = request_like(given) if given else request_of(asked, case.batch.size)
+    request = request_like(given) if given else request_of(asked.layout, case.batch.size)
     request = request.model_copy(update={"every_device": True})
     return elastic_plan(case, request, CostSource.of(asked), run)
 
 
-def _made_plan(case: TrainingCase, asked: ParallelizeOptions, cluster: Cluster, alone: bool) -> Plan:
+def _made_plan(case: TrainingCase, asked: AskedRun, cluster: Cluster, alone: bool) -> Plan:
     """Returns the plan of a run that has none; one process `alone` runs pipelines over its devices."""
-    options = planning_options(asked)
-    request = request_of(options, case.batch.size).model_copy(update={"every_device": True})
-    if alone and request.has_group_axes and not ("cluster" in asked or asked.get("devices")):
+    layout = asked.request.layout
+    request = request_of(layout, case.batch.size).model_copy(update={"every_device": True})
+    if alone and request.has_group_axes and asked.request.cluster is None and not asked.ranks.devices:
         count = request.mesh(request.stages or 1).world_size
         raise BadOption(
             f"{request.mesh(1).beyond_pp} wants several devices, and this is one process on its own",
             numbers=f"{count} processes at least",
             next_step=f"outsize run --nproc-per-node {count} train.py",
         )
-    if alone and not (request.has_group_axes or options.get("axes")):
+    if alone and not (request.has_group_axes or layout.get("axes")):
         request = request.model_copy(update={"exact": True})
-    return plan_case(case, request, cluster, CostSource.of(options))[1]
+    return plan_case(case, request, cluster, CostSource.of(asked.request))[1]
 
 
 def _request_to_check(options: CheckOptions, batch_size: int) -> PlanRequest:
@@ -464,21 +425,4 @@ def _check_no_devices(places: tuple[str, ...] | None, world: World) -> None:
             "devices= is for one process, and this is one of several",
             numbers=f"rank {world.rank} of {world.world_size}; devices {', '.join(places)}",
             next_step="leave out devices= (each process has its own), or start the script with python alone",
-        )
-
-
-def _check_plan(chosen: Plan | None, options: ParallelizeOptions) -> None:
-    """Checks that a plan is one that runs, and that no option contradicts it."""
-    if not isinstance(chosen, Plan | None):
-        raise BadOption(
-            f"plan is a {type(chosen).__name__}, no Plan",
-            next_step="plan=outsize.plan(...), or outsize.Plan.load('plan.json')",
-        )
-    if chosen is None:
-        return
-    chosen.check_runs()
-    if planning := planning_options(options):
-        raise BadOption(
-            f"{', '.join(planning)} cannot be used together with plan=, which has decided it",
-            next_step="leave them out, or leave out plan=",
         )

@@ -10,7 +10,7 @@ from torch import nn
 
 from outsize.api.options import FitOptions, LossOptions, reads_options
 from outsize.api.planning import asked_alone
-from outsize.api.problem import adapted_case, asked_of, cluster_of
+from outsize.api.problem import adapted_case, asked_cluster, asked_in, asked_of
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
 from outsize.errors.arguments import insist_on_whole_number
 from outsize.ir.answers.fit import Fit
@@ -40,14 +40,15 @@ def largest_batch(
     device: more microbatches take a larger batch in parts. Sizes are multiples of microbatches and replicas.
     Raises as `fit`, and BadOption for a `batch_size`, which it looks for.
     """
-    if "batch_size" in options:
+    asked = asked_in(options, "fit")
+    if asked.batch_size is not None:
         raise BadOption(
             "largest_batch looks for batch_size, and was given one",
-            numbers=f"{options['batch_size']!r}",
+            numbers=f"{asked.batch_size!r}",
             next_step="leave it out; outsize.fit(model, ..., batch_size=32) says whether 32 samples fit",
         )
-    case, cluster = adapted_case(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))
-    request = asked_of(case, options)
+    case, cluster = adapted_case(model, args, kwargs, options, asked), asked_cluster(asked)
+    request = asked_of(case, asked)
     if request.microbatches is None:
         stages = request.stages or max(1, len(cluster.devices) // request.mesh(1).group_size)
         request = request.model_copy(update={"microbatches": stages})
@@ -77,13 +78,14 @@ def largest(
     """
     insist_on_whole_number(step, "step", 1, "step=1, the default")
     insist_on_whole_number(most, "most", step, f"most={MOST_SIZE}, the default")
-    cluster = cluster_of(options.get("cluster", "local"))
+    question = asked_in(options, "fit")
+    cluster = asked_cluster(question)
 
     @functools.lru_cache(maxsize=2)
     def asked(size: int) -> tuple[TrainingCase, PlanRequest, Cluster]:
         model, args, kwargs, loss = _example(make, size)
-        case = adapted_case(model, args, kwargs, {**options, **loss})
-        return case, asked_of(case, options), cluster
+        case = adapted_case(model, args, kwargs, {**options, **loss}, question)
+        return case, asked_of(case, question), cluster
 
     return _largest(quantity, lambda size, searched: asked_alone(*asked(size), searched=searched), step, most)
 

@@ -4,7 +4,6 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from outsize.api.options import LossOptions
+    from outsize.api.records import Lora
     from outsize.capture.models.losses import Objective
     from outsize.ir.answers.request import LayoutOptions, PlanRequest
     from outsize.ir.plan import Plan
@@ -46,13 +46,13 @@ class ModelInput:
         """Returns the keyword arguments `loss_fn` and `target` of these functions."""
         return {"loss_fn": self.objective.loss_fn, "target": self.objective.target}
 
-    def adapted(self, lora_rank: int | None, lora_targets: Sequence[str] | str | None) -> ModelInput:
+    def adapted(self, lora: Lora) -> ModelInput:
         """Returns the input with LoRA adapters on the model, where a rank is given. Raises BadOption."""
         from outsize.capture.models.lora import with_adapters
 
-        if lora_rank is None:
+        if lora.rank is None:
             return self
-        return replace(self, model=with_adapters(self.model, lora_rank, lora_targets))
+        return replace(self, model=with_adapters(self.model, lora.rank, lora.targets))
 
 
 def make_model_input(

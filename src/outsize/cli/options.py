@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
+from outsize.api.records import OTHERS, AxisSizes
 from outsize.errors import BadOption
 from outsize.errors.words import value_here
 from outsize.files.strict_json import BadJson, read_text
 from outsize.ir import plan as plans
-from outsize.ir.answers.request import AxisSearch, LayoutOptions, Objective
+from outsize.ir.answers.request import AxisSearch, Objective
 from outsize.ir.formatting import whole_number
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.schedule import Schedule
@@ -276,7 +277,15 @@ def schedule_or_file(text: str | None) -> ScheduleName | Schedule | None:
     return read(tuple(line for line in lines if line.strip()))
 
 
-def check_not_planned(plan: Plan | None, source: str, options: LayoutOptions) -> None:
+def axes_of(search: AxisSearch | None, sizes: Mapping[str, int | None]) -> AxisSizes | None:
+    """Returns the axes that the options give: sizes, and whether others are searched."""
+    given = {axis: size for axis, size in sizes.items() if size is not None}
+    if not given:
+        return search
+    return given | {OTHERS: 1} if search == "pp" else given
+
+
+def check_not_planned(plan: Plan | None, source: str, options: Mapping[str, Any]) -> None:
     """Raises BadOption for an option that the plan, which the option `source` names, has already decided."""
     given_names = [name for name, value in options.items() if value is not None]
     if plan is not None and given_names:

@@ -49,7 +49,7 @@ ENGINE: Final[Mapping[str, str]] = {
     "load": _RESUMED,
     "load_checkpoint": _RESUMED,
     "load_state": _RESUMED,
-    "load_state_dict": "engine.module.load_state_dict(state, strict=False), or parallelize(weights='FOLDER')",
+    "load_state_dict": "engine.module.load_state_dict(state, strict=False), or weight_files='DIR'",
     "local_rank": _PROCESSES,
     "lr": _RATE,
     "lr_scheduler": _RATE,

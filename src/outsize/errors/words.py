@@ -34,6 +34,12 @@ class Spoken:
     elsewhere: str
     flag: str
 
+    @property
+    def every_word(self) -> tuple[str, ...]:
+        """Returns its words; the option is one of them, unless the row is about a part of its values."""
+        is_part = self.value.startswith(("outsize.", "[outsize.", "{"))
+        return self.words if is_part else (*self.words, self.option)
+
     def in_python(self, known: Collection[str]) -> str:
         """Returns the keyword argument, or what to write instead of one."""
         return f"{self.option}={self.value}" if self.option in known else self.elsewhere
@@ -60,29 +66,36 @@ OPTIONS: Final = (
         "stages", "2", _MESH.format("stages=2", "--stages 2"), "--stages 2",
     ),
     _row(
-        "tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size "
+        "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size "
         "tp_degree autotp_size mp model_parallel model_parallel_size mp_size tp_plan",
-        "tp", "2", _MESH.format("tp=2", "--tp 2"), "--tp 2",
+        "axes", "{'tp': 2}", _MESH.format("axes={'tp': 2}", "--tp 2"),
+        "--tp 2",
     ),
     _row(
-        "context_parallel context_parallel_size context_parallel_degree cp_size ulysses ring_attention "
+        "cp context_parallel context_parallel_size context_parallel_degree cp_size ulysses ring_attention "
         "sequence_parallel_size ulysses_sequence_parallel_size sp sp_size",
-        "cp", "2", _MESH.format("cp=2", "--cp 2"), "--cp 2",
+        "axes", "{'cp': 2}", _MESH.format("axes={'cp': 2}", "--cp 2"),
+        "--cp 2",
     ),
     _row(
-        "expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size moe",
-        "ep", "2", _MESH.format("ep=2", "--ep 2"), "--ep 2",
+        "ep expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size "
+        "moe",
+        "axes", "{'ep': 2}", _MESH.format("axes={'ep': 2}", "--ep 2"),
+        "--ep 2",
     ),
     _row(
-        "dp ddp dp_size dp_degree data_parallel data_parallel_size data_parallel_replicate_degree replicas "
-        "num_replicas no_shard",
-        "dp_replicate", "2", _MESH.format("dp_replicate=2", "--dp-replicate 2"), "--dp-replicate 2",
+        "dp_replicate dp ddp dp_size dp_degree data_parallel data_parallel_size "
+        "data_parallel_replicate_degree replicas num_replicas no_shard",
+        "axes", "{'dp_replicate': 2}", _MESH.format("axes={'dp_replicate': 2}", "--dp-replicate 2"),
+        "--dp-replicate 2",
     ),
     _row(
-        "fsdp fsdp2 hsdp fully_shard full_shard sharding_strategy sharded data_parallel_shard_degree zero "
-        "zero1 zero2 zero3 zero_stage zero_optimization deepspeed deepspeed_config use_deepspeed "
+        "dp_shard fsdp fsdp2 hsdp fully_shard full_shard sharding_strategy sharded "
+        "data_parallel_shard_degree zero zero1 zero2 zero3 zero_stage zero_optimization deepspeed "
+        "deepspeed_config use_deepspeed "
         "use_distributed_optimizer",
-        "dp_shard", "2", _MESH.format("dp_shard=2", "--dp-shard 2"), "--dp-shard 2",
+        "axes", "{'dp_shard': 2}", _MESH.format("axes={'dp_shard': 2}", "--dp-shard 2"),
+        "--dp-shard 2",
     ),
     _row(
         "offload cpu_offload offload_params fsdp_offload_params offload_optimizer offload_optimizer_device "
@@ -116,13 +129,14 @@ OPTIONS: Final = (
     _row(
         "amp fp16 bf16 half dtype torch_dtype mixed_precision autocast bfloat16 float16 param_dtype "
         "param_precision use_amp",
-        "precision", "'bf16-mixed'", "outsize.parallelize(..., precision='bf16-mixed')",
-        "--precision bf16-mixed",
+        "precision", "'bf16-mixed'",
+        "outsize.parallelize(..., plan=outsize.Request(precision='bf16-mixed'))", "--precision bf16-mixed",
     ),
     _row(
         "gradient_checkpointing activation_checkpointing activation_checkpoint checkpoint_activations ac "
         "remat recompute_granularity recompute_activations use_checkpoint grad_checkpointing",
-        "recompute", "'full'", "outsize.parallelize(..., recompute='full')", "--recompute full",
+        "recompute", "'full'", "outsize.parallelize(..., plan=outsize.Request(recompute='full'))",
+        "--recompute full",
     ),
     _row(
         "lr learning_rate weight_decay betas optim optimizers optimizer_cls optimizer_name optimizer_class "
@@ -141,8 +155,8 @@ OPTIONS: Final = (
         "clip_norm", "1.0", "outsize.parallelize(..., clip_norm=1.0)",
     ),
     _row("compile torch_compile use_compile jit", "compiled", "True", "parallelize(..., compiled=True)"),
-    _row("cuda_graphs cuda_graph use_cuda_graph", "device_graphs", "True",
-         "parallelize(..., device_graphs=True)"),
+    _row("cuda_graphs cuda_graph use_cuda_graph", "compiled", "outsize.Compile(device_graphs=True)",
+         "parallelize(..., compiled=outsize.Compile(device_graphs=True))"),
     _row(
         "seq_len seq_length sequence_length context_length max_seq_len max_length block_size image_size "
         "img_size resolution input_shape input_size shape",
@@ -173,7 +187,7 @@ OPTIONS: Final = (
     _row(
         "pretrained from_pretrained model_name_or_path pretrained_model_name_or_path state_dict weights_path "
         "init_checkpoint model_path",
-        "weights", "'model.safetensors'", "outsize.parallelize(..., weights='model.safetensors')",
+        "weight_files", "'model.safetensors'", "outsize.parallelize(..., weight_files='model.safetensors')",
         "--weights model.safetensors",
     ),
     _row(
@@ -182,9 +196,11 @@ OPTIONS: Final = (
         "schedule", "'interleaved'", "outsize.parallelize(..., schedule='interleaved')",
         "--schedule interleaved",
     ),
-    _row("lora peft use_lora lora_r r peft_config", "lora_rank", "8", "peft's own get_peft_model(model, ...)",
-         "--lora-rank 8"),
-    _row("timeout nccl_timeout ddp_timeout dist_timeout", "hang_timeout", "60",
+    _row("lora peft use_lora lora_r r peft_config", "request", "outsize.Request(lora=8)",
+         "peft's own get_peft_model(model, ...)", "--lora-rank 8"),
+    _row("request", "plan", "outsize.Request(stages=2)",
+         "outsize.plan(..., request=outsize.Request(stages=2))"),
+    _row("timeout nccl_timeout ddp_timeout dist_timeout", "callbacks", "[outsize.Watch(hang_timeout=60)]",
          "outsize run --hang-timeout 60 train.py", "--hang-timeout 60"),
     _row("random_seed manual_seed rng_seed", "seed", "0", "torch.manual_seed(0) before the model is built",
          "--seed 0"),
@@ -192,9 +208,10 @@ OPTIONS: Final = (
          "outsize.parallelize(..., callbacks=[...])"),
     _row("find_unused_parameters static_graph bucket_cap_mb gradient_as_bucket_view no_sync", "", "",
          "leave it out: unused weights, overlap and accumulation need no option"),
-    _row("sync_batchnorm syncbn sync_bn", "bn", "'sync'", "outsize.parallelize(..., bn='sync')", "--bn sync"),
+    _row("sync_batchnorm syncbn sync_bn", "request", "outsize.Request(bn='sync')",
+         "outsize.parallelize(..., plan=outsize.Request(bn='sync'))", "--bn sync"),
     _row("strategy trainer plugins launcher", "", "",
-         "dp_shard=2 (FSDP), tp=2, stages=2, or none of them: the plan chooses"),
+         "axes={'dp_shard': 2} (FSDP), axes={'tp': 2}, stages=2, or none of them: the plan chooses"),
     _row("output out_file save o output_file", "", "", "plan.save('plan.json')", "--out plan.json"),
     _row("node_rank machine_rank", "", "", "outsize run --nnodes 2 --node-rank 0 train.py", "--node-rank 0"),
     _row("master_address main_process_ip host", "", "", "outsize run --master-addr HOST train.py",
@@ -270,7 +287,7 @@ def _values() -> Iterator[tuple[tuple[str, str], str]]:
 
 
 # An option of several rows is that of the first one.
-_BY_WORD: Final = {_key(word): row for row in OPTIONS[::-1] for word in (*row.words, row.option) if word}
+_BY_WORD: Final = {_key(word): row for row in OPTIONS[::-1] for word in row.every_word if word}
 _BY_VALUE: Final = dict(_values())
 
 

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any, Final, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from outsize.axes.registry import AXES
+from outsize.api.records import Loss
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadOption
 from outsize.integrations.lightning_processes import RankStrategy
 from outsize.integrations.optimizer_parts import OptimizerParts
-from outsize.integrations.split_options import options_of
+from outsize.integrations.split_options import options_of, split_into
 from outsize.integrations.training_step import TrainingStep, loss_in, names_in, reads_batch_number
 from outsize.integrations.update import Lookahead, Update
 from outsize.ir.plan import Plan
@@ -54,7 +54,6 @@ else:
     model_helpers = import_package("lightning.pytorch.utilities.model_helpers", extra="lightning")
     torchmetrics = import_package("torchmetrics", extra="lightning")
 
-_GROUP_AXES: Final = frozenset(axis.keyword for axis in AXES if not axis.keeps_bits)
 PREFIX: Final = "module."  # of the module's names in the engine's model
 _EFFECTS: Final = frozenset(("logger", "loggers", "print"))  # What a step writes with beside `log`.
 
@@ -131,16 +130,14 @@ class OutsizeStrategy(RankStrategy):
         self._step = TrainingStep(self._module, is_recorded=reason is None)
         count, batch_size = trainer.accumulate_grad_batches, microbatch(batch).size
         options = self._options
-        if "plan" not in options:
-            exact = {} if _GROUP_AXES & options.keys() else {"exact": True}
-            options = {"microbatches": count, "batch_size": count * batch_size, **exact, **options}
+        if not isinstance(options.get("plan"), Plan):
+            options = split_into(options, count, count * batch_size, exact=True)
         self._module._metric_attributes = None  # Lightning's cache by ids, which differ between ranks.
         with self._step.logging():
             engine = parallelize(
                 self._step,
                 (batch,),
-                loss_fn=loss_in,
-                counting="sum",
+                loss_fn=Loss(loss_in, counting="sum"),
                 optimizer=self._parts if self._parts and self.optimizers else None,
                 **options,
             )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from outsize.api.old_spellings import in_new_spelling
+from outsize.api.options import ParallelizeOptions
+from outsize.api.records import Request
+from outsize.axes.registry import GROUP
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 
-Split = Plan | str | Path | Mapping[str, Any]
-"""A plan, its file, or options of `outsize.parallelize`: `{"stages": 2, "schedule": "1f1b"}`."""
+Split = Plan | Request | str | Path | Mapping[str, Any]
+"""A plan, a request of one, a plan's file, or options of `outsize.parallelize`: `{"stages": 2,
+"schedule": "1f1b"}`."""
 _FRAMEWORKS: Final = frozenset(
     {"loss_fn", "target", "optimizer", "counting", "clip_norm", "scaler", "resume"}
 )
@@ -23,7 +29,7 @@ def options_of(split: Split | None) -> dict[str, Any]:
     """
     if split is None:
         return {}
-    if isinstance(split, Plan):
+    if isinstance(split, Plan | Request):
         return {"plan": split}
     if isinstance(split, str | Path):
         return {"plan": Plan.load(split)}
@@ -40,4 +46,24 @@ def options_of(split: Split | None) -> dict[str, Any]:
             numbers=f"{len(own)} of {len(split)} options",
             next_step="leave it out, and use the framework's own argument",
         )
-    return dict(split)
+    return in_new_spelling("parallelize", split, ParallelizeOptions.__annotations__)
+
+
+def split_into(
+    options: Mapping[str, Any], microbatches: int, batch_size: int, *, exact: bool = False
+) -> dict[str, Any]:
+    """Returns options without a plan, for the batch that the framework makes of so many microbatches.
+
+    What the user says counts more. The layout is `exact` where no axis is asked for that adds up in
+    another order.
+    """
+    asked = Request.of(options.get("plan"))
+    own = asked.joined({name: options[name] for name in options if name in ("axes", "microbatches")})
+    rounds = {axis.name for axis in GROUP if not axis.keeps_bits}
+    wants_axes = isinstance(own.axes, Mapping) and not rounds.isdisjoint(map(str, own.axes))
+    given = {
+        "batch_size": batch_size if own.batch_size is None else own.batch_size,
+        "exact": True if exact and own.exact is None and not wants_axes else own.exact,
+    }
+    chosen = {} if own.microbatches is not None else {"microbatches": microbatches}
+    return {**chosen, **options, "plan": replace(asked, **given)}

@@ -30,10 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from outsize.api.records import Loss
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadCheckpoint, BadOption
 from outsize.integrations.model_calls import ModelAnswer, OwnWeights, SplitModel, arguments_of_call
-from outsize.integrations.split_options import Split, options_of
+from outsize.integrations.split_options import Split, options_of, split_into
+from outsize.ir.plan import Plan
 from outsize.ops.training import parallelize
 from outsize.run.stage.rng import borrowed_generators
 from outsize.train.batch.batch import Batch, microbatch
@@ -86,7 +88,8 @@ class Trainer(transformers.Trainer, ABC):
         if self.args.fp16:
             raise BadOption(
                 "fp16=True scales losses inside of Accelerate, which sees no backward of a pipeline",
-                next_step="bf16=True, or your own loop with parallelize(..., scaler=GradScaler())",
+                next_step="bf16=True, or your own loop with "
+                "parallelize(..., loss_fn=outsize.Loss(loss_fn, scaler=GradScaler()))",
             )
         if self.args.torch_compile_mode is not None:
             raise BadOption(
@@ -322,9 +325,9 @@ class Trainer(transformers.Trainer, ABC):
         items = self._get_num_items_in_batch([inputs], self.args.device)
         part = self._microbatch_of(inputs, items)
         options: dict[str, Any] = dict(self._options)
-        if "plan" not in options:
+        if not isinstance(options.get("plan"), Plan):
             count = self.args.gradient_accumulation_steps
-            options = {"microbatches": count, "batch_size": count * self.args.train_batch_size, **options}
+            options = split_into(options, count, count * self.args.train_batch_size)
         if self.args.torch_compile:
             options = {"compiled": self.args.torch_compile_backend, **options}
         with self.accelerator.autocast():
@@ -333,8 +336,7 @@ class Trainer(transformers.Trainer, ABC):
                 part.args,
                 part.kwargs,
                 target=part.target,
-                loss_fn=self._loss_of,
-                counting="sum",
+                loss_fn=Loss(self._loss_of, counting="sum"),
                 optimizer=self._own_optimizer,
                 **options,
             )

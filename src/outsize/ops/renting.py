@@ -10,7 +10,7 @@ from torch import nn
 
 from outsize.api.options import FitOptions, reads_options
 from outsize.api.planning import plan_case
-from outsize.api.problem import CostSource, adapted_case, asked_of, cluster_of
+from outsize.api.problem import CostSource, adapted_case, asked_in, asked_of, cluster_of
 from outsize.errors import BadOption, NoFeasiblePlan, TooFewSamples, TooManyStages
 from outsize.errors.arguments import is_number, shown
 from outsize.ir.answers.ranking import ClusterRanking, RankedCluster
@@ -53,14 +53,15 @@ def rank_clusters(
             f"prices={shown(prices)} names no kind of device", next_step="prices={'h100-80gb': 2.5}, per hour"
         )
     clusters = _priced([_cluster for each in devices for _cluster in _clusters(each)], prices or {})
-    if not clusters or "cluster" in options:
+    asked = asked_in(options, "fit")
+    if not clusters or asked.cluster is not None:
         raise BadOption(
             "the devices to rank are given by `devices` alone",
-            numbers=f"{len(clusters)} clusters, cluster={options.get('cluster')!r}",
+            numbers=f"{len(clusters)} clusters, cluster={asked.cluster!r}",
             next_step="devices=['a100-80gb', '2x8xh100-80gb'], without cluster",
         )
-    case = adapted_case(model, args, kwargs, options)
-    request = asked_of(case, options)
+    case = adapted_case(model, args, kwargs, options, asked)
+    request = asked_of(case, asked)
     ranked = sorted((_ranked(case, request, cluster) for cluster in clusters), key=_order)
     whole = case.under(request.precision).on(clusters[0]).captured(request.batch_size).graph
     return ClusterRanking(

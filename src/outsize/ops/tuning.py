@@ -13,7 +13,7 @@ from torch import nn
 
 from outsize.api.options import TuneOptions, reads_options, request_of
 from outsize.api.planning import Args, Kwargs
-from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.api.problem import CostSource, asked_in, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.device.accelerators import CPU, device_type
 from outsize.device.cores import usable_cores
@@ -62,14 +62,17 @@ def tune(
 
     Raises BadOption in a single process, and as `plan`.
     """
-    if options.get("inference"):
+    asked = asked_in(options)
+    if asked.inference:
         raise BadOption(
             "tune runs training steps, and inference has none",
             numbers="inference=True",
-            next_step="outsize.plan(model, args, inference=True)",
+            next_step="outsize.plan(model, args, request=outsize.Request(inference=True))",
         )
-    named = options.get("cluster")
-    where = None if named is None else cluster_of(named)
+    asked.insist_on_none(
+        "tune", ("lora", "measured", "progress"), "leave it out: tune times the model as it is"
+    )
+    where = None if asked.cluster is None else cluster_of(asked.cluster)
     kind = device_type() if where is None or where.devices[0].kind != "cpu" else CPU
     world = join(kind)
     if world.group is None:
@@ -81,7 +84,7 @@ def tune(
     if kind == CPU:
         keep_freed_memory()  # as engines do, so that a trial's one step does not pay for new pages
     case = case_of(model, args, kwargs, options)
-    request = request_of(options, case.batch.size)
+    request = request_of(asked.layout, case.batch.size)
     if request.stages is None:
         request = request.model_copy(update={"stages": world.world_size})
     case = case.under(request.precision)

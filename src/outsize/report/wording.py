@@ -414,7 +414,7 @@ def _host_memory_short(f: HostMemoryShort) -> str:
         how = f"which reads and writes it once a step at {speed}, in {seconds_text(f.disk_s)} at least"
     return (
         f"the host has {bytes_text(f.host_memory_bytes)}, {bytes_text(f.missing_bytes)} too little: "
-        f"outsize.parallelize(..., offload_folder=) puts the rest on a disk, {how}"
+        f"outsize.Ranks(offload_folder=FOLDER) puts the rest on a disk, {how}"
     )
 
 

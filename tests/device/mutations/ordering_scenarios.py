@@ -339,12 +339,12 @@ def weights_on_two_hosts(world: World) -> Values:
 
 def replicas(world: World) -> Values:
     """Gradients are added up over two processes while the backward runs."""
-    return _all(trained(world, axes={"stages": 1, "dp_replicate": 2, "microbatches": 2}, steps=2))
+    return _all(trained(world, axes={"stages": 1, "axes": {"dp_replicate": 2}, "microbatches": 2}, steps=2))
 
 
 def shards(world: World) -> Values:
     """Weights are gathered from two processes before they are used, and gradients are scattered."""
-    return _all(trained(world, axes={"stages": 1, "dp_shard": 2, "microbatches": 2}, steps=2))
+    return _all(trained(world, axes={"stages": 1, "axes": {"dp_shard": 2}, "microbatches": 2}, steps=2))
 
 
 def parts_of_layers(world: World) -> Values:
@@ -352,9 +352,16 @@ def parts_of_layers(world: World) -> Values:
     found, (x, y) = Values(), TIED.batch(WIDTH)
     for sequence in (False, True):
         engine = outsize.parallelize(
-            TIED.build(WIDTH), (x,), loss_fn=TIED.loss_fn, target=y, optimizer=adam, cluster="2xh200", tp=2,
-            microbatches=2, sequence_parallel=sequence,
-        )  # fmt: skip
+            TIED.build(WIDTH),
+            (x,),
+            loss_fn=TIED.loss_fn,
+            target=y,
+            optimizer=adam,
+            cluster="2xh200",
+            microbatches=2,
+            axes={"tp": 2},
+            plan=outsize.Request(sequence_parallel=sequence),
+        )
         found += [engine.step(x, target=y).loss for _ in range(2)]
         found += [p.detach().clone() for _, p in engine.named_parameters()]
     return found

@@ -66,7 +66,7 @@ MODEL_MISTAKES = {
     "a model in DistributedDataParallel": Mistake(
         lambda: _within_group(DistributedDataParallel),
         "the model is a DistributedDataParallel, which adds up gradients over its own process group",
-        "pass model.module in place of model; dp_replicate=2",
+        "pass model.module in place of model; axes={'dp_replicate': 2}",
     ),
     "a part in DistributedDataParallel": Mistake(
         lambda: _within_group(_in_parts),
@@ -76,12 +76,12 @@ MODEL_MISTAKES = {
     "a model in FSDP": Mistake(
         lambda: _within_group(_fsdp),
         "the model is a FullyShardedDataParallel",
-        "in place of model; dp_replicate",
+        "in place of model; axes={'dp_replicate'",
     ),
     "a model in FSDP2": Mistake(
         lambda: _within_group(_sharded),
         "divides weights over processes (FSDP), as outsize does",
-        "leave out fully_shard, and pass dp_shard=2",
+        "leave out fully_shard, and pass axes={'dp_shard': 2}",
     ),
     "a model in an engine": Mistake(
         lambda: _within_group(_Engine),

@@ -14,6 +14,7 @@ from mistake import Mistake, X, Y, engine, mlp
 from torch import nn
 
 import outsize
+from outsize.api.records import fields_of
 from outsize.ir.plan import Plan
 
 
@@ -31,7 +32,7 @@ def checked(**options: Any) -> Any:
 def _on_meta(weights: Any) -> Any:
     with torch.device("meta"):
         model = mlp()
-    return engine(model, weights=weights)
+    return engine(model, weight_files=weights)
 
 
 def _of_torch_save() -> Any:
@@ -45,6 +46,18 @@ def _of_another_size(layers: int) -> Any:
     return engine(mlp(layers), plan=planned(3, stages=2), stages=..., cluster=..., microbatches=...)
 
 
+def of_record(**fields: Any) -> Any:
+    """Returns an engine with a field of the record that has it."""
+    (name,) = fields
+    if name in fields_of(outsize.Loss):
+        return engine(loss_fn=outsize.Loss(F.cross_entropy, **fields))
+    if name in fields_of(outsize.Compile):
+        return engine(compiled=outsize.Compile(**fields))
+    if name in fields_of(outsize.Ranks):
+        return engine(devices=outsize.Ranks(**fields))
+    return engine(callbacks=[outsize.Watch(**fields)])
+
+
 def _two_steps(**options: Any) -> None:
     built = engine(**options)
     for _ in range(2):
@@ -55,10 +68,10 @@ _WORDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (planned, "pp", "stages=2"),
     (planned, "num_stages", "stages=2"),
     (planned, "pipeline_model_parallel_size", "stages=2"),
-    (planned, "tensor_parallel_size", "tp=2"),
-    (planned, "fsdp", "dp_shard=2"),
-    (planned, "zero_stage", "dp_shard=2"),
-    (planned, "dp", "dp_replicate=2"),
+    (planned, "tensor_parallel_size", "axes={'tp': 2}"),
+    (planned, "fsdp", "axes={'dp_shard': 2}"),
+    (planned, "zero_stage", "axes={'dp_shard': 2}"),
+    (planned, "dp", "axes={'dp_replicate': 2}"),
     (planned, "gpus", "cluster='2xh100-80gb'"),
     (planned, "num_processes", "cluster='2xh100-80gb'"),
     (planned, "bf16", "precision='bf16-mixed'"),
@@ -74,7 +87,7 @@ _WORDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (engine, "gradient_clip_val", "clip_norm=1.0"),
     (engine, "epochs", "for x, y in loader: engine.step(x, target=y)"),
     (engine, "resume_from_checkpoint", "resume='run'"),
-    (engine, "pretrained", "weights='model.safetensors'"),
+    (engine, "pretrained", "weight_files='model.safetensors'"),
     (engine, "torch_compile", "compiled=True"),
     (engine, "find_unused_parameters", "leave it out"),
     (engine, "scheduler", "scheduler.step() on every rank"),
@@ -83,7 +96,7 @@ _WORDS: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (engine, "load_in_4bit", "quantize the model in memory"),
     (engine, "attn_implementation", "attn_implementation='sdpa' in its config"),
     (checked, "atol", "bits are compared"),
-    (checked, "tp", "outsize.parallelize(..., tp=2)"),
+    (checked, "tp", "outsize.parallelize(..., axes={'tp': 2})"),
     (checked, "cluster", "outsize.plan(..., cluster='2x24GB')"),
 )
 _VALUES: tuple[tuple[Callable[..., Any], str, Any, str, str], ...] = (
@@ -100,8 +113,8 @@ _VALUES: tuple[tuple[Callable[..., Any], str, Any, str, str], ...] = (
     (planned, "cluster", 4, "cluster=4 is a int", "cluster='2xcpu'"),
     (checked, "stages", 50, "50 stages were asked for", "--stages"),
     (engine, "resume", True, "resume=True is a bool, no path", "resume='run'"),
-    (engine, "weights", True, "weights=True is a bool, no path", "weights='model.safetensors'"),
-    (engine, "scaler", True, "scaler=True is a bool, no GradScaler", 'scaler=torch.amp.GradScaler("cuda")'),
+    (engine, "weight_files", True, "weight_files=True is a bool", "weight_files='model.safetensors'"),
+    (of_record, "scaler", True, "scaler=True is a bool", 'scaler=torch.amp.GradScaler("cuda")'),
     (engine, "clip_norm", "foo", "clip_norm='foo' is no norm", "clip_norm=1.0"),
     (engine, "clip_norm", -1, "clip_norm=-1 is no norm", "clip_norm=1.0"),
     (engine, "clip_norm", 0, "clip_norm=0 is no norm", "leave it out to clip nothing"),
@@ -111,30 +124,30 @@ _VALUES: tuple[tuple[Callable[..., Any], str, Any, str, str], ...] = (
     (engine, "optimizer", "adamw", "optimizer is a str", "optimizer=lambda parameters: torch.optim.AdamW"),
     (engine, "optimizer", lambda _: torch.optim.SGD(mlp().parameters(), lr=0.1),
      "no weight of the optimizer is one of the model's", "optimizer=lambda parameters"),
-    (engine, "counting", "mean", "counting='mean' says nothing", "counting='auto'"),
+    (of_record, "counting", "mean", "counting='mean' says nothing", "counting='auto'"),
     (engine, "callbacks", [print], "a builtin_function_or_method that cannot be told", "on_step"),
     (engine, "callbacks", print, "cannot be told of steps", "callbacks=[MyCallback()]"),
     (engine, "compiled", "max-autotune", "torch.compile has no backend", "inductor"),
-    (engine, "device_graphs", "yes", "device_graphs='yes' says nothing", "device_graphs=True"),
-    (engine, "hang_timeout", -1, "a hang timeout of -1 s makes no sense", "--hang-timeout 10"),
-    (engine, "on_hang", "kill", "'kill' is unknown", "--on-hang end, or wait"),
-    (engine, "on_oom", "retry", "on_oom='retry' is unknown", "on_oom='raise', or 'replan'"),
+    (of_record, "device_graphs", "yes", "device_graphs='yes' says nothing", "device_graphs=True"),
+    (of_record, "hang_timeout", -1, "a hang timeout of -1 s makes no sense", "--hang-timeout 10"),
+    (of_record, "on_hang", "kill", "'kill' is unknown", "--on-hang end, or wait"),
+    (of_record, "on_oom", "retry", "on_oom='retry' is unknown", "on_oom='raise', or 'replan'"),
     (planned, "microbatches", True, "microbatches=True makes no sense", "microbatches=2"),
     (engine, "stages", True, "stages=True makes no sense", "stages=2"),
-    (engine, "seed", "a", "seed='a' makes no sense", "seed=0"),
-    (engine, "seed", None, "seed=None makes no sense", "seed=0"),
-    (engine, "seed", -1, "seed=-1 makes no sense", "seed=0"),
-    (engine, "captures", 1.5, "captures=1.5 makes no sense", "captures=32"),
+    (of_record, "seed", "a", "seed='a' makes no sense", "seed=0"),
+    (of_record, "seed", None, "seed=None makes no sense", "seed=0"),
+    (of_record, "seed", -1, "seed=-1 makes no sense", "seed=0"),
+    (of_record, "captures", 1.5, "captures=1.5 makes no sense", "captures=32"),
     (engine, "clip_norm", float("nan"), "clip_norm=nan is no norm", "clip_norm=1.0"),
-    (engine, "hang_timeout", "10m", "a hang timeout of '10m' s makes no sense", "--hang-timeout 10"),
+    (of_record, "hang_timeout", "10m", "a hang timeout of '10m' s makes no sense", "--hang-timeout 10"),
     (engine, "callbacks", [outsize.Callback], "cannot be told of steps", "callbacks=[MyCallback()]"),
     (engine, "batch_dims", 0, "batch_dims=0 names no argument", "batch_dims={'argument name or position'"),
     (engine, "batch_dims", "first", "batch_dims='first' names no argument", "batch_dims={'argument name"),
     (engine, "batch_dims", {0: 5}, "batch_dims gives 0 dim 5", "batch_dims={'argument name"),
-    (engine, "weights", {}, "weights={} is a state", "model.load_state_dict(state)"),
+    (engine, "weight_files", {}, "weight_files={} is a state", "model.load_state_dict(state)"),
     (engine, "resume", "", "resume='' is empty", "resume='run'"),
-    (engine, "memory_share", 2, "2 makes no sense", "0.5"),
-    (engine, "captures", 0, "captures=0 makes no sense", "captures="),
+    (of_record, "memory_share", 2, "2 makes no sense", "0.5"),
+    (of_record, "captures", 0, "captures=0 makes no sense", "captures="),
     (engine, "plan", "plan.json", "plan is a str, no Plan", "outsize.Plan.load('plan.json')"),
 )  # fmt: skip
 
@@ -155,7 +168,7 @@ OPTION_MISTAKES = {
         lambda: engine(devices=2, cluster=...), "devices is 2", 'devices=["cuda:0", "cuda:1"]'
     ),
     "tp=2 in one process": Mistake(
-        lambda: engine(tp=2, stages=..., cluster=...),
+        lambda: engine(axes={"tp": 2}, stages=..., cluster=...),
         "tp 2 wants several devices, and this is one process on its own",
         "outsize run --nproc-per-node 2 train.py",
     ),

@@ -26,6 +26,7 @@ from outsize.api.memory_share import MemoryShare
 from outsize.api.options import CaseOptions
 from outsize.api.planning import plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.api.records import Ranks, Watch
 from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.cli.model_input import ModelInput, make_model_input
 from outsize.cli.processes.job import FinishedRun, JobFolder, RunJob, RunOutcome
@@ -205,11 +206,10 @@ def _engine(job: RunJob, inputs: ModelInput, plan: Plan) -> Engine:
         **inputs.loss,
         plan=plan,
         optimizer=adamw,
-        seed=job.seed,
-        weights=job.weights,
-        devices=job.devices or None,
+        weight_files=job.weights,
+        devices=Ranks(job.devices or None, seed=job.seed),
         resume=job.checkpoint,
-        total_steps=job.steps,
+        callbacks=[Watch(total_steps=job.steps)],
     )
 
 

@@ -74,7 +74,7 @@ def check(
         "schedule": schedule,
         "recompute": recompute,
         "bn": bn,
-        "weights": weights,
+        "weight_files": weights,
         "steps": steps,
         "processes": processes,
         "seed": seed,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outsize.api.records import Lora, Request
 from outsize.cli import collected, options, uncollected
 from outsize.cli.model_input import ModelInput, batch_size, make_model_input
 from outsize.cli.model_size import ModelSize
@@ -107,17 +108,14 @@ def fit(
         "stages": stages,
         "schedule": schedule,
         "recompute": recompute,
-        "axes": axes,
+        "axes": options.axes_of(
+            axes, {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp, "ep": ep}
+        ),
         "exact": exact,
-        "dp_replicate": dp_replicate,
-        "dp_shard": dp_shard,
-        "tp": tp,
-        "cp": cp,
-        "ep": ep,
         "weights": weights,
-        "inference": inference or None,
-        "lora_rank": lora_rank,
-        "lora_targets": options.targets_in(lora_targets),
+        "request": Request(
+            inference=inference or None, lora=Lora(lora_rank, options.targets_in(lora_targets))
+        ),
     }
     stand_in(model.partition(":")[0])
     if max is not None:

@@ -5,11 +5,13 @@ hand.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outsize.api.records import Lora, Request
 from outsize.cli import options, uncollected
 from outsize.cli.model_input import (
     ModelInput,
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from outsize.api.options import OutlookOptions
-    from outsize.ir.answers.request import RequestOptions
     from outsize.planner.advice.overview import Outlook
 
 Out = Annotated[
@@ -100,27 +101,24 @@ def plan(
 ) -> None:
     """Split MODEL over the devices; show stages, memory, busy time, bubble, and the reasons."""
     screen, edited = Screen(json), load_plan(check)
-    asked: RequestOptions = {
-        "microbatches": microbatches,
-        "stages": stages,
-        "schedule": options.schedule_or_file(schedule),
-        "recompute": recompute,
-        "bn": bn,
-        "axes": axes,
-        "dp_replicate": dp_replicate,
-        "dp_shard": dp_shard,
-        "tp": tp,
-        "cp": cp,
-        "ep": ep,
-        "sequence_parallel": sequence_parallel,
-        "loss_pieces": loss_pieces,
-        "module_pieces": module_pieces,
-        "weights": weights,
-        "objective": None if objective == "time" else objective,
-    }
-    options.check_not_planned(edited, "--check", asked)
+    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp, "ep": ep}
+    asked = Request(
+        microbatches=microbatches,
+        stages=stages,
+        schedule=options.schedule_or_file(schedule),
+        recompute=recompute,
+        bn=bn,
+        axes=options.axes_of(axes, sizes),
+        sequence_parallel=sequence_parallel,
+        loss_pieces=loss_pieces,
+        module_pieces=module_pieces,
+        weights=weights,
+        objective=None if objective == "time" else objective,
+    )
+    options.check_not_planned(edited, "--check", {**sizes, **asked.given()})
+    lora = Lora(lora_rank, options.targets_in(lora_targets))
     wanted: OutlookOptions = {
-        **asked,
+        "request": replace(asked, inference=inference or None, lora=lora),
         "optimizer": optimizer,
         "precision": precision,
         "cluster": cluster,
@@ -128,15 +126,12 @@ def plan(
         "measured": load_profile(profile) or measure,
         "exact": exact,
         "curves": report is not None,
-        "inference": inference or None,
-        "lora_rank": lora_rank,
-        "lora_targets": options.targets_in(lora_targets),
     }
     with screen.working(f"building {model}"):
         size = batch_size(batch, edited)
         inputs = make_model_input(model, input, size, meta=meta or not measure, seed=seed)
     if styles or units:
-        adapted = inputs.adapted(lora_rank, options.targets_in(lora_targets))
+        adapted = inputs.adapted(lora)
         if styles:
             _list_styles(screen, adapted, tp or 1)
         else:

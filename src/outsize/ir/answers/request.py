@@ -1,10 +1,10 @@
 """Defines what a user asks of the planner: the options that are fixed, and those that the search may choose.
 
-    outsize.plan(model, x, stages=2)  ->  RequestOptions  ->  PlanRequest  ->  search, fit, tune
-    outsize plan MODEL --stages 2     ->  RequestOptions  ->  PlanRequest
+    outsize.plan(model, x, stages=2)  ->  outsize.Request  ->  RequestOptions  ->  PlanRequest  ->  search
+    outsize plan MODEL --stages 2     ->  outsize.Request  ->  RequestOptions  ->  PlanRequest
 
-`RequestOptions` names the keyword arguments for type checkers; `PlanRequest` is the validated record, and
-holds their defaults. Below the public functions only the record is passed on.
+`RequestOptions` has each axis by itself; `PlanRequest` is the validated record, and holds the defaults. Below
+the public functions only that record is passed on.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LayoutOptions(TypedDict, total=False):
 
 
 class RequestOptions(LayoutOptions, total=False):
-    """Lists the options of `outsize.plan` and `outsize.fit` that make a PlanRequest."""
+    """Lists the options that make a PlanRequest; `outsize.Request.layout` returns them."""
 
     inference: bool | None
     optimizer: str | None

@@ -17,6 +17,11 @@ from typing import Any, Final
 import torch
 
 from outsize.api.planning import plan as make_plan
+from outsize.api.records import Loss
+from outsize.axes.axis import Axis
+from outsize.axes.replicate import REPLICATE
+from outsize.axes.shard import SHARD
+from outsize.axes.tensor import TENSOR
 from outsize.errors import TooManyStages
 from outsize.ir.plan import Plan
 from outsize.ops.doctor import plain_loop
@@ -79,23 +84,25 @@ def features(place: CheckPlace) -> CheckAnswer:
 
 def replicas(place: CheckPlace) -> CheckAnswer:
     """Runs a replica of the model in each process."""
-    return _axis(place, PERCEPTRON, dp_replicate=place.world.world_size)
+    return _axis(place, PERCEPTRON, REPLICATE)
 
 
 def shards(place: CheckPlace) -> CheckAnswer:
     """Runs the model with its weights sharded over the processes."""
-    return _axis(place, PERCEPTRON, dp_shard=place.world.world_size)
+    return _axis(place, PERCEPTRON, SHARD)
 
 
 def tensor_parallel(place: CheckPlace) -> CheckAnswer:
     """Runs each layer divided over the processes."""
-    return _axis(place, TIED, tp=place.world.world_size, batches=1)
+    return _axis(place, TIED, TENSOR, batches=1)
 
 
-def _axis(place: CheckPlace, case: DeviceModel, *, batches: int = 0, **axis: int) -> CheckAnswer:
+def _axis(place: CheckPlace, case: DeviceModel, axis: Axis, *, batches: int = 0) -> CheckAnswer:
     ranks = place.world.world_size
     expected = _plain(place, case, Training(microbatches=ranks))
-    found = _split(place, case, Training(microbatches=batches * ranks or 1), stages=1, **axis)
+    found = _split(
+        place, case, Training(microbatches=batches * ranks or 1), stages=1, axes={axis.name: ranks}
+    )
     if place.world.rank:
         return CheckAnswer()
     difference = expected.relative_difference(found)
@@ -142,15 +149,14 @@ def _split(place: CheckPlace, case: DeviceModel, training: Training, **layout: A
     """Trains by outsize and returns losses and all weights; on other ranks than 0 no weights."""
     with _repeatable():
         x, y = _batch(place, case)
-        plan = layout.get("plan")
+        plan, scaler = layout.get("plan"), None if training.scaler is None else training.scaler()
         if plan is None:
             layout = {"microbatches": training.microbatches, **layout}
         engine = parallelize(
             case.build(place.width),
             optimizer=lambda parameters: plain_loop.sgd(list(parameters)),
             clip_norm=training.clip_norm,
-            scaler=None if training.scaler is None else training.scaler(),
-            **_example(place, case),
+            **_example(place, case) | {"loss_fn": Loss(case.loss_fn, scaler=scaler)},
             **_places(place, layout.get("stages", 1), plan),
             **layout,
         )

@@ -10,7 +10,7 @@ from torch import nn
 from outsize.api.elastic import REFUSALS, request_like
 from outsize.api.options import OutlookOptions, reads_options
 from outsize.api.planning import Args, Kwargs, plan_case
-from outsize.api.problem import CostSource, adapted_case, asked_of, cluster_of
+from outsize.api.problem import CostSource, adapted_case, asked_in, asked_of, cluster_of
 from outsize.errors import BadOption, BadPlan, OutsizeError, UnsupportedPlan
 from outsize.ir.answers.job import JobRequest, JobSize, JobSizeLeftOut
 from outsize.ir.answers.request import PlanRequest
@@ -37,13 +37,10 @@ def job_request(
     device, for the same microbatches and on an exact layout where one fits. Raises BadOption, as `plan`, and
     the error of the fewest nodes where no number of them has a plan.
     """
-    case, source, given = (
-        adapted_case(model, args, kwargs, options),
-        CostSource.of(options),
-        options.get("plan"),
-    )
-    node = node_of(cluster_of(options.get("cluster", "local" if given is None else given.cluster)))
-    request = asked_of(case, options) if given is None else request_like(given)
+    asked, given = asked_in(options), options.get("plan")
+    case, source = adapted_case(model, args, kwargs, options, asked), CostSource.of(asked)
+    node = node_of(cluster_of(asked.cluster or ("local" if given is None else given.cluster)))
+    request = asked_of(case, asked) if given is None else request_like(given)
 
     def planned(request: PlanRequest) -> _Answer:
         return lambda count: _runs(plan_case(case, request, with_nodes(node, count), source)[1])

@@ -135,7 +135,7 @@ def _refuse_wrappers(tensors: Mapping[str, Tensor]) -> None:
         raise BadWeights(
             f"{made[0]} is quantized in the model ({type(tensors[made[0]]).__name__}), and files have values",
             numbers=f"{len(made)} such weights",
-            next_step="load the values first, and quantize the model then; weights= is not needed for it",
+            next_step="load the values first, and quantize the model then; weight_files= is not needed",
         )
 
 

@@ -102,7 +102,7 @@ def _found(path: Path) -> Path:
     raise BadWeights(
         f"several weights in {path}" if several else f"no weights in {path}",
         numbers=few(several) if several else f"neither {SINGLE} nor {INDEX} is there",
-        next_step="weights= one of these files"
+        next_step="weight_files= one of these files"
         if several
         else f"ls {path}, and give the .safetensors file or its index",
     )

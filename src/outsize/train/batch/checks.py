@@ -55,7 +55,8 @@ def insist_on_step_options(update: Any, loss_scale: Any, gather: Any) -> None:
     if not is_number(loss_scale) or not math.isfinite(loss_scale):
         raise BadOption(
             f"loss_scale={loss_scale!r} is a {type(loss_scale).__name__} that scales no loss",
-            next_step="loss_scale=1 / 4 for a mean over four accumulated steps; fp16 has scaler=GradScaler()",
+            next_step="loss_scale=1 / 4 for a mean over four accumulated steps; "
+            "fp16 has outsize.Loss(..., scaler=GradScaler())",
         )
     if gather not in (True, False, "outputs"):
         raise BadOption(
@@ -110,7 +111,7 @@ def insist_on_values(named: Iterable[tuple[str, Tensor]], batch: Batch) -> None:
     if missing is not None:
         raise BadOption(
             f"weight {missing} is on meta and has no values",
-            next_step="weights='FOLDER or FILE.safetensors', or model.load_state_dict(..., assign=True)",
+            next_step="weight_files='FOLDER or FILE.safetensors', or model.load_state_dict(..., assign=True)",
         )
     if any(t.is_meta for t in batch.tensors()):
         raise BadOption("an input is on meta and has no values", next_step="pass a real batch")
@@ -238,7 +239,7 @@ def refused_closure(kind: str, processes: int, *, scaled: bool = False) -> BadOp
         f"{kind} takes each step from all weights together, by evaluating the batch several times",
         numbers="a GradScaler cannot skip a part of it" if scaled else f"{processes} ranks share them",
         next_step="an optimizer that treats each weight by itself, such as AdamW, or one process "
-        "without scaler=",
+        "without a GradScaler",
     )
     return error.on_all_ranks()
 

@@ -14,6 +14,7 @@ backward of a whole batch through the whole model, and their optimizers read tha
 from __future__ import annotations
 
 import sys
+from typing import Final
 
 import torch.distributed as dist
 from torch import nn
@@ -75,14 +76,17 @@ def _only_child(module: nn.Module) -> str | None:
     )
 
 
+_DIVIDES: Final = "axes={'dp_replicate': 2} or {'dp_shard': 2} divides the batch"
+
+
 def _next_step(fqn: str, module: nn.Module) -> str:
     child = _only_child(module)
     if _is_fully_sharded(module) or child is None:
-        return "leave out fully_shard, and pass dp_shard=2, the number of devices that share the weights"
+        return "leave out fully_shard, and pass axes={'dp_shard': 2}, of devices that share the weights"
     inner = ".".join(part for part in ("model", fqn, child) if part)
     if fqn:
-        return f"put {inner} in the place of its wrapper; dp_replicate=2 or dp_shard=2 divides the batch"
-    return f"pass {inner} in place of model; dp_replicate=2 or dp_shard=2 divides the batch"
+        return f"put {inner} in the place of its wrapper; {_DIVIDES}"
+    return f"pass {inner} in place of model; {_DIVIDES}"
 
 
 def _is_fully_sharded(module: nn.Module) -> bool:

@@ -409,7 +409,8 @@ class Checkpoints:
             there = ", ".join(each["class"] for each in saved.values()) or "none"
             warn_user(
                 f"{self._resumed.folder} has no optimizer{own}, so {optimizer.kind} starts anew (step "
-                f"{self._resumed.step}; optimizers: {there}). Next: weights={str(self._resumed.folder)!r} "
+                f"{self._resumed.step}; optimizers: {there}). Next: "
+                f"weight_files={str(self._resumed.folder)!r} "
                 "without resume=, if that is meant",
                 ResumeNote,
             )

@@ -88,7 +88,7 @@ def test_a_process_of_its_own_is_published_where_that_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    engine = engine_of(publish=True, total_steps=3)
+    engine = engine_of(callbacks=[outsize.Watch(publish=True, total_steps=3)])
     engine.step(X, target=Y)
     (run,) = runs_on_machine()
     assert run.state is not None

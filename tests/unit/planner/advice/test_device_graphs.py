@@ -50,4 +50,11 @@ def test_the_answer_has_the_memory_and_the_reasons() -> None:
 def test_another_word_is_refused() -> None:
     model, x = nn.Linear(4, 4), torch.zeros(4, 4)
     with pytest.raises(BadOption, match="device_graphs"):
-        outsize.parallelize(model, (x,), target=x, loss_fn=LOSS, cluster="1xcpu", device_graphs="always")
+        outsize.parallelize(
+            model,
+            (x,),
+            target=x,
+            loss_fn=LOSS,
+            cluster="1xcpu",
+            compiled=outsize.Compile(device_graphs="always"),
+        )

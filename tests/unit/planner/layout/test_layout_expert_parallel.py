@@ -99,8 +99,8 @@ def test_a_plan_with_ep_needs_less_memory_than_one_of_replicas() -> None:
     )
     tokens = torch.zeros(8, 16, dtype=torch.long)
     given = {"input_ids": tokens, "labels": tokens}
-    plan = outsize.plan(model, (), given, cluster="4xh100-80gb", ep=4)
-    whole = outsize.plan(model, (), given, cluster="4xh100-80gb", dp_replicate=4)
+    plan = outsize.plan(model, (), given, cluster="4xh100-80gb", axes={"ep": 4})
+    whole = outsize.plan(model, (), given, cluster="4xh100-80gb", axes={"dp_replicate": 4})
     assert plan.axes.ep == 4
     assert plan.expected is not None
     assert whole.expected is not None

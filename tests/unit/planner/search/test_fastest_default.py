@@ -138,7 +138,7 @@ def test_a_llama_of_70b_on_sixteen_h100_is_cut_between_blocks_and_beats_shared_w
     def planned_with(**options: Any) -> Plan:
         return outsize.plan(model, (), batch, cluster="2x8xh100-80gb", precision="bf16", **options)
 
-    plan, shared = planned_with(), planned_with(dp_shard=16)
+    plan, shared = planned_with(), planned_with(axes={"dp_shard": 16})
     assert shared.weights == "sharded"
     assert step_s(plan) <= step_s(shared) < 1.05 * step_s(plan)
     assert not any("self_attn" in pattern for stage in plan.stages for pattern in stage.units)

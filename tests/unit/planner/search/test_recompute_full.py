@@ -66,10 +66,13 @@ def recomputed_whole(plan: Plan) -> bool:
     )
 
 
-@pytest.mark.parametrize("axes", [{"stages": 1}, {"stages": 2}, {"tp": 2}], ids=["alone", "stages", "tp"])
+@pytest.mark.parametrize(
+    ("devices", "axes"),
+    [(1, {"stages": 1}), (2, {"stages": 2}), (2, {"axes": {"tp": 2}})],
+    ids=["alone", "stages", "tp"],
+)
 @pytest.mark.sample("alone", "tp")
-def test_full_fits_where_it_may_be_recomputed_block_by_block(axes: dict[str, int]) -> None:
-    devices = max(axes.values())
+def test_full_fits_where_it_may_be_recomputed_block_by_block(devices: int, axes: dict[str, Any]) -> None:
     most = peak(planned(f"{devices}xcpu", recompute="none", **axes))
     blockwise = 0
     for share in (0.25, 0.4, 0.6):

@@ -27,8 +27,8 @@ def llama(width: int, tokens: int) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def planned(width: int, tokens: int, sequence: bool | None) -> Plan:
     model, given = llama(width, tokens)
-    wishes = {"cluster": CLUSTER, "tp": 2, "sequence_parallel": sequence, "precision": "bf16"}
-    return outsize.plan(model, (), given, **wishes)
+    asked = outsize.Request(cluster=CLUSTER, axes={"tp": 2}, sequence_parallel=sequence, precision="bf16")
+    return outsize.plan(model, (), given, request=asked)
 
 
 def peak_bytes(plan: Plan) -> int:
@@ -62,4 +62,6 @@ def test_a_plan_by_hand_is_priced_as_it_is() -> None:
 def test_one_rank_has_nothing_to_share() -> None:
     model, given = llama(16, 8)
     with pytest.raises(BadOption, match="sequence parallelism is between the ranks of tensor parallelism"):
-        outsize.plan(model, (), given, cluster=CLUSTER, sequence_parallel=True, axes="pp")
+        outsize.plan(
+            model, (), given, cluster=CLUSTER, axes="pp", request=outsize.Request(sequence_parallel=True)
+        )

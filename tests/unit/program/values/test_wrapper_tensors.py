@@ -113,4 +113,4 @@ def test_files_are_not_read_into_them(tmp_path: Path) -> None:
     values = {name: torch.zeros(tensor.shape) for name, tensor in network().state_dict().items()}
     save_file(values, tmp_path / "model.safetensors")
     with pytest.raises(BadWeights, match=r"2.weight is quantized in the model \(Coded\)"):
-        engine_of(weights=tmp_path)
+        engine_of(weight_files=tmp_path)

@@ -213,7 +213,7 @@ def test_two_pipelines_side_by_side() -> None:
     """Rank p of replica r of 2 sits at 2 p + r; each has weights of its own, and copies wait as ever."""
     world, (args, _), target = FakeStreams(), case("mlp").batch(8), case("mlp").target(8)
     model, how = fresh("mlp"), dict[str, Any](loss_fn=case("mlp").loss)
-    wishes: dict[str, Any] = {"cluster": "4xcpu", "stages": 2, "dp_replicate": 2, "microbatches": 2}
+    wishes: dict[str, Any] = {"cluster": "4xcpu", "stages": 2, "axes": {"dp_replicate": 2}, "microbatches": 2}
     plan = outsize.plan(fresh("mlp"), args, target=target, **how, **wishes)
     engine = Engine(
         model, plan, LocalCrew(plan, MultiDevice(world, ("a", "b", "c", "d"), 2), 2), EngineOptions(**how)

@@ -213,7 +213,7 @@ def test_once_a_step_all_is_whole_and_both_accounts_are_met(tmp_path: Path) -> N
     model, batch = blocks(), (torch.randn(8, 16), torch.randn(8, 16))
     plan = shared(model, *batch, weights="resident")
     given = {"loss_fn": mean_square, "target": batch[1], "microbatches": MICROBATCHES // RANKS}
-    asked = {"cluster": "2xcpu", "dp_shard": RANKS, "weights": "resident", "optimizer": "sgd"}
+    asked = {"cluster": "2xcpu", "axes": {"dp_shard": RANKS}, "weights": "resident", "optimizer": "sgd"}
     expected = outsize.plan(model, batch[:1], **given, **asked).expected  # pyright: ignore[reportArgumentType]
     assert expected is not None
     (account,) = expected.stages

@@ -153,7 +153,10 @@ def test_a_folder_a_file_and_an_index_are_the_same_weights(tmp_path: Path) -> No
     [
         ("gone", r"no weights at .*gone. Next: ls"),
         ("empty", r"no weights in .*; neither model.safetensors nor model.safetensors.index.json is there"),
-        ("two", r"several weights in .*two; a.safetensors, b.safetensors. Next: weights= one of these files"),
+        (
+            "two",
+            r"several weights in .*two; a.safetensors, b.safetensors. Next: weight_files= one of these files",
+        ),
         ("text.safetensors", r"text.safetensors cannot be read as safetensors"),
         ("list.json", r"list.json is no index of safetensors; KeyError"),
         ("index.json", r"index.json names files that are not there; 1: part.safetensors"),

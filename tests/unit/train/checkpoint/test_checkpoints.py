@@ -53,7 +53,7 @@ def engine(stages: int = 2, make: MakeOptimizer | None = adamw, **how: Any) -> A
     asks = "resume" not in how or stages != 2
     layout: dict[str, Any] = {"stages": stages, "microbatches": 2} if asks else {}
     net = how.pop("net", None) or model()
-    return outsize.parallelize(net, (X,), **loss, optimizer=make, **layout, **how)
+    return outsize.parallelize(net, (X,), optimizer=make, **{**loss, **layout, **how})
 
 
 def losses(of: Any, count: int) -> list[float]:
@@ -120,9 +120,7 @@ def test_an_optimizer_that_the_checkpoint_lacks_starts_anew_with_a_word(tmp_path
     """Its own, or one that is attached; what has no optimizer now (an evaluation) needs none."""
     bare = engine(make=None)
     bare.save(tmp_path)
-    said = (
-        r"no optimizer, so AdamW starts anew \(step 0; optimizers: none\)\. Next: weights=.*without resume="
-    )
+    said = r"so AdamW starts anew \(step 0; optimizers: none\)\. Next: weight_files=.*without resume="
     with pytest.warns(ResumeNote, match=said):
         engine(1, resume=tmp_path)
     with warnings.catch_warnings(record=True) as notes:
@@ -189,13 +187,16 @@ def test_a_scaler_goes_on(tmp_path: Path) -> None:
     def scaler() -> GradScaler:
         return GradScaler("cpu", init_scale=1024.0, growth_interval=3)
 
-    whole = engine(scaler=scaler())
+    whole = engine(loss_fn=outsize.Loss(F.cross_entropy, scaler=scaler()))
     expected = losses(whole, 5)
-    first = engine(scaler=scaler())
+    first = engine(loss_fn=outsize.Loss(F.cross_entropy, scaler=scaler()))
     losses(first, 4)
     first.save(tmp_path)
     again = scaler()
-    assert losses(engine(resume=tmp_path, scaler=again), 1) == expected[4:]
+    assert (
+        losses(engine(resume=tmp_path, loss_fn=outsize.Loss(F.cross_entropy, scaler=again)), 1)
+        == expected[4:]
+    )
     assert again.get_scale() == 2048.0
 
 
@@ -222,10 +223,9 @@ def test_scaler_and_scheduler_go_on_together_on_fewer_stages(dropout: float, tmp
         of: Any = outsize.parallelize(
             six_layers(dropout),
             (X,),
-            loss_fn=steep,
+            loss_fn=outsize.Loss(steep, scaler=scaler),
             target=Y,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-            scaler=scaler,
             stages=stages,
             microbatches=4,
             resume=tmp_path if resume else None,

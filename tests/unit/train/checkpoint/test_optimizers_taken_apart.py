@@ -227,14 +227,17 @@ def test_what_could_not_go_on_is_refused_before_it_is_written(tmp_path: Path) ->
     run.step(X, target=Y)
     with pytest.raises(BadOption, match=said):
         run.save(tmp_path / "run")
-    hows: list[dict[str, Any]] = [{"checkpoint": tmp_path / "run"}, {"resume": tmp_path / "run"}]
+    hows: list[dict[str, Any]] = [
+        {"resume": outsize.Checkpoint(saves_in=tmp_path / "run")},
+        {"resume": tmp_path / "run"},
+    ]
     for how in hows:
         with pytest.raises(BadOption, match=said):
             engine(make, 2, **how)
     assert not (tmp_path / "run").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(BadOption, match=r"checkpoints cannot be written to .*; .*file is a file"):
-        engine(AdamW, 2, checkpoint=tmp_path / "file")
+        engine(AdamW, 2, resume=outsize.Checkpoint(saves_in=tmp_path / "file"))
 
 
 def test_a_trial_leaves_no_trace_and_gives_no_verdict_that_it_cannot() -> None:

@@ -91,7 +91,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_a_model_on_meta_trains_as_one_in_memory(weights: Path) -> None:
-    ours, theirs = split(on_meta(), weights=weights), split(seeded())
+    ours, theirs = split(on_meta(), weight_files=weights), split(seeded())
     for _ in range(2):
         assert torch.equal(step(ours), step(theirs))
     insist_on_equal(ours.full_state_dict(), dict(theirs.model.state_dict()))
@@ -103,15 +103,15 @@ def test_a_model_on_meta_trains_as_one_in_memory(weights: Path) -> None:
 def test_a_check_with_weights_leaves_the_model_on_meta(weights: Path) -> None:
     model = on_meta()
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "target": Y, "stages": 3}
-    assert outsize.check(model, (X,), weights=weights, **options).bit_equal
+    assert outsize.check(model, (X,), weight_files=weights, **options).bit_equal
     assert all(p.is_meta for p in model.parameters())
-    with pytest.raises(BadOption, match=r"first.weight is on meta .*Next: weights='FOLDER"):
+    with pytest.raises(BadOption, match=r"first.weight is on meta .*Next: weight_files='FOLDER"):
         outsize.check(model, (X,), **options)
 
 
 def test_without_weights_the_first_step_names_the_parameter_or_the_buffer() -> None:
     engine = split(on_meta())
-    with pytest.raises(BadOption, match=r"weight first.weight is on meta .*Next: weights='FOLDER"):
+    with pytest.raises(BadOption, match=r"weight first.weight is on meta .*Next: weight_files='FOLDER"):
         step(engine)
     model = seeded()
     model.mask = model.mask.to("meta")
@@ -123,12 +123,12 @@ def test_without_weights_the_first_step_names_the_parameter_or_the_buffer() -> N
 def test_notes_are_warnings(weights: Path) -> None:
     save_file({**load_file(weights), "ema.decay": torch.ones(1)}, weights)
     with pytest.warns(UserWarning, match="1 names are not the model's: ema.decay"):
-        split(on_meta(), weights=weights)
+        split(on_meta(), weight_files=weights)
 
 
 def test_weights_are_looked_for_before_anything_is_planned(tmp_path: Path) -> None:
     with pytest.raises(BadWeights, match=r"no weights at .*gone"):
-        outsize.parallelize(nn.Linear(1, 1), ("no such input",), weights=tmp_path / "gone")
+        outsize.parallelize(nn.Linear(1, 1), ("no such input",), weight_files=tmp_path / "gone")
 
 
 def test_a_decision_on_a_buffer_is_made_on_the_loaded_one(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_decision_on_a_buffer_is_made_on_the_loaded_one(tmp_path: Path) -> Non
     save_file({**plain.state_dict(), "limit": torch.tensor(0.0)}, tmp_path / "model.safetensors")
     model.to("meta")
     model.limit = torch.tensor(9.0)  # the file says 0
-    engine = split(model, weights=tmp_path, stages=2)
+    engine = split(model, weight_files=tmp_path, stages=2)
     parts = zip(X.split(2), Y.split(2), strict=True)
     losses = [F.cross_entropy(plain(x), y).detach() * 0.25 for x, y in parts]
     assert len({bool(x[0, 0] > 0) for x in X.split(2)}) == 2
@@ -200,7 +200,7 @@ def test_transformers_and_outsize_read_what_the_other_wrote(tmp_path: Path, name
         empty = kind.from_config(config)
     batch = {"input_ids": IDS, "labels": IDS}
     engine = outsize.parallelize(
-        empty, (), batch, stages=2, microbatches=2, optimizer=sgd, weights=tmp_path / "theirs"
+        empty, (), batch, stages=2, microbatches=2, optimizer=sgd, weight_files=tmp_path / "theirs"
     )
     insist_on_equal(dict(engine.model.named_buffers()), dict(model.named_buffers()))
     insist_on_equal(engine.full_state_dict(), model.state_dict())
@@ -302,7 +302,7 @@ def test_a_plan_file_and_weights_go_together(tmp_path: Path, weights: Path) -> N
         on_meta(), (X,), loss_fn=F.cross_entropy, target=Y, cluster="2xcpu", stages=2, microbatches=2
     )
     options: dict[str, Any] = {"plan": chosen, "loss_fn": F.cross_entropy, "target": Y}
-    engine = outsize.parallelize(on_meta(), (X,), weights=str(weights), **options)
+    engine = outsize.parallelize(on_meta(), (X,), weight_files=str(weights), **options)
     assert torch.isfinite(step(engine))
     engine.full_state_dict(to=str(tmp_path / "out"), shard_bytes=100)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -71,11 +71,10 @@ def test_the_numbers_of_the_plain_loop(name: str, stages: int) -> None:
     dtype = torch.float64 if stages == 2 and name != "narrow_resnet18" else torch.float32
     batch, model = in_precision(batch_of(case(name)), dtype), fresh(name, dropout=True).to(dtype)
     alone = copy.deepcopy(model)
-    how: dict[str, Any] = {"stages": stages, "dp_replicate": 2, "microbatches": PARTS // 2}
-    how |= {"optimizer": sgd, "clip_norm": CLIP, "seed": SEED, "loss_fn": case(name).loss}
-    engine = outsize.parallelize(
-        model, batch.args, batch.kwargs, target=batch.target, devices=["cpu"] * 2 * stages, **how
-    )
+    how: dict[str, Any] = {"stages": stages, "axes": {"dp_replicate": 2}, "microbatches": PARTS // 2}
+    how |= {"optimizer": sgd, "clip_norm": CLIP, "loss_fn": case(name).loss}
+    ranks = outsize.Ranks(["cpu"] * 2 * stages, seed=SEED)
+    engine = outsize.parallelize(model, batch.args, batch.kwargs, target=batch.target, devices=ranks, **how)
     assert engine.crew.local_replicas == 2
     losses, norms = list[Tensor](), list[Tensor]()
     # A ResNet on images of few pixels makes of a rounding in fp32 1e-4 in its second update.
@@ -108,7 +107,13 @@ def lines() -> nn.Sequential:
 
 
 def split(model: nn.Module, **options: Any) -> Engine:
-    how = {"devices": ["cpu", "cpu"], "dp_replicate": 2, "microbatches": 2, "optimizer": sgd, **options}
+    how = {
+        "devices": ["cpu", "cpu"],
+        "axes": {"dp_replicate": 2},
+        "microbatches": 2,
+        "optimizer": sgd,
+        **options,
+    }
     return outsize.parallelize(model, (X,), target=Y, loss_fn=F.mse_loss, **how)
 
 
@@ -183,7 +188,13 @@ def test_gradients_that_some_replicas_lack_and_a_failed_step() -> None:
     model, index = Rare(), torch.arange(8)
     alone = copy.deepcopy(model)
     engine = outsize.parallelize(
-        model, (index,), target=Y, loss_fn=F.mse_loss, devices=["cpu", "cpu"], dp_replicate=2, microbatches=2
+        model,
+        (index,),
+        target=Y,
+        loss_fn=F.mse_loss,
+        devices=["cpu", "cpu"],
+        microbatches=2,
+        axes={"dp_replicate": 2},
     )
     with pytest.raises(IndexError):
         engine.step(index + 5, target=Y, update=False)
@@ -203,16 +214,16 @@ def planned(cluster: str, **options: Any) -> Plan:
 
 
 def test_where_replicas_go() -> None:
-    plan = planned("4xcpu", stages=2, dp_replicate=2)
+    plan = planned("4xcpu", stages=2, axes={"dp_replicate": 2})
     assert places_for(plan, ("cpu",) * 4) == ("cpu",) * 4
     assert places_for(plan, ("cpu",) * 2) == ("cpu",) * 2, "in turns"
     with pytest.raises(WorldMismatch, match="the plan needs 4 devices, devices names 2"):
         places_for(plan, ("cuda:0", "cpu"))
-    named = planned("cpu,cpu,cpu,cpu", stages=2, dp_replicate=2)
+    named = planned("cpu,cpu,cpu,cpu", stages=2, axes={"dp_replicate": 2})
     assert places_for(named, None) == ("cpu",) * 4
 
 
 def test_deferred_statistics_want_processes() -> None:
-    plan = planned("2xcpu", dp_replicate=2).model_copy(update={"bn": "deferred"})
+    plan = planned("2xcpu", axes={"dp_replicate": 2}).model_copy(update={"bn": "deferred"})
     with pytest.raises(BadOption, match="statistics and activations; bn 'deferred'"):
         make_engine(mlp(), plan, None, ranks=RankOptions(places=("cpu", "cpu")))

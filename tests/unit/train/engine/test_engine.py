@@ -113,7 +113,7 @@ def test_a_step_and_an_evaluation_leave_the_users_generators_alone() -> None:
 
 def test_each_step_draws_anew_and_a_seed_repeats_them() -> None:
     def losses(seed: int) -> list[float]:
-        engine = split(mlp(), X, target=Y, seed=seed)
+        engine = split(mlp(), X, target=Y, devices=outsize.Ranks(seed=seed))
         return [float(engine.step(X, target=Y, update=False).loss) for _ in range(3)]
 
     assert losses(1) == losses(1)

@@ -157,7 +157,12 @@ def test_losses_that_are_added_as_they_are(by_modules: bool) -> None:
         for x, y, w in zip(X.split(2), Y.split(2), weights.split(2), strict=True)
     ]
     engine = outsize.parallelize(
-        model, (X,), target=(Y, weights, total), loss_fn=loss_fn, counting="sum", stages=2, microbatches=4
+        model,
+        (X,),
+        target=(Y, weights, total),
+        loss_fn=outsize.Loss(loss_fn, counting="sum"),
+        stages=2,
+        microbatches=4,
     )
     result = engine.step(parts, update=False, gather=True)
     losses = []

@@ -23,7 +23,7 @@ from outsize.train.engine.loss_watch import NonFiniteLoss
 X, LABELS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
 
-def engine_of(loss_fn: Callable[..., Any] = F.cross_entropy, **options: Any) -> Engine:
+def engine_of(loss_fn: Callable[..., Any] | outsize.Loss = F.cross_entropy, **options: Any) -> Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     given = {"optimizer": torch.optim.SGD, "stages": 2, "microbatches": 4, **options}
@@ -164,7 +164,7 @@ def test_an_error_of_the_model_says_which_unit_raised_it() -> None:
     ids=["other weights", "a closure under a scaler", "none"],
 )
 def test_an_optimizer_that_no_step_can_use_is_not_taken(other: Callable[[Engine], Any]) -> None:
-    engine = engine_of(scaler=torch.amp.GradScaler("cpu"))
+    engine = engine_of(outsize.Loss(F.cross_entropy, scaler=torch.amp.GradScaler("cpu")))
     engine.step(X, target=LABELS)
     before = engine.optimizer
     with pytest.raises(BadOption):

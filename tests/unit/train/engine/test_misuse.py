@@ -23,6 +23,9 @@ _RANDOM = torch.Generator().manual_seed(0)
 X, Y = torch.randn(8, 8, generator=_RANDOM), torch.randint(0, 4, (8,), generator=_RANDOM)
 
 
+SCALED = outsize.Loss(F.cross_entropy, scaler=torch.amp.GradScaler("cpu"))
+
+
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -322,7 +325,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[OutsizeError], str]] = {
         "LBFGS evaluates the batch several times",
     ),
     "a closure and a scaler": (
-        lambda: engine(mlp(), optimizer=torch.optim.LBFGS, scaler=torch.amp.GradScaler("cpu")),
+        lambda: engine(mlp(), optimizer=torch.optim.LBFGS, loss_fn=SCALED),
         BadOption,
         "LBFGS takes each step from all weights",
     ),

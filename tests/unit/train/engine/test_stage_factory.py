@@ -16,7 +16,13 @@ WIDTH = 16
 @pytest.fixture(scope="module")
 def plan() -> outsize.Plan:
     x, y = TIED.batch(WIDTH)
-    how: dict[str, Any] = {"cluster": "4xh200", "stages": 2, "tp": 2, "microbatches": 2, "schedule": "1f1b"}
+    how: dict[str, Any] = {
+        "cluster": "4xh200",
+        "stages": 2,
+        "axes": {"tp": 2},
+        "microbatches": 2,
+        "schedule": "1f1b",
+    }
     return outsize.plan(TIED.build(WIDTH), (x,), loss_fn=TIED.loss_fn, target=y, **how)
 
 

@@ -178,8 +178,8 @@ class NamedOptimizer:
             raise BadOption(
                 f"the checkpoint's optimizer is {saved}, and this run's is {own}",
                 numbers=f"saved as {self._group!r}",
-                next_step=f"make it {saved}; or weights=FOLDER, the folder of the step, without resume=, to "
-                "begin with its weights alone",
+                next_step=f"make it {saved}; or weight_files=FOLDER, the folder of the step, "
+                "without resume=, to begin with its weights alone",
             )
 
     @torch.no_grad()
