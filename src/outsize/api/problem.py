@@ -197,19 +197,19 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
 
     Raises BadOption where so many ranks cannot divide the model, its sequences (cp), or its experts (ep).
     """
-    tp = axes.tp
+    tp, experts, tokens = axes.product_parts, axes.expert_parts, axes.token_parts
     if captured.graph.form == "modules":
         _insist_on_whole_modules(captured.graph, axes)
         return captured.graph
-    if axes.ep > 1:
-        insist_on_experts(captured.tape, case.whole, axes.ep * tp)
-    if axes.cp > 1 or (always and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS):
-        graph = with_rows(captured, case.whole, max(2, axes.cp))
+    if experts > 1:
+        insist_on_experts(captured.tape, case.whole, experts * tp)
+    if tokens > 1 or (always and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS):
+        graph = with_rows(captured, case.whole, max(2, tokens))
         captured = replace(captured, graph=graph)
-        if axes.cp > 1 and graph.rows is not None and graph.rows.refused:
-            by_rows(captured.tape, case.whole, axes.cp)
+        if tokens > 1 and graph.rows is not None and graph.rows.refused:
+            by_rows(captured.tape, case.whole, tokens)
     if tp == 1 and not always:
-        return captured.graph if axes.ep == 1 else with_experts(captured, case.whole, captured.graph)
+        return with_experts(captured, case.whole, captured.graph) if experts > 1 else captured.graph
     graph = with_experts(captured, case.whole, with_styles(captured, case.whole))
     if graph.tensor is not None:
         graph.tensor.insist_on_degree(tp)

@@ -103,6 +103,11 @@ class MeshShape(Record, ABC):
         return _expert_parts(self)
 
     @property
+    def within_stages(self) -> tuple[int, ...]:
+        """Returns the sizes of the axes whose ranks compute a stage together."""
+        return _within_stages(self)
+
+    @property
     def divides_weights(self) -> bool:
         """Returns whether ranks have parts of weights while they compute."""
         return _weight_parts(self) > 1
@@ -140,7 +145,7 @@ class MeshShape(Record, ABC):
     @property
     def exchanges_values(self) -> bool:
         """Returns whether ranks send each other values while a stage computes."""
-        return _exchanging(self) > 1
+        return max(self.within_stages) > 1
 
     @property
     def keeps_bits(self) -> bool:
@@ -203,13 +208,21 @@ else:
     Axes = record_of_sizes("Axes", __name__, MeshShape, AXES)
 
 
+def _sizes(axes: Iterable[Axis]) -> Callable[[MeshShape], tuple[int, ...]]:
+    """Returns what reads the sizes of these axes."""
+    names = [axis.name for axis in axes]
+    of_names: Any = attrgetter(*names)
+    return of_names if len(names) > 1 else lambda mesh: (of_names(mesh),)
+
+
 def _product(axes: Iterable[Axis]) -> Callable[[MeshShape], int]:
     """Returns what multiplies the sizes of these axes; the search asks for it a million times."""
     names = [axis.name for axis in axes]
     of_names: Any = attrgetter(*names)
-    return of_names if len(names) == 1 else lambda axes: prod(of_names(axes))
+    return of_names if len(names) == 1 else lambda mesh: prod(of_names(mesh))
 
 
+_within_stages: Final = _sizes(those(lambda axis: axis.within_stages))
 _world_size: Final = _product(AXES)
 _group_size: Final = _product(GROUP)
 _replicas: Final = _product(REPLICAS)
@@ -224,7 +237,6 @@ _weight_holders: Final = _product(HOLDERS)
 _expert_holders: Final = _product(EXPERT_HOLDERS)
 _copies: Final = _product(COPIES)
 _parts: Final = _product(PARTS)
-_exchanging: Final = _product(those(lambda axis: axis.within_stages))
 _inexact: Final = _product(those(lambda axis: not axis.keeps_bits))
 
 

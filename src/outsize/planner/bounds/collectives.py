@@ -48,7 +48,7 @@ class CollectiveBounds:
         if not layout.weight_policy.shards_weights:
             passed_s = m * work.forward[-1] + ((m - 1) * work.backward[-1] if pp == 1 else 0.0)
             return float(passed_s) / pp + prices.reduce_s(gradients // pp, last=True)
-        shards, tp = layout.shards, layout.axes.tp
+        shards, tp = layout.shards, layout.axes.product_parts
         kept_s = max(
             sum(prices.gather_s(size // tp) for size in sizes)
             for sizes in self._gathered_together(layout.captured)
@@ -74,7 +74,7 @@ class CollectiveBounds:
         forward, summed = gather_s * weights, reduce_s * gradients
         lost = losses(made, 2 * forward + summed)
         # A block that is gathered has the rest of a piece that begins in it.
-        largest = max(map(sum, self._gathered_together(layout.captured))) / layout.axes.tp
+        largest = max(map(sum, self._gathered_together(layout.captured))) / layout.axes.product_parts
         largest += max(float(weights[end] - weights[first + 1]) for first, end in pairwise(ends))
         spared_s = gather_s * largest
         summing_s = reduce_s * largest * float(gradients[-1]) / max(float(weights[-1]), 1.0)

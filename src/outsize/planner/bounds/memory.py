@@ -80,11 +80,11 @@ class MemoryBounds:
     def bytes_of(self, layout: Layout, units: int | slice = -1) -> LeastBytes:
         """Returns what devices hold of the units before each; of all units, or of shape (n + 1,)."""
         axes, held = layout.axes, self._sums(layout)
-        shards = axes.tp * layout.weight_parts
-        divided = ("weights", shards), ("gradients", shards), ("optimizer", axes.tp * layout.shards)
+        parts, shards = axes.product_parts, axes.product_parts * layout.weight_parts
+        divided = ("weights", shards), ("gradients", shards), ("optimizer", parts * layout.shards)
         weights, gradients, states = (held[name][units] / by for name, by in divided)
-        saved = self._saved_of_rank(layout)[units] / axes.cp
-        ranked = axes.tp > 1 and self._candidates[layout.captured][0].tensor is not None
+        saved = self._saved_of_rank(layout)[units] / axes.token_parts
+        ranked = parts > 1 and self._candidates[layout.captured][0].tensor is not None
         casts = 0 * held["casts"][units] if ranked else held["casts"][units]
         return LeastBytes(weights, gradients, states, saved, held["kept"][units] + casts, casts)
 
@@ -123,7 +123,7 @@ class MemoryBounds:
         """
         if not self._together:
             return 0.0
-        return self._sums(layout)["update"][units] / (layout.axes.tp * layout.shards)
+        return self._sums(layout)["update"][units] / (layout.axes.product_parts * layout.shards)
 
     def _saved_of_rank(self, layout: Layout) -> Any:
         """Returns what a tensor-parallel rank saves of a microbatch, whose sequences are not divided, as sums
@@ -131,21 +131,21 @@ class MemoryBounds:
         """
         axes, sums = layout.axes, self._sums(layout)["saved"]
         model = self._candidates[layout.captured]
-        if axes.tp == 1 or axes.ep > 1 or model[0].tensor is None:
-            return sums / axes.tp
+        if axes.product_parts == 1 or axes.expert_parts > 1 or model[0].tensor is None:
+            return sums / axes.product_parts
         whole = layout.captured, layout.sequence
 
         def summed() -> Bytes:
             units = self._cache.once(("saved", *whole), lambda: SavedBytes.of(*model, layout.sequence))
-            return np.append(0, np.cumsum(units.of_rank(axes.tp)))
+            return np.append(0, np.cumsum(units.of_rank(axes.product_parts)))
 
-        return self._cache.once(("sums of saved", *whole, axes.tp), summed)
+        return self._cache.once(("sums of saved", *whole, axes.product_parts), summed)
 
     def _sums(self, layout: Layout) -> dict[str, Bytes]:
         """Returns sums over units, of shape (n + 1,), of a rank that may have some of the experts alone;
         weights without what every device has all of (`kept`), and copies of weights.
         """
-        key = layout.captured, layout.axes.ep
+        key = layout.captured, layout.axes.expert_parts
         return self._cache.once(("sums of bytes", *key), lambda: self._summed(*key))
 
     def _summed(self, captured: int, ep: int) -> dict[str, Bytes]:

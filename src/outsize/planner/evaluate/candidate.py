@@ -341,6 +341,6 @@ def _figures(candidate: Candidate, stage: int, units: int) -> StageFigures:
 def _load(candidate: Candidate, rank: int) -> Load:
     """Returns the load of all stages of a rank; what tp and cp divide are taken to be the largest tensors."""
     layout, bounds = candidate.layout, candidate.bounds
-    shards = layout.axes.tp * layout.axes.cp
+    shards = layout.microbatch_ranks
     loads = (Load.of(candidate.graph, bounds[s], bounds[s + 1], shards) for s in layout.stages_on(rank))
     return reduce(Load.with_stage, loads)

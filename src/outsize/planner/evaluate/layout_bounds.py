@@ -127,7 +127,7 @@ class LayoutBounds:
 
     def collectives_s(self, layout: Layout) -> float:
         """Returns a lower bound of a step: its collectives of weights and gradients on an average rank."""
-        if layout.hosted or layout.replicas * layout.axes.cp == 1 or layout.axes.ep > 1:
+        if layout.hosted or layout.axes.weight_holders == 1 or layout.axes.expert_parts > 1:
             return 0.0  # Experts are summed over fewer ranks than the rest.
         work = self._units.work(layout)
         return min(
@@ -137,7 +137,7 @@ class LayoutBounds:
 
     def _queue(self, layout: Layout) -> Queue | None:
         """Returns the collectives of sharded weights along the stages."""
-        if not layout.weight_policy.shards_weights or self._groups.unequal or layout.axes.ep > 1:
+        if not layout.weight_policy.shards_weights or self._groups.unequal or layout.axes.expert_parts > 1:
             return None
         prices = self._units.collectives(layout, self._groups.kinds_of(layout.group)[0])
         made_for = self._units.made_for(layout.captured)
@@ -155,7 +155,7 @@ class LayoutBounds:
         units = 0, len(self._units.graph(layout).units)
         return min(
             default_of(device).update_s(work.moved_per_gradient * each, device)
-            + work.products_s(units, layout, device) / (pp * axes.tp * axes.ep)
+            + work.products_s(units, layout, device) / (pp * axes.product_parts * axes.expert_parts)
             for device, work in works
         )
 
@@ -185,7 +185,7 @@ class LayoutBounds:
         crossing = self._cache.once(
             ("crossing", *model_key(layout)), lambda: Crossing.of(self._units.of_rank(layout)[0])
         )
-        held = crossing.shared(layout.axes.cp, least.fixed, graded, least.saved, updating)
+        held = crossing.shared(layout.axes.token_parts, least.fixed, graded, least.saved, updating)
         how = layout.schedule, layout.microbatches
         return Fleet(kinds, held, self._units.work(layout), how, saves_memory(recompute))
 
@@ -196,4 +196,4 @@ class LayoutBounds:
             size = sum(map(self._optimizer.list_bytes, parameters))
         else:
             size = self._optimizer.step_bytes(parameters, style)
-        return size / (layout.axes.tp * layout.shards)
+        return size / (layout.axes.product_parts * layout.shards)

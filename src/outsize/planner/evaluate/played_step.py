@@ -203,7 +203,7 @@ class PlayedStep:
 
     def _own_seconds(self, microbatches: int) -> dict[Cost, float]:
         """Returns the seconds of every kind of node by itself."""
-        cp, seconds = self.layout.axes.cp, dict(self.move_s)
+        cp, seconds = self.layout.axes.token_parts, dict(self.move_s)
         for part, cost in enumerate(self.costs):
             seconds |= {(kind, part, -1): cost.seconds(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
         for kind, sizes in (
@@ -277,7 +277,7 @@ def played_step(
             seconds |= _collective_seconds(part, _held(*parts[part], layout), pipeline.collectives[stage])
         places = zip(stage_of, parts, strict=True)
         costs = tuple(_beside_gathers(pipeline, (s, p), *own, seconds) for p, (s, own) in enumerate(places))
-    elif not layout.hosted and layout.replicas * layout.axes.cp > 1:
+    elif not layout.hosted and layout.axes.weight_holders > 1:
         buckets = tuple(_buckets(*own, c) for own, c in zip(parts, pipeline.collectives, strict=True))
         held = [_held(*own, layout) for own in parts]
         costs = tuple(_beside_buckets(pipeline, *of) for of in zip(stages, costs, buckets, held, strict=True))

@@ -124,8 +124,8 @@ class StageTables:
         units, starts = self._units.graph(layout).units, self.ends(layout)[:-1]
         per_unit = np.zeros(len(units), np.int64)
         sums = np.array([u.weight_sum_bytes for u in units], np.int64)
-        for unit, size in self._units.sharing(layout).keys.items() if layout.axes.cp > 1 else ():
-            per_unit[unit] = size // layout.axes.tp
+        for unit, size in self._units.sharing(layout).keys.items() if layout.axes.token_parts > 1 else ():
+            per_unit[unit] = size // layout.axes.product_parts
         whole = np.add.reduceat(per_unit, starts), np.maximum.reduceat(sums, starts)
         return KeyBytes(*whole, kept=activation_policy(recompute).keeps_all)
 
@@ -134,7 +134,7 @@ class StageTables:
         if not layout.weight_policy.shards_weights:
             return None
         graph, _ = self._units.of_rank(layout)
-        left = layout.axes.tp if graph.tensor is None else 1
+        left = layout.axes.product_parts if graph.tensor is None else 1
         return UnshardedBytes.of(graph, self._optimizer, self.ends(layout), left)
 
     def _whole(self, layout: Layout, device: Device) -> PricedModel:

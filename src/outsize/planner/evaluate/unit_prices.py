@@ -55,12 +55,12 @@ class UnitPrices:
         """Returns the model as one tensor-parallel rank has it."""
         return self._cache.once(
             ("model of a rank", *model_key(layout)),
-            lambda: of_rank(self._of_expert_rank(layout), layout.axes.tp, layout.sequence),
+            lambda: of_rank(self._of_expert_rank(layout), layout.axes.product_parts, layout.sequence),
         )
 
     def _of_expert_rank(self, layout: Layout) -> Model:
         """Returns the model as one rank has it that holds some of the experts."""
-        captured, ep = layout.captured, layout.axes.ep
+        captured, ep = layout.captured, layout.axes.expert_parts
         return self._cache.once(
             ("model of experts", captured, ep), lambda: of_expert_rank(self.models[captured], ep)
         )
@@ -73,7 +73,7 @@ class UnitPrices:
 
     def _message_bytes(self, layout: Layout) -> NDArray[np.float64]:
         graph, _ = self.of_rank(layout)
-        message_bytes = crossing_bytes(graph) / layout.axes.cp
+        message_bytes = crossing_bytes(graph) / layout.axes.token_parts
         message_bytes[0] = sum(flow.size_bytes for flow in flows(graph) if flow.step and flow.gradient)
         return message_bytes
 
@@ -118,10 +118,10 @@ class UnitPrices:
         them.
         """
         axes, times = layout.axes, self._shared(layout, device)
-        if axes.ep == 1:
+        if axes.expert_parts == 1:
             return times
         whole, _ = self.models[layout.captured]
-        key = layout.captured, axes.ep, axes.tp, axes.cp, layout.splits_backward, device.kind
+        key = layout.captured, axes.within_stages, layout.splits_backward, device.kind
         return self._cache.once(
             ("seconds of experts", *key),
             lambda: routed_times(whole, times, axes, self._groups.alike(device)),
@@ -133,7 +133,8 @@ class UnitPrices:
         axes, alike = layout.axes, self._groups.alike(device)
         if layout.microbatch_ranks == 1:
             return alone
-        key = layout.captured, axes.tp, axes.cp, layout.sequence, layout.splits_backward, device.kind
+        shared = axes.product_parts, axes.token_parts, layout.sequence
+        key = layout.captured, *shared, layout.splits_backward, device.kind
         return self._cache.once(
             ("seconds of shared layers", *key),
             lambda: split_times(self.sharing(layout), alone, layout, alike),
@@ -158,7 +159,7 @@ class UnitPrices:
         """Returns the prices of collectives among the replicas of a stage on such a device."""
 
         def made() -> WeightCollectives:
-            experts = experts_share(self.graph(layout)) if layout.axes.ep > 1 else 0.0
+            experts = experts_share(self.graph(layout)) if layout.axes.expert_parts > 1 else 0.0
             return WeightCollectives(layout, self._groups.alike(device), experts)
 
         key = layout.axes, layout.shards, device.kind, device.memory_bytes
@@ -175,15 +176,15 @@ class UnitPrices:
 
 def model_key(layout: Layout) -> Key:
     """Returns what changes the model of a rank."""
-    return layout.captured, layout.axes.tp, layout.sequence, layout.axes.ep
+    return layout.captured, layout.axes.product_parts, layout.sequence, layout.axes.expert_parts
 
 
 def seconds_key(layout: Layout) -> Key:
     """Returns what changes the seconds of a unit."""
     axes, hosted = layout.axes, layout.hosted
     where = (layout.weights, layout.schedule, axes.pp, layout.microbatches) if hosted else ()
-    splits = axes.tp > 1 and layout.splits_backward
-    return layout.captured, axes.tp, axes.cp, axes.ep, layout.sequence, splits, *where
+    splits = axes.product_parts > 1 and layout.splits_backward
+    return layout.captured, axes.within_stages, layout.sequence, splits, *where
 
 
 def spread_key(layout: Layout) -> Key:

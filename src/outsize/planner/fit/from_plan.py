@@ -155,7 +155,7 @@ def _options(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, int | 
         options["weights"] = plan.weights
     elif axes.group_size > 1:
         options |= axes.used_in_group
-        if axes.cp > 1 or (axes.dp_shard > 1 and not plan.weight_policy.shards_weights):
+        if axes.token_parts > 1 or (axes.divides_states and not plan.weight_policy.shards_weights):
             options["weights"] = plan.weights
         if axes.world_size < len(cluster.devices):
             options["stages"] = axes.pp

@@ -50,8 +50,8 @@ def device_tables(
     `keys`: what context parallelism has whole. `gathered` is set where weights are sharded. `ranked`: the
     tables are those of a tensor-parallel rank already (layout/tensor_parallel.py).
     """
-    parts = context_parallel(ranges, layout.axes.cp, keys)
-    parts = parts if ranked else tensor_parallel(parts, layout.axes.tp)
+    parts = context_parallel(ranges, layout.axes.token_parts, keys)
+    parts = parts if ranked else tensor_parallel(parts, layout.axes.product_parts)
     return sharded(parts, layout.shards, gathered)
 
 

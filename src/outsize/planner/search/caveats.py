@@ -29,7 +29,7 @@ def beyond_reasons(
     """Yields findings about weights on the host and divided tokens; `graph` is of one microbatch, unit by
     unit.
     """
-    cp, refused = layout.axes.cp, graph.rows is not None and graph.rows.refused
+    cp, refused = layout.axes.token_parts, graph.rows is not None and graph.rows.refused
     if layout.hosted:
         yield host_reason(graph, layout, cluster, optimizer)
     elif cp > 1:
@@ -43,7 +43,7 @@ def order_reasons(
 ) -> Iterator[SumOrder | FirstReplicaStatistics]:
     """Yields findings about results that are not bit-identical to one device."""
     if layout.group > 1:
-        yield SumOrder(replicas=layout.replicas, tp=layout.axes.tp, cp=layout.axes.cp)
+        yield SumOrder(replicas=layout.replicas, tp=layout.axes.product_parts, cp=layout.axes.token_parts)
     norms = sum("BatchNorm" in unit.kind for unit in graph.units)
     if norms and layout.replicas > 1 and bn == "micro":
         yield FirstReplicaStatistics(layers=norms, replicas=layout.replicas)

@@ -65,7 +65,9 @@ def _meshes(request: PlanRequest, models: Models, cluster: Cluster) -> Iterator[
     graph = models[max(models)][0]
     schedules, asked = _schedules(request, models, (DEFAULT.name,)), request.mesh(1)
     choices = AxisChoices(
-        contexts=(asked.cp,) if asked.cp > 1 else context_sizes(graph, len(cluster.devices)),
+        contexts=(asked.token_parts,)
+        if asked.token_parts > 1
+        else context_sizes(graph, len(cluster.devices)),
         experts=expert_sizes(graph, len(cluster.devices)),
         given=asked.with_one(those(lambda axis: axis.is_searched)),
     )
@@ -131,7 +133,7 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
     has_fixed &= request.weights in (None, layout.weights) and (request.bn != "sync" or layout.replicas == 1)
     has_fixed &= not request.exact or layout.group == 1
     runs = not unsupported(layout.axes, layout.weights, graph.form)
-    return has_fixed and runs and divides(graph, layout.axes.tp)
+    return has_fixed and runs and divides(graph, layout.axes.product_parts)
 
 
 def _sequence_options(request: PlanRequest, layout: Layout, graph: ModelGraph) -> tuple[bool, ...]:
@@ -139,8 +141,8 @@ def _sequence_options(request: PlanRequest, layout: Layout, graph: ModelGraph) -
     for; not where ranks of tp divide experts, which have the same tokens.
     """
     if (
-        layout.axes.tp == 1
-        or layout.axes.ep > 1
+        layout.axes.product_parts == 1
+        or layout.axes.expert_parts > 1
         or all(unit.in_sequence == unit.divided for unit in graph.units)
     ):
         return (False,)
@@ -152,7 +154,7 @@ def _weight_options(request: PlanRequest, axes: Axes) -> tuple[Weights, ...]:
     modes = weight_modes(axes)
     if request.weights in modes:
         return (request.weights,)
-    return modes if axes.dp_shard == 1 else (SHARDED.name,)
+    return (SHARDED.name,) if axes.divides_states else modes
 
 
 def _units(models: Models) -> int:

@@ -175,7 +175,7 @@ def _composed(request: PlanRequest, plan: Plan, pricing: Pricing) -> Plan:
     if composed is plan:
         return plan
     sums = order_reasons(graph, layout, request.bn)
-    products = tensor_reasons(graph, layout.axes.tp, layout.sequence)
+    products = tensor_reasons(graph, layout.axes.product_parts, layout.sequence)
     return composed.model_copy(update={"why": (*composed.why, *sums, *products)})
 
 

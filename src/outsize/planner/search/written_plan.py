@@ -87,7 +87,7 @@ def _why_cut(request: PlanRequest, best: Candidate, graph: ModelGraph, pricing: 
 
 def _why_axes(request: PlanRequest, layout: Layout, graph: ModelGraph, pricing: Pricing) -> Iterator[Reason]:
     """Yields what the axes besides pp, and the host's memory, follow from."""
-    yield from tensor_reasons(graph, layout.axes.tp, layout.sequence)
+    yield from tensor_reasons(graph, layout.axes.product_parts, layout.sequence)
     yield from beyond_reasons(graph, layout, pricing.cluster, request.optimizer)
 
 

@@ -450,6 +450,6 @@ def _commands(plan: Plan) -> list[str]:
     how = f"--stages {plan.axes.pp} --microbatches {plan.microbatches} --schedule {named}{axes}"
     return [
         f"{make} {how} {for_what} --out plan.json",
-        *(["outsize check MODEL --plan plan.json --processes"] if plan.axes.tp == 1 else []),
+        *(["outsize check MODEL --plan plan.json --processes"] if plan.axes.product_parts == 1 else []),
         f"outsize run --nproc-per-node {plan.axes.world_size} MODEL --plan plan.json",
     ]

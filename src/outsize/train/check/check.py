@@ -172,7 +172,8 @@ def _by_design(question: Question, reference: TrainingSnapshot, *, meshed: bool)
     """Yields notes on differences that are by design and that somebody might not expect, with their sizes."""
     plan = question.plan
     if meshed:
-        parts = " each rank's parts are gathered first;" if max(plan.axes.tp, plan.axes.dp_shard) > 1 else ""
+        has_parts = plan.axes.divides_weights or plan.axes.divides_states
+        parts = " each rank's parts are gathered first;" if has_parts else ""
         yield (
             f"ranks add up in another order than one process ({plan.axes.beyond_pp}), so loss and gradients"
             f" count, relative to each tensor's largest element;{parts} buffers and parameters are shown"

@@ -153,7 +153,7 @@ class StageFactory:
         """
         written = (action.kind for row in self.plan.actions for action in parse_row(row))
         splits = family_of(self.plan.schedule).splits_backward or Kind.I in written
-        return self.plan.axes.tp > 1 and self.backend is None and not splits
+        return self.plan.axes.product_parts > 1 and self.backend is None and not splits
 
     def _compiler(self) -> Compiler | None:
         if self.backend is None:
