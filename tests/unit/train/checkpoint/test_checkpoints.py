@@ -34,6 +34,7 @@ from outsize.train.checkpoint.module_states import merged_states
 from outsize.train.engine.engine import Engine
 from outsize.train.world.variables import COPIES, PeerCopies
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (8,), generator=torch.Generator().manual_seed(1))
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

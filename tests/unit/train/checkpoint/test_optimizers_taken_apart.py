@@ -22,6 +22,7 @@ from outsize.train.checkpoint.optimizers.optimizer_states import NamedOptimizer,
 from outsize.train.checkpoint.optimizers.optimizer_trial import insist_on_resumable
 from outsize.train.checkpoint.regions import located
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 Make = Callable[[Any], Any]

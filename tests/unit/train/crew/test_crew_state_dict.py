@@ -25,6 +25,7 @@ from outsize.train.engine.options import EngineOptions
 
 transformers = import_transformers()
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
 _RANDOM = torch.Generator().manual_seed(0)
 X, Y = torch.randn(8, 6, generator=_RANDOM), torch.randint(0, 4, (8,), generator=_RANDOM)
 IDS = torch.randint(0, 32, (4, 8), generator=_RANDOM)
