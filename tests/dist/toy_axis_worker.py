@@ -15,9 +15,6 @@ import torch
 from torch import nn
 
 import outsize
-from outsize.api.options import request_of
-from outsize.api.planning import plan_case
-from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.ir.plan import Plan
 
 # By the toy's name, and by that of the real axis: a request of the search, and one over ranks that also share
@@ -27,9 +24,9 @@ ASKED: dict[str, tuple[str, dict[str, int]]] = {
     "searched": ("4xcpu", {}),
     "composed": ("8xcpu", {"dp_shard": 2, "tp": 2}),
 }
-RUN: dict[str, tuple[str, dict[str, Any]]] = {
-    "alone": ("2xcpu", {"stages": 1}),
-    "sharded": ("4xcpu", {"stages": 1, "dp_shard": 2, "weights": "sharded"}),
+RUN: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "alone": ("2xcpu", {"dp_pod": 2}, {}),
+    "sharded": ("4xcpu", {"dp_pod": 2, "dp_shard": 2}, {"weights": "sharded"}),
 }
 BATCH = 8
 
@@ -41,10 +38,10 @@ def net() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return nn.Sequential(*layers).double(), x, y
 
 
-def planned(cluster: str, asked: dict[str, Any]) -> Plan:
+def planned(cluster: str, axes: dict[str, int], **asked: Any) -> Plan:
     model, x, y = net()
-    case = case_of(model, (x,), None, {"loss_fn": nn.functional.mse_loss, "target": y})
-    return plan_case(case, request_of(asked, BATCH), cluster_of(cluster), CostSource())[1]
+    loss_fn = nn.functional.mse_loss
+    return outsize.plan(model, (x,), loss_fn=loss_fn, target=y, cluster=cluster, axes=axes, **asked)
 
 
 def told_of(plan: Plan) -> dict[str, Any]:
@@ -58,9 +55,9 @@ def main() -> None:
     for name, (cluster, more) in ASKED.items():
         plans = [planned(cluster, {axis: 2, **more}) for axis in ("dp_pod", "dp_replicate")]
         told[name] = [told_of(plan) for plan in plans]
-    for name, (cluster, more) in RUN.items():
+    for name, (cluster, axes, more) in RUN.items():
         model, x, y = net()
-        planned(cluster, {"dp_pod": 2, **more}).save(folder / "plan.json")
+        planned(cluster, axes, stages=1, **more).save(folder / "plan.json")
         plan = Plan.load(folder / "plan.json")
         verdict = outsize.check(
             model, (x,), loss_fn=nn.functional.mse_loss, target=y, plan=plan, processes=True, steps=3

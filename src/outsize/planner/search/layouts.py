@@ -126,10 +126,8 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
     """
     fixed, axes = request.mesh(layout.axes.pp).model_dump(), layout.axes.model_dump()
     has_fixed = all(axes[name] == size for name, size in fixed.items() if size > 1)
-    has_fixed &= request.stages in (None, layout.axes.pp) and request.microbatches in (
-        None,
-        layout.microbatches,
-    )
+    has_fixed &= request.stages in (None, layout.axes.pp)
+    has_fixed &= request.microbatches in (None, layout.microbatches)
     has_fixed &= request.weights in (None, layout.weights) and (request.bn != "sync" or layout.replicas == 1)
     has_fixed &= not request.exact or layout.group == 1
     runs = not unsupported(layout.axes, layout.weights, graph.form)
