@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s%s\n", $$1, $$2}' Makefile
 
-demo: $(STAMP)  ## plan, split, check and train real models over two processes; three to six minutes
+demo: $(STAMP)  ## plan, split, check and train real models over two processes
 	$(BIN)/outsize demo
 
 # A file stays in one process, which shares its fixtures and captures; the longest files come first (conftest.py)

@@ -1,4 +1,4 @@
-"""The standard output of the demo: headings, the tables of report/, and a spinner where it is a terminal."""
+"""The standard output of the demo: headings, the tables of report/, and what is done at present."""
 
 from __future__ import annotations
 
@@ -33,10 +33,19 @@ class DemoScreen:
         """Writes a part directly below the last one."""
         self._console.print(part)
 
+    def begin(self, what: str) -> None:
+        """Writes a line of what is done from here on."""
+        self._console.print()
+        self._console.print(Text(f"... {what}", "dim"))
+
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Shows a spinner and `what` while the block runs."""
-        with self._console.status(Text(what)) if self._console.is_terminal else contextlib.nullcontext():
+        """Shows a spinner and `what` while the block runs; a line of it where there is no terminal."""
+        if not self._console.is_terminal:
+            self.begin(what)
+            yield
+            return
+        with self._console.status(Text(what)):
             yield
 
 

@@ -1,4 +1,4 @@
-"""The text job: a GPT-2 of 9 M parameters learns Python's own help topics byte by byte.
+"""The text job: a GPT-2 of 3 M parameters learns Python's own help topics byte by byte.
 
 `pydoc_data.topics` (what `help("LAMBDAS")` shows) is part of every CPython, so nothing is downloaded.
 Guessing each byte by its frequency alone costs 3.26 nats, so a loss below 3.0 needs the context.
@@ -20,12 +20,12 @@ BYTE_VALUES = 256
 
 
 def text_job(*, quick: bool) -> DemoJob:
-    """Returns the job of about a minute on two cores; `quick` returns a tiny model with a few steps."""
+    """Returns the job; `quick` returns a tiny model with a few steps."""
     if quick:
         recipe = TrainingRecipe(batch_size=4, steps=6, learning_rate=5e-3, warmup=2)
         return TextJob(layers=2, width=64, context=32, recipe=recipe)
-    recipe = TrainingRecipe(batch_size=8, steps=110, learning_rate=2e-3, warmup=10)
-    return TextJob(layers=5, width=384, context=128, recipe=recipe, goal=3.0)
+    recipe = TrainingRecipe(batch_size=8, steps=130, learning_rate=3e-3, warmup=10)
+    return TextJob(layers=4, width=256, context=128, recipe=recipe, goal=3.0)
 
 
 @final

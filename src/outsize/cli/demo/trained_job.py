@@ -110,6 +110,7 @@ def plan_check_and_train(job: DemoJob, screen: DemoScreen, folder: Path, *, quic
     with screen.working(f"checking {CHECKED_STEPS} steps against the plain loop, bit by bit"):
         verdict = _check(job, model, plan)
     screen.show(check_table(verdict))
+    screen.begin(f"training {job.recipe.steps} steps over {len(plan.stages)} processes")
     history, measured = _train(job, plan, folder, quick=quick)
     used = utilisation(measured, plan, [stage.device for stage in plan.stages])
     whole_s = median(step.step_s for step in history.steps)
