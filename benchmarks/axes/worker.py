@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.capture.models.imports import import_transformers
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.measure.memory import MemoryWatch, reader
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave

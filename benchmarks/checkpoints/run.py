@@ -56,7 +56,7 @@ def _round(engine: outsize.Engine, folder: str, *, wait: bool) -> list[float]:
         between = time.perf_counter()
         engine.save(folder, keep=1, wait=wait)
         shares.append((time.perf_counter() - between) / (between - start))
-    engine.finish_saving()
+    engine.state.finish_saving()
     return shares[1:]
 
 
@@ -80,7 +80,7 @@ def _steps_s(engine: outsize.Engine, x: torch.Tensor, memory: Path | None) -> fl
     for _ in range(COPIED_STEPS):
         engine.step(x, target=x)
         if memory is not None:
-            engine._copy(memory)  # as `engine.checkpoint` does under `outsize run --peer-copies 1`
+            engine.state._copy(memory)  # as `outsize run --peer-copies 1` lets it do
     return time.process_time() - start
 
 

@@ -132,7 +132,7 @@ def transformer_distances(world: World, *, kind: str, axes: dict[str, int]) -> d
         **axes,
     )
     pairs = {f"loss {n}": (engine.step(**_batch(device)).loss, loss) for n, loss in enumerate(losses)}
-    if state := engine.full_state_dict():
+    if state := engine.weights.full_state_dict():
         pairs |= {name: (state[name], tensor) for name, tensor in whole.state_dict().items()}
     return {name: _distance(*pair) for name, pair in pairs.items()}
 
@@ -156,7 +156,7 @@ def saved(world: World, *, folder: str, axes: dict[str, int], steps: int) -> lis
 def resumed(world: World, *, folder: str, axes: dict[str, int], steps: int) -> list[float]:
     """Losses of so many steps more, of a run that goes on from there by other axes."""
     engine = _engine(world, axes)
-    engine.resume(folder)
+    engine.state.resume(folder)
     return [float(engine.step(**_batch(device_of(world))).loss) for _ in range(steps)]
 
 
@@ -180,7 +180,7 @@ def graphs(world: World, *, axes: dict[str, int], steps: int, timed: int) -> dic
     for as_graphs in (False, True):
         engine = _engine(world, axes, device_graphs=as_graphs)
         losses[as_graphs] = [engine.step(**_batch(device)).loss.detach().cpu() for _ in range(steps)]
-        states[as_graphs] = engine.full_state_dict()
+        states[as_graphs] = engine.weights.full_state_dict()
         seconds[as_graphs] = []
         for _ in range(timed):
             _wait(device)

@@ -140,8 +140,8 @@ def parallel(model: nn.Module, batch: dict[str, Any], axes: dict[str, int]) -> o
 def gradients(engine: outsize.Engine, batch: dict[str, Any]) -> dict[str, Tensor]:
     """The gradients of a first step, whole, on every rank; they are dropped then."""
     engine.step(update=False, **batch)
-    own = [(name, p) for name, p in engine.named_parameters() if p.grad is not None]
-    found = {name: engine.whole(name, p.grad).clone() for name, p in own if p.grad is not None}
+    own = [(name, p) for name, p in engine.weights.named_parameters() if p.grad is not None]
+    found = {name: engine.weights.whole(name, p.grad).clone() for name, p in own if p.grad is not None}
     for _, parameter in own:
         parameter.grad = None
     return found

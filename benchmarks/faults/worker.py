@@ -43,7 +43,7 @@ def main(folder: Path, width: int, layers: int, fault: str) -> None:
             if fault == "raise":
                 raise ValueError("an error of the training")
             return
-        engine.checkpoint(folder / "run", every=1, keep=1)
+        engine.state.checkpoint(folder / "run", every=1, keep=1)
 
 
 if __name__ == "__main__":

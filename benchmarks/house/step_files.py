@@ -1,11 +1,15 @@
 """Counts the files of outsize that the third step of a small pipeline passes: two stages, 1F1B, one process.
 
+    python benchmarks/house/step_files.py            # the number
+    python benchmarks/house/step_files.py --list     # each file with its functions, who calls them, how often
+
 A file counts when a function of it runs within `engine.step`. Generated stage functions have no file.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,15 +32,20 @@ def main() -> None:
     )  # fmt: skip
     for _ in range(2):
         engine.step(x, target=y)
-    passed: set[str] = set()
+    passed: dict[str, Counter[str]] = defaultdict(Counter)
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            passed.add(frame.f_code.co_filename)
+            caller = Path(frame.f_back.f_code.co_filename).name if frame.f_back is not None else ""
+            passed[frame.f_code.co_filename][f"{frame.f_code.co_qualname} from {caller}"] += 1
 
     sys.setprofile(note)
     engine.step(x, target=y)
     sys.setprofile(None)
+    if "--list" in sys.argv[1:]:
+        for name, calls in sorted(passed.items()):
+            said = ", ".join(f"{call} x {count}" for call, count in calls.items())
+            print(f"{name.removeprefix(PACKAGE)[1:]}: {said}")
     print(len(passed))
 
 

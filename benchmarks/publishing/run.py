@@ -53,7 +53,7 @@ def work(folder: Path, step_s: float) -> None:
     callbacks = Callbacks([Publisher()], engine.crew, engine.plan)
     callbacks.start(replace(world, variables={PUBLISHED: str(published)}))
     meter = Meter(callbacks)
-    engine._callbacks = meter
+    engine._reports._callbacks = meter
     _steps(engine, x, y, step_s, round(WARM_S / step_s))
     meter.cpu_s.clear()
     meter.wall_s.clear()

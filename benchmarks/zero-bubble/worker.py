@@ -27,8 +27,8 @@ import outsize
 from outsize.capture.models.imports import import_torchvision, import_transformers
 from outsize.ir.cluster import make_cluster
 from outsize.ir.plan import Plan
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import agreed, make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 

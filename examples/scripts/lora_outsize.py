@@ -58,9 +58,9 @@ engine = outsize.parallelize(
     resume="lora",
 )
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 100)
-average = Average(weight for _, weight in engine.named_parameters() if weight.requires_grad)
-engine.attach(scheduler=scheduler, average=average)
-for x, y in engine.batches(loader):
+average = Average(weight for _, weight in engine.weights.named_parameters() if weight.requires_grad)
+engine.state.attach(scheduler=scheduler, average=average)
+for x, y in engine.state.batches(loader):
     if engine.steps == STEPS:
         break
     with torch.autocast("cpu", torch.bfloat16):

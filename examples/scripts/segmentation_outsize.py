@@ -52,9 +52,9 @@ engine = outsize.parallelize(
     resume="segmentation",
 )
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 100)
-average = Average(weight for _, weight in engine.named_parameters())
-engine.attach(scheduler=scheduler, average=average)
-for x, y in engine.batches(loader):
+average = Average(weight for _, weight in engine.weights.named_parameters())
+engine.state.attach(scheduler=scheduler, average=average)
+for x, y in engine.state.batches(loader):
     if engine.steps == STEPS:
         break
     with torch.autocast("cpu", torch.bfloat16):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from outsize.ops.tuning import tune
     from outsize.run.collectives.linear import ColumnParallelLinear, RowParallelLinear
     from outsize.train.batch.batch import microbatch
-    from outsize.train.engine.callbacks import Callback
+    from outsize.train.context.callback import Callback
     from outsize.train.engine.engine import Engine
     from outsize.train.tensor_parallel import tensor_parallel, tensor_styles
 
@@ -62,7 +62,7 @@ _HOME = {
     "tensor_parallel": "outsize.train.tensor_parallel",
     "tensor_styles": "outsize.train.tensor_parallel",
     "tune": "outsize.ops.tuning",
-    "Callback": "outsize.train.engine.callbacks",
+    "Callback": "outsize.train.context.callback",
     "Checkpoint": "outsize.api.records",
     "Clip": "outsize.api.records",
     "Compile": "outsize.api.records",

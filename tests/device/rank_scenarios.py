@@ -38,8 +38,8 @@ from outsize.train.check.compare import (
     engine_snapshot,
     reference_snapshot,
 )
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.stage_factory import StageFactory
 from outsize.train.world.world import World
 
@@ -165,13 +165,13 @@ def trained(
         results = [engine.step(x.to(device), target=y.to(device)) for _ in range(steps)]
         tested = engine.evaluate(x, target=y)
     return on_cpu({
-        "devices": {p.device.type for _, p in engine.named_parameters()},
+        "devices": {p.device.type for _, p in engine.weights.named_parameters()},
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results if result.grad_norm is not None],
         "tested": tested.loss,
         "outputs": list(tested.outputs or ()),
         "scale": None if scale is None else scale.get_scale(),
-        "state": engine.full_state_dict(),
+        "state": engine.weights.full_state_dict(),
     })  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def divided(world: World, *, axes: dict[str, int], double: bool) -> dict[str, fl
         optimizer.step()
         optimizer.zero_grad()
         pairs[f"loss {step}"] = engine.step(x, target=y).loss, sum(shares)
-    if state := engine.full_state_dict():
+    if state := engine.weights.full_state_dict():
         pairs |= {name: (state[name], tensor) for name, tensor in plain.state_dict().items()}
     return {name: _distance(*pair) for name, pair in pairs.items()}
 
@@ -316,7 +316,7 @@ def overlapped(world: World, *, sequence: bool, how: dict[str, Any]) -> dict[str
                 plan=outsize.Request(sequence_parallel=sequence, recompute=how.get("recompute", "none")),
             )
             losses = [engine.step(x.to(device), target=y.to(device)).loss for _ in range(2)]
-            weights = [p.detach() for _, p in engine.named_parameters()]
+            weights = [p.detach() for _, p in engine.weights.named_parameters()]
             found[str(overlaps)] = on_cpu([*losses, *weights]), len(begun)
     return found
 
@@ -524,7 +524,7 @@ def full_in_mid_step(world: World) -> list[str]:
     (x, y), axes = data(), {"cluster": "2xh200", "stages": 2, "microbatches": 4}
     engine = outsize.parallelize(small(), (x,), loss_fn=F.mse_loss, target=y, optimizer=adam, **axes)
     engine.step(x, target=y)
-    before = [p.detach().cpu() for _, p in engine.named_parameters()]
+    before = [p.detach().cpu() for _, p in engine.weights.named_parameters()]
     if world.rank == 1:
         torch.accelerator.empty_cache()
         simdev.set_capacity(torch.accelerator.memory_allocated() + 8192, world.local_rank)
@@ -532,7 +532,7 @@ def full_in_mid_step(world: World) -> list[str]:
     if world.rank == 1:
         simdev.set_capacity(1 << 33, world.local_rank)
         told.append(_error_of(lambda: engine.step(x, target=y)))
-        now = [p.detach().cpu() for _, p in engine.named_parameters()]
+        now = [p.detach().cpu() for _, p in engine.weights.named_parameters()]
         told.append(str(all(map(torch.equal, before, now))))
     return told
 

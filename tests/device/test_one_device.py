@@ -90,7 +90,7 @@ def insist_on_training(name: str, device: str) -> None:
     """The loss falls, and weights and loss are where the model was."""
     engine, losses = trained(name, device)
     assert losses[-1] < losses[0]
-    assert {t.device.type for t in [*losses, *(p for _, p in engine.named_parameters())]} == {device}
+    assert {t.device.type for t in [*losses, *(p for _, p in engine.weights.named_parameters())]} == {device}
     assert engine.timeline().duration_s > 0
 
 

@@ -168,9 +168,9 @@ def test_models_train_over_places(places: tuple[str, str], name: str) -> None:
         a, k, t = there if step % 2 else (args, kwargs, target)
         losses.append(float(engine.step(*a, target=t, **k).loss))
     assert losses[-1] < losses[0]
-    assert {str(p.device) for _, p in engine.named_parameters()} == set(places)
+    assert {str(p.device) for _, p in engine.weights.named_parameters()} == set(places)
     assert engine.evaluate(*args, target=target, **kwargs).loss is not None
-    assert {str(t.device) for t in engine.full_state_dict().values()} == {"cpu"}
+    assert {str(t.device) for t in engine.weights.full_state_dict().values()} == {"cpu"}
 
 
 @pytest.mark.parametrize("places", [p for p in PLACES if p.id not in ("cpu-cpu", "gpu-gpu", "sim-sim-seed2")])

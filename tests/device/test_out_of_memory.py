@@ -61,7 +61,7 @@ def tensors_of(engine: outsize.Engine) -> list[Tensor]:
     """Weights and the optimizer's states."""
     states = engine.optimizer.state.values()  # pyright: ignore[reportOptionalMemberAccess]
     kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return [t.detach().cpu().clone() for t in [*(p for _, p in engine.named_parameters()), *kept]]
+    return [t.detach().cpu().clone() for t in [*(p for _, p in engine.weights.named_parameters()), *kept]]
 
 
 def held() -> list[int]:
@@ -111,7 +111,7 @@ def test_a_step_without_memory_has_not_been(places: str, room: float) -> None:
     assert "Next:" in notes
     filled = [line for line in notes.splitlines() if " holds weights " in line]
     assert len(filled) == (2 if PLACES[places] else 1)
-    parameters = sum(p.nbytes for _, p in engine.named_parameters()) / len(filled) / 1024
+    parameters = sum(p.nbytes for _, p in engine.weights.named_parameters()) / len(filled) / 1024
     for line in filled:
         holds, expects = (
             text.split(", ")[:4] for text in line.split(" holds ")[1].split("; the plan expected ")
@@ -121,7 +121,7 @@ def test_a_step_without_memory_has_not_been(places: str, room: float) -> None:
         assert states == f"optimizer states {bytes_text(1024 * 2 * parameters)}"
         assert len(expects) == 4
         assert f"of a batch of {SAMPLES} samples; this one has {16 * SAMPLES}" in line
-    assert all(p.grad is None for _, p in engine.named_parameters())
+    assert all(p.grad is None for _, p in engine.weights.named_parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, tensors_of(engine), strict=True))
     assert all(now <= known for now, known in zip(held(), kept, strict=True))
     for device in range(2):

@@ -39,10 +39,10 @@ def test_weights_go_straight_to_the_device_and_come_back_the_same(tmp_path: Path
     assert torch.accelerator.max_memory_allocated() - before <= size + width * width * 4
     losses = [F.mse_loss(plain.to(device)(a), b) / 2 for a, b in zip(x.split(4), y.split(4), strict=True)]
     assert torch.equal(engine.step(x, target=y, update=False).loss, losses[0] + losses[1])
-    engine.full_state_dict(to=tmp_path / "saved", shard_bytes=size // 3)
+    engine.weights.full_state_dict(to=tmp_path / "saved", shard_bytes=size // 3)
     files = (tmp_path / "saved").glob("*.safetensors")
     saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    found = engine.full_state_dict()
+    found = engine.weights.full_state_dict()
     assert list(found) == list(plain.state_dict())
     for name, tensor in plain.cpu().state_dict().items():
         assert found[name].device.type == "cpu"

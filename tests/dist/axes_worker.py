@@ -88,7 +88,7 @@ def tried(kind: type[nn.Module], x: Tensor, kib: int) -> Found:
     plan = outsize.plan(built(kind), (x,), cluster=cluster, **asked)
     engine = outsize.parallelize(built(kind), (x,), plan=plan, optimizer=adamw, **asked)
     losses = [float(engine.step(x, target=tags).loss) for _ in range(STEPS)]
-    state = engine.full_state_dict()
+    state = engine.weights.full_state_dict()
     wanted, weights = plain(kind, x, tags, plan.microbatches * plan.axes.replicas)
     off = [float((state[name] - one).abs().max()) for name, one in weights.items() if state]
     return {

@@ -197,7 +197,7 @@ def divided(cell: Cell) -> Found:
             engine.evaluate(ids, target=target)
         found = engine.step(ids, target=target, update=updates(step, cell.loop))
         losses.append(float(found.loss))
-    state = engine.full_state_dict()
+    state = engine.weights.full_state_dict()
     return losses, {name: state[name] for name in state if name != "head.weight"}
 
 

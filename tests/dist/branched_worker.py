@@ -34,8 +34,8 @@ from branched import (
 
 from outsize.ir.plan import Axes, Plan
 from outsize.train.check.compare import TrainingSnapshot, adamw, compare, engine_snapshot
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import leave
 

@@ -17,8 +17,8 @@ from test_cast_weights import MODELS, SIZE, autocast, batch, made, plain_step
 from torch import Tensor, nn
 
 import outsize
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import leave
 
@@ -80,8 +80,8 @@ def counted(name: str, layout: str, microbatches: int, group: Any) -> tuple[list
     plain_step(plain, x, y, microbatches * replicas)
     expected = dict(plain.named_parameters())
     wrong = []
-    for key, parameter in engine.named_parameters():
-        ours = engine.whole(key, parameter.grad)
+    for key, parameter in engine.weights.named_parameters():
+        ours = engine.weights.whole(key, parameter.grad)
         theirs = expected[key].grad
         assert theirs is not None
         if "tp" in axes:  # Ranks add up what bfloat16 has rounded.

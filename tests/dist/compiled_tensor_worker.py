@@ -47,7 +47,7 @@ def step(backend: str | None, recompute: Any) -> tuple[Tensor, dict[str, Tensor]
     asked = outsize.Request(cluster="2xcpu", stages=1, axes={"tp": 2}, microbatches=2, recompute=recompute)
     engine = outsize.parallelize(model, (x,), target=y, loss_fn=F.mse_loss, compiled=backend, plan=asked)
     loss = engine.step(x, target=y, update=False).loss
-    named = engine.named_parameters()
+    named = engine.weights.named_parameters()
     return loss, {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 

@@ -27,8 +27,8 @@ from tensor_worker import all_in
 
 import outsize
 from outsize.ir.plan import Plan
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 

@@ -22,9 +22,9 @@ import outsize
 from outsize.ir.plan import Plan
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 
@@ -139,9 +139,9 @@ def split(engine: Engine, batch: Batch) -> tuple[list[float], dict[str, Tensor],
         found = engine.step(*batch.args, update=bool(step % 2), loss_scale=0.5, **batch.kwargs)
         losses.append(found.loss.item())
         if step == 0:
-            own = [(n, p.grad.clone()) for n, p in engine.named_parameters() if p.grad is not None]
-            grads = {n: engine.whole(n, grad) for n, grad in own}
-    return losses, grads, engine.full_state_dict()
+            own = [(n, p.grad.clone()) for n, p in engine.weights.named_parameters() if p.grad is not None]
+            grads = {n: engine.weights.whole(n, grad) for n, grad in own}
+    return losses, grads, engine.weights.full_state_dict()
 
 
 def prompt(batch: Batch) -> dict[str, Tensor]:
@@ -184,8 +184,8 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
     engine.save(folder / text.replace(":", "_"))
     again = make_engine(copy.deepcopy(alone), plan, world.group, options)
     again.prepare(batch)
-    again.resume(folder / text.replace(":", "_"))
-    loaded = again.full_state_dict()
+    again.state.resume(folder / text.replace(":", "_"))
+    loaded = again.weights.full_state_dict()
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True)),
         "gradients": far(grads, {n: g for n, g in real.items() if n in grads}),

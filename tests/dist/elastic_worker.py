@@ -48,7 +48,7 @@ def train(
         written.write_text(str(os.getpid()))
         written.replace(folder / f"pid-{engine.rank}")  # whoever reads it finds a number
     sampler = engine.batch_sampler(data, shuffle=True)
-    batches = engine.batches(DataLoader(data, batch_sampler=sampler))
+    batches = engine.state.batches(DataLoader(data, batch_sampler=sampler))
     seen: list[str] = []
     for epoch in range(batches.epoch, 1_000_000):
         sampler.set_epoch(epoch)
@@ -65,10 +65,10 @@ def train(
                 ):
                     (folder / f"killed-{engine.steps}").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-                engine.checkpoint(folder / "run", every=every, keep=2)
+                engine.state.checkpoint(folder / "run", every=every, keep=2)
                 time.sleep(step_s)
             if engine.steps == last:
-                engine.finish_saving()
+                engine.state.finish_saving()
                 return seen
     raise AssertionError
 

@@ -30,9 +30,9 @@ from outsize.run.collectives.expert_parallel import ExpertParallelGroup
 from outsize.run.collectives.tensor_parallel import local_of
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 
@@ -246,9 +246,9 @@ def split(
         balance.rows.append(balance.own_rows() - before)
         balance.told.append(found.expert_imbalance)
         if step == 0:
-            own = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
-            grads = {n: engine.whole(n, grad) for n, grad in own.items()}
-    return losses, grads, engine.full_state_dict()
+            own = {n: p.grad.clone() for n, p in engine.weights.named_parameters() if p.grad is not None}
+            grads = {n: engine.weights.whole(n, grad) for n, grad in own.items()}
+    return losses, grads, engine.weights.full_state_dict()
 
 
 def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -314,11 +314,11 @@ def resumed(
     for plan in (plan_of(model, batch, text, world.world_size), other):
         engine = make_engine(copy.deepcopy(model), plan, world.group, options)
         engine.prepare(batch)
-        engine.resume(place)
-        loaded = engine.full_state_dict()
+        engine.state.resume(place)
+        loaded = engine.weights.full_state_dict()
         assert all(torch.equal(loaded[n], t) for n, t in trained.items())
         engine.step(*batch.args, **batch.kwargs)
-        found.append(engine.full_state_dict())
+        found.append(engine.weights.full_state_dict())
     return worst(*found) if found[0] else 0.0
 
 

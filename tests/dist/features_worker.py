@@ -35,10 +35,10 @@ from outsize.run.transport.same_host import SameHostTransport
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.reference import reference_step
+from outsize.train.context.options import EngineOptions, MakeOptimizer
 from outsize.train.crew.crew import ProcessCrew
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions, MakeOptimizer
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 
@@ -103,7 +103,7 @@ class Pair:
 
     def insist_on_equal_parameters(self) -> None:
         expected = dict(self.plain.named_parameters())
-        wrong = [n for n, p in self.engine.named_parameters() if not torch.equal(p, expected[n])]
+        wrong = [n for n, p in self.engine.weights.named_parameters() if not torch.equal(p, expected[n])]
         assert wrong == []
 
     def insist_on_equal_buffers(self) -> None:
@@ -119,7 +119,7 @@ def check_evaluate_gives_the_eager_outputs_and_changes_nothing(world: World) -> 
         pair.step(update=False)
         first = next(iter(pair.engine.model.children()))
         first.eval()  # a frozen part stays in eval mode
-        grads = {n: p.grad.clone() for n, p in pair.engine.named_parameters() if p.grad is not None}
+        grads = {n: p.grad.clone() for n, p in pair.engine.weights.named_parameters() if p.grad is not None}
         assert grads
         buffers = {n: b.clone() for n, b in pair.engine.model.named_buffers() if not b.is_meta}
         flags = [m.training for m in pair.engine.model.modules()]
@@ -130,7 +130,7 @@ def check_evaluate_gives_the_eager_outputs_and_changes_nothing(world: World) -> 
         assert len(set(flags)) == 2
         after = dict(pair.engine.model.named_buffers())
         assert all(torch.equal(b, after[n]) for n, b in buffers.items())
-        for n, p in pair.engine.named_parameters():
+        for n, p in pair.engine.weights.named_parameters():
             assert p.grad is not None
             assert torch.equal(p.grad, grads[n])
         _insist_on_eager_outputs(world, pair, result)
@@ -218,12 +218,12 @@ def check_every_rank_has_an_optimizer(world: World) -> None:
         )
         assert engine.optimizer is not None
         rates = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.1)
-        before = {n: p.detach().clone() for n, p in engine.named_parameters()}
+        before = {n: p.detach().clone() for n, p in engine.weights.named_parameters()}
         for _ in range(2):
             engine.step(x, target=y)
             rates.step()
         assert rates.get_last_lr() == pytest.approx([0.005])
-        assert not any(torch.equal(p, before[n]) for n, p in engine.named_parameters())
+        assert not any(torch.equal(p, before[n]) for n, p in engine.weights.named_parameters())
         return engine
 
     both = looped(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
@@ -240,7 +240,7 @@ def check_tied_weights_have_one_optimizer_state(world: World) -> None:
     dist.all_reduce(states, group=world.group)
     assert int(states) == len(list(pair.plain.parameters()))
     tied = "transformer.wte.weight"
-    assert (tied in dict(pair.engine.named_parameters())) is (world.rank == 0)
+    assert (tied in dict(pair.engine.weights.named_parameters())) is (world.rank == 0)
     model: Any = pair.engine.model
     assert model.lm_head.weight is model.transformer.wte.weight
 
@@ -291,18 +291,18 @@ def check_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
     pair = Pair(world, "toy", sgd, scaler=scaler)
     args, target = pair.batch.args, pair.batch.target
     pair.engine.prepare(pair.batch)
-    before = {n: p.detach().clone() for n, p in pair.engine.named_parameters()}
+    before = {n: p.detach().clone() for n, p in pair.engine.weights.named_parameters()}
     for bad in range(world.world_size):
         pair.engine.step(*args, target=target, update=False)
         if world.rank == bad:
-            first = next(p for _, p in pair.engine.named_parameters())
+            first = next(p for _, p in pair.engine.weights.named_parameters())
             assert first.grad is not None
             first.grad.view(-1)[0] = torch.inf
         pair.engine.update()
-        assert all(torch.equal(p, before[n]) for n, p in pair.engine.named_parameters()), bad
+        assert all(torch.equal(p, before[n]) for n, p in pair.engine.weights.named_parameters()), bad
         assert scaler.get_scale() == 1024.0 / 2 ** (bad + 1)
     pair.engine.step(*args, target=target)
-    assert not all(torch.equal(p, before[n]) for n, p in pair.engine.named_parameters())
+    assert not all(torch.equal(p, before[n]) for n, p in pair.engine.weights.named_parameters())
 
 
 def check_recompute_is_bit_equal(world: World) -> None:
@@ -343,7 +343,7 @@ def check_sync_batchnorm_does_not_wait_for_other_stages(world: World) -> None:
     for part in x.split(4):
         (F.mse_loss(plain(part), part) * (4 / 12)).backward()
     expected = dict(plain.named_parameters())
-    for name, p in engine.named_parameters():
+    for name, p in engine.weights.named_parameters():
         other = expected[name].grad
         assert p.grad is not None, name
         assert other is not None, name

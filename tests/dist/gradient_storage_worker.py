@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
 from test_gradient_storage import SHARING, batch, built, plain_gradients, plan_of
 
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import leave
 
@@ -30,7 +30,7 @@ def differing(name: str, schedule: str, group: Any) -> list[str]:
     inputs, target = batch(1)
     for _ in range(2):
         engine.step(*inputs, target=target, update=False)
-    own = dict(engine.named_parameters())
+    own = dict(engine.weights.named_parameters())
     assert own
     return [key for key, parameter in own.items() if not torch.equal(parameter.grad, expected[key])]
 

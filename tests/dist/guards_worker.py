@@ -26,8 +26,8 @@ from recorded_once import always_recorded
 from test_guards_moving import Annealed
 
 from outsize.device import futex
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 
@@ -50,7 +50,7 @@ def differing(model: Any, loss_fn: Any, between: Any, expected: list[torch.Tenso
         losses.append(engine.step(x, target=y).loss)
     wrong = [n for n, loss in enumerate(losses) if not torch.equal(loss, expected[n])]
     names = [name for name, _ in model.named_parameters()]
-    own = dict(engine.named_parameters())
+    own = dict(engine.weights.named_parameters())
     assert own
     wrong += [
         steps + n for n, k in enumerate(names) if k in own and not torch.equal(own[k], expected[steps + n])

@@ -63,12 +63,12 @@ def insist_on_plain_loop(pair: Pair) -> None:
     pair.insist_on_equal_parameters()
     pair.insist_on_equal_buffers()
     assert pair.engine.optimizer is not None
-    assert all(p.grad is None for _, p in pair.engine.named_parameters())
+    assert all(p.grad is None for _, p in pair.engine.weights.named_parameters())
 
 
 def insist_on_whole_state(pair: Pair, rank: int) -> None:
     """Every name of the plain model's, from both ranks' hosts."""
-    state, wanted = pair.engine.full_state_dict(), pair.plain.state_dict()
+    state, wanted = pair.engine.weights.full_state_dict(), pair.plain.state_dict()
     names = list(wanted) if rank == 0 else []
     assert list(state) == names
     assert [name for name in names if not torch.equal(state[name], wanted[name])] == []

@@ -34,9 +34,9 @@ from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.reference import reference_step
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 
@@ -182,9 +182,9 @@ def split(engine: Engine, batch: Batch, steps: int) -> dict[str, Any]:
         )
         losses.append(found.loss)
         if not step:
-            own = [(n, p.grad) for n, p in engine.named_parameters() if p.grad is not None]
+            own = [(n, p.grad) for n, p in engine.weights.named_parameters() if p.grad is not None]
             grads = {n: whole(engine, n, grad).clone() for n, grad in own}
-    trained = {n: whole(engine, n, p.detach()) for n, p in engine.named_parameters()}
+    trained = {n: whole(engine, n, p.detach()) for n, p in engine.weights.named_parameters()}
     return {"loss": torch.stack(losses), "gradients": grads, "trained": trained}
 
 

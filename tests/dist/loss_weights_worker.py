@@ -149,7 +149,7 @@ def differing(case: Case, layout: dict[str, Any], world: World) -> list[str]:
         warnings.simplefilter("error", UnknownShares)
         engine = outsize.parallelize(model, args, **target, **layout, **options)
         loss, expected = engine.step(*args, **target).loss, plain_step(plain, case)
-    state = engine.full_state_dict()
+    state = engine.weights.full_state_dict()
     wrong = [] if torch.allclose(loss, expected.to(loss.dtype), rtol=1e-12, atol=0) else ["loss"]
     known = dict(plain.named_parameters())
     assert world.rank > 0 or known.keys() <= state.keys()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import leave
 

@@ -105,7 +105,7 @@ if case in ("clipped", "rates"):
     for _ in range(2):
         engine.step(x, target=100 * x, update=False)
         if case == "clipped":
-            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.001)
+            torch.nn.utils.clip_grad_norm_(engine.weights.module.parameters(), 0.001)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         if case == "rates" and rank == "0":

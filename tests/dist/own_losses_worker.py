@@ -65,7 +65,7 @@ def differences(layout: str, root: Path) -> dict[str, Any]:
             made_engine, _ = engine(resume=root)
         x, y = batch(step)
         losses.append(float(made_engine.step(x, target=y).loss))
-    state, of_loss = made_engine.full_state_dict(), made_engine.loss_state_dict()
+    state, of_loss = made_engine.weights.full_state_dict(), made_engine.weights.loss_state_dict()
     _, criterion = engine()
     freed = [n for n, p in criterion.named_parameters() if isinstance(p, FreedWeight)]
     return {

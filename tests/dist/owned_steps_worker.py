@@ -22,9 +22,9 @@ from torch.nn import functional
 import outsize
 from outsize.ir.plan import Plan
 from outsize.train.batch.batch import Batch
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 STEPS: Final = 4
 MICROBATCHES: Final = 2
@@ -142,7 +142,7 @@ def split(make: Make, plan: Plan, group: dist.ProcessGroup, **options: Any) -> F
     seed(7)
     found = Found(losses=train(engine))
     found.weights, found.group, found.drawn = (
-        engine.full_state_dict(),
+        engine.weights.full_state_dict(),
         group_of(engine.optimizer),
         torch.rand(2),
     )
@@ -174,7 +174,7 @@ def gap_of(
         optimizer.step()
         for p in alone.parameters():
             p.grad = None
-    pairs = [(t, alone.state_dict()[name]) for name, t in engine.full_state_dict().items()]
+    pairs = [(t, alone.state_dict()[name]) for name, t in engine.weights.full_state_dict().items()]
     return max((float((a - b).abs().max() / b.abs().max()) for a, b in pairs), default=0.0)
 
 

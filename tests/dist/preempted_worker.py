@@ -46,12 +46,12 @@ def losses(root: Path | None, stages: int, last: int) -> dict[int, float]:
             os.kill(os.getppid(), signal.SIGTERM)
         while engine.steps == 5 and not _asked(engine):
             pass  # until the launcher has passed it on, which takes a moment
-        engine.checkpoint(root, keep=1)
+        engine.state.checkpoint(root, keep=1)
     return seen
 
 
 def _asked(engine: outsize.Engine) -> bool:
-    saver = engine._saver
+    saver = engine.state._saver
     return saver is None or saver._preemption._received != 0
 
 

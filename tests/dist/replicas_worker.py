@@ -37,9 +37,9 @@ from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.reference import reference_step
+from outsize.train.context.options import EngineOptions, MakeOptimizer, RankOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import agreed, make_engine
-from outsize.train.engine.options import EngineOptions, MakeOptimizer, RankOptions
 from outsize.train.world import handshake
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
@@ -120,10 +120,12 @@ class Pair:
             )
             found.losses.append(result.loss)
             if not step:
-                found.grads = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
+                found.grads = {
+                    n: p.grad.clone() for n, p in engine.weights.named_parameters() if p.grad is not None
+                }
             norm = engine.update()
             found.norms += [] if norm is None else [norm]
-        found.parameters = {n: p.detach() for n, p in engine.named_parameters()}
+        found.parameters = {n: p.detach() for n, p in engine.weights.named_parameters()}
         found.buffers = {n: b for n, b in engine.model.named_buffers() if not b.is_meta}
         return found
 
@@ -159,7 +161,7 @@ class Pair:
             assert distance(a, b) <= most, ("loss or norm", a, b)
         for kind in ("grads", "parameters"):
             ours, theirs = getattr(found, kind), getattr(expected, kind)
-            own = {n for n, _ in self.engine.named_parameters()}
+            own = {n for n, _ in self.engine.weights.named_parameters()}
             assert ours.keys() == theirs.keys() & own, (kind, ours.keys() ^ (theirs.keys() & own))
             assert ours or not own
             wrong = {n: d for n, t in ours.items() if not (d := distance(t, theirs[n])) <= most}
@@ -213,7 +215,7 @@ def check_accumulated_gradients_are_sums_after_every_step(world: World, pp: int)
     for times in (1, 2, 3):
         pair.engine.step(*pair.batch.args, update=False, loss_scale=0.5, **kwargs)
         pair.engine.steps = 0  # the same seeds again
-        for name, parameter in pair.engine.named_parameters():
+        for name, parameter in pair.engine.weights.named_parameters():
             assert parameter.grad is not None
             assert distance(parameter.grad, expected[name] * 0.5 * times) <= 2e-6, (times, name)
 
@@ -222,15 +224,15 @@ def check_an_overflow_on_one_replica_skips_the_step_on_all(world: World, pp: int
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     pair = Pair(world, pp, "mlp", scaler=scaler)
     pair.engine.prepare(pair.batch)
-    before = {n: p.detach().clone() for n, p in pair.engine.named_parameters()}
+    before = {n: p.detach().clone() for n, p in pair.engine.weights.named_parameters()}
     bad = pair.batch.mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
     bad.tensors()[0][-1] = torch.inf  # a sample of the last replica
     pair.engine.step(*bad.args, target=bad.target)
     assert scaler.get_scale() == 4.0
-    assert all(torch.equal(p, before[n]) for n, p in pair.engine.named_parameters())
+    assert all(torch.equal(p, before[n]) for n, p in pair.engine.weights.named_parameters())
     pair.engine.step(*pair.batch.args, target=pair.batch.target)
     assert scaler.get_scale() == 8.0
-    assert not all(torch.equal(p, before[n]) for n, p in pair.engine.named_parameters())
+    assert not all(torch.equal(p, before[n]) for n, p in pair.engine.weights.named_parameters())
 
 
 def check_batches_of_any_size_and_lists_of_microbatches(world: World, pp: int) -> None:
@@ -250,7 +252,9 @@ def check_batches_of_any_size_and_lists_of_microbatches(world: World, pp: int) -
     assert distance(result.loss, loss.detach()) <= 1e-6
     loss.backward()
     grads = {n: p.grad for n, p in expected.named_parameters()}
-    wrong = {n: d for n, p in pair.engine.named_parameters() if (d := distance(p.grad, grads[n])) > 1e-6}
+    wrong = {
+        n: d for n, p in pair.engine.weights.named_parameters() if (d := distance(p.grad, grads[n])) > 1e-6
+    }
     assert not wrong, wrong
 
 
@@ -258,7 +262,7 @@ def check_evaluate_has_all_outputs_on_the_first_replica(world: World, pp: int) -
     pair = Pair(world, pp, "unet")
     pair.run(2)
     result = pair.engine.evaluate(*pair.batch.args, target=pair.batch.target)
-    state = pair.engine.full_state_dict()
+    state = pair.engine.weights.full_state_dict()
     mesh = pair.engine.crew.mesh
     assert mesh is not None
     assert (result.outputs is not None) is (mesh.coordinate["pp"] == pp - 1 and mesh.replica == 0)
@@ -309,7 +313,7 @@ def check_own_batches_are_the_samplers_and_give_the_same_numbers(world: World, p
             assert len(x) == (12 if pair is whole else 6)
             pair.losses = [*getattr(pair, "losses", []), pair.engine.step(x, target=y).loss]
     assert all(torch.equal(a, b) for a, b in zip(whole.losses, own.losses, strict=True))
-    ours, theirs = (dict(pair.engine.named_parameters()) for pair in (own, whole))
+    ours, theirs = (dict(pair.engine.weights.named_parameters()) for pair in (own, whole))
     assert all(torch.equal(p, theirs[n]) for n, p in ours.items())
 
 
@@ -386,7 +390,7 @@ def check_sparse_frozen_unused_and_tied(world: World, pp: int) -> None:
         engine.step(index, target=target, update=False)
         loss_fn(plain(index), target).backward()
     theirs = dict(plain.named_parameters())
-    for name, parameter in engine.named_parameters():
+    for name, parameter in engine.weights.named_parameters():
         mine, expected = parameter.grad, theirs[name].grad
         assert (mine is None) == (expected is None), name
         if mine is not None and expected is not None:
@@ -407,7 +411,7 @@ def check_a_model_that_runs_by_modules(world: World, pp: int) -> None:
         (loss_fn(plain(part), wanted) / 4).backward()
     theirs = dict(plain.named_parameters())
     assert float(found) > 0
-    for name, parameter in engine.named_parameters():
+    for name, parameter in engine.weights.named_parameters():
         if theirs[name].grad is not None:
             assert distance(parameter.grad, theirs[name].grad) <= 1e-6, name
 

@@ -17,8 +17,8 @@ from test_schedule_matrix import BATCH, LOSS, SCHEDULES, SEED, STEPS, built, pla
 
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.train.check.compare import TrainingSnapshot, adamw, compare, engine_snapshot
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import leave
 

@@ -284,7 +284,9 @@ def compared(seed: int, axis: str) -> dict[str, Any]:
         return {"refused": str(refused), "choices": asdict(c)}
     found = engine.step(**batch, update=False).loss
     assert found is not None
-    own = {n: engine.whole(n, p.grad) for n, p in engine.named_parameters() if p.grad is not None}
+    own = {
+        n: engine.weights.whole(n, p.grad) for n, p in engine.weights.named_parameters() if p.grad is not None
+    }
     largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
     gaps = {
         n: float((own[n] - p.grad).abs().max()) / max(float(p.grad.abs().max()), 1e-6 * largest)

@@ -38,9 +38,9 @@ from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.loss_weights import LossShares, LossTrial
 from outsize.train.check.reference import reference_step
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
@@ -214,9 +214,9 @@ def split(engine: Engine, batch: Batch) -> tuple[list[float], Numbers, Sent, Num
                 "summed": kinds["all_reduce"],
                 "gathered": kinds["all_gather"] + kinds["reduce_scatter"],
             }
-            own = [(n, p.grad.clone()) for n, p in engine.named_parameters() if p.grad is not None]
+            own = [(n, p.grad.clone()) for n, p in engine.weights.named_parameters() if p.grad is not None]
             grads = {n: tensor.gathered(n, full_of(grad)) for n, grad in own}
-    return losses, grads, sent, engine.full_state_dict()
+    return losses, grads, sent, engine.weights.full_state_dict()
 
 
 def tensor_of(engine: Engine) -> DividedWeights:
@@ -246,26 +246,26 @@ def features(folder: Path, world: World) -> dict[str, Any]:
         ),
     )
     engine.prepare(batch)
-    state = engine.full_state_dict()
+    state = engine.weights.full_state_dict()
     longer = {k: torch.cat([v, v.flip(1)], 1) for k, v in batch.kwargs.items()}
     outputs = engine.evaluate(**longer).outputs
     logits = None if outputs is None else torch.cat([out.logits for out in outputs])
     with torch.no_grad():
         expected = alone(**longer).logits
-    engine.full_state_dict(folder / "saved", shard_bytes=4000)
+    engine.weights.full_state_dict(folder / "saved", shard_bytes=4000)
     again = WeightFiles(folder / "saved")
     names = {n: torch.empty_like(t) for n, t in alone.state_dict().items() if n in again}
     for name, into in names.items():
         into.copy_(again.box(name))
-    before = {n: p.detach().clone() for n, p in engine.named_parameters()}
+    before = {n: p.detach().clone() for n, p in engine.weights.named_parameters()}
     engine.step(**batch.kwargs, update=False)
-    grads = [p.grad for _, p in engine.named_parameters() if p.grad is not None]
+    grads = [p.grad for _, p in engine.weights.named_parameters() if p.grad is not None]
     if world.rank == 1:
         grads[0].fill_(torch.inf)
     engine.update()
-    kept = all(torch.equal(p, before[n]) for n, p in engine.named_parameters())
+    kept = all(torch.equal(p, before[n]) for n, p in engine.weights.named_parameters())
     engine.step(**batch.kwargs)
-    moved = any(not torch.equal(p, before[n]) for n, p in engine.named_parameters())
+    moved = any(not torch.equal(p, before[n]) for n, p in engine.weights.named_parameters())
     try:
         engine.generate(batch.kwargs["input_ids"])
         refusal = ""
@@ -289,7 +289,7 @@ def compared(case: Case, world: World) -> dict[str, Any]:
         model, plan, world.group, EngineOptions(optimizer=adamw, clip_norm=CLIP, seed=SEED, **loss(batch))
     )
     engine.prepare(batch)
-    held, parts = sum(p.numel() for _, p in engine.named_parameters()), engine._parts(batch)  # pyright: ignore
+    held, parts = sum(p.numel() for _, p in engine.weights.named_parameters()), engine._split.of_batch(batch)  # pyright: ignore
     graphs, crossed = styled(made(case.name, case.dtype)[0], parts), crossing(engine)
     losses, grads, sent, trained = split(engine, batch)
     # Rank 0 runs the plain loop, for all.

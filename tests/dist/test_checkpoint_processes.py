@@ -24,9 +24,9 @@ from outsize.errors import BadCheckpoint, BadOption, ModelMismatch, RankFailed
 from outsize.ir.plan import Axes, Plan
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.schedules.refine import by_blocks
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = [
     pytest.mark.dist,
@@ -58,7 +58,7 @@ def engine_of(plan: Plan, group: dist.ProcessGroup | None, make: Any = torch.opt
         loss_fn=case(NAME).loss, optimizer=lambda parameters: make(parameters, lr=1e-3), seed=SEED
     )
     engine = make_engine(model, plan, group, options)
-    engine.prepare(engine._dims.of(batch))
+    engine.prepare(engine._split.dims.of(batch))
     return engine
 
 
@@ -94,9 +94,9 @@ def chain(root: Path, layouts: dict[str, Axes], group: dist.ProcessGroup) -> dic
             found["losses"]["begin"] = steps(engine, 2)
             first = folder = engine.save(root / "begin")
         else:
-            assert engine.resume(folder) == engine.steps == 2
+            assert engine.state.resume(folder) == engine.steps == 2
             folder = engine.save(root / name, wait=False)
-            engine.finish_saving()
+            engine.state.finish_saving()
             found["wrong"][name] = other_tensors(first, folder)
             if "tp 2" in name or "ZeRO" in name:
                 found["losses"][name] = steps(engine, 2)
@@ -117,7 +117,7 @@ def test_every_layout_of_four_ranks_and_back_to_one(pytestconfig: pytest.Config,
     for weights in ("resident", "host")[not everything :]:
         plan = planned(Combination(NAME, MICROBATCHES, 1, "gpipe")).model_copy(update={"weights": weights})
         again = engine_of(plan, None)
-        assert again.resume(tmp_path / "dp_shard 4, ZeRO-1") == 2
+        assert again.state.resume(tmp_path / "dp_shard 4, ZeRO-1") == 2
         assert not other_tensors(tmp_path / "begin", again.save(tmp_path / weights))
         assert steps(again, 2) == pytest.approx(losses[2:], rel=1e-6)
 
@@ -144,7 +144,7 @@ def noted(root: Path, group: dist.ProcessGroup) -> dict[str, list[int]]:
     folder = engine.save(root / "noted")
     for layer in layers.values():
         layer.noted = None
-    engine.resume(folder)
+    engine.state.resume(folder)
     return {name: layer.noted for name, layer in layers.items()}
 
 
@@ -166,14 +166,14 @@ def refusals(root: Path, group: dist.ProcessGroup) -> dict[str, Any]:
     engine = engine_of(plan_of(Axes(pp=2)), group)
     steps(engine, 1)
     if group.rank() == 1:
-        own = next(p for _, p in engine.named_parameters())
+        own = next(p for _, p in engine.weights.named_parameters())
         own.grad = torch.ones_like(own)
     said["gradients"] = refusal(lambda: engine.save(root / "none"))
     engine.optimizer.zero_grad()
     divided = engine.save(root / "whole")
     name, module = next((n, m) for n, m in engine.model.named_modules() if isinstance(m, nn.LayerNorm))
     module.register_buffer("more", torch.zeros(2))
-    said["model"] = refusal(lambda: engine.resume(divided)).replace(name, "NAME")
+    said["model"] = refusal(lambda: engine.state.resume(divided)).replace(name, "NAME")
     engine = engine_of(plan_of(Axes(pp=2)), group)
     if group.rank() == 0:
         file = next(divided.glob("model-00001*"))
@@ -181,7 +181,7 @@ def refusals(root: Path, group: dist.ProcessGroup) -> dict[str, Any]:
         data[-9] ^= 1
         file.write_bytes(data)
     dist.barrier(group)
-    said["damaged"] = refusal(lambda: engine.resume(divided))
+    said["damaged"] = refusal(lambda: engine.state.resume(divided))
     said |= {"noted": str(noted(root, group))}
     return said | {"left": str((root / "none").exists() and list((root / "none").iterdir()))}
 

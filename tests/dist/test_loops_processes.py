@@ -51,7 +51,7 @@ def test_one_rank_names_the_unit_in_which_a_loss_became_nan(by_modules: bool) ->
         count: list[bool] = [False, False]
         torch.distributed.all_gather_object(count, named)
         assert any(count), said
-        owner = built.module.state_dict().get("norm.num_batches_tracked")
+        owner = built.weights.module.state_dict().get("norm.num_batches_tracked")
         assert owner is None or owner == 2, "looking for it has written"
         leave(world)
 

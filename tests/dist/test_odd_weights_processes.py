@@ -61,7 +61,7 @@ def trained(build: Callable[[], nn.Module], root: Path | None) -> tuple[list[flo
     if root is not None:
         engine.save(root)
     losses += [float(engine.step(X, target=Y).loss) for _ in range(2)]
-    return losses, engine.full_state_dict()
+    return losses, engine.weights.full_state_dict()
 
 
 @pytest.mark.parametrize("build", [complex_weights, compiled])

@@ -122,8 +122,8 @@ def other_half(
     said = dict[str, float]()
     for name, make in makes.items():
         engine = engine_of(make, plan, group)
-        engine.resume(folder / name)
-        found = Found(losses=train(engine, first=2, steps=2), weights=engine.full_state_dict())
+        engine.state.resume(folder / name)
+        found = Found(losses=train(engine, first=2, steps=2), weights=engine.weights.full_state_dict())
         wanted = Found(losses=expected[name].losses[2:], weights=expected[name].weights)
         said[name] = distance(found, wanted)
     return said
@@ -154,7 +154,7 @@ def clipped(make: Make, plan: Any, expected: Found, group: Any) -> float:
     for step in range(4):
         found.losses += train(engine, first=step, steps=1)
         schedule.step()
-    found.weights = engine.full_state_dict()
+    found.weights = engine.weights.full_state_dict()
     return distance(found, expected)
 
 

@@ -29,8 +29,8 @@ from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.policies.weights import Weights
 from outsize.schedules.refine import by_blocks
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 MICROBATCHES = 4
 Row = list[str]

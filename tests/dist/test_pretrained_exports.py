@@ -1,4 +1,4 @@
-"""`engine.save_pretrained` over two ranks: what transformers and peft read back is the whole model."""
+"""`save_pretrained` of two ranks: what transformers and peft read back is the whole model."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def exported(root: Path, group: dist.ProcessGroup) -> list[str]:
     denoising(denoiser()).save_pretrained(root / "denoiser")
     for name, model in (("whole", language_model()), ("adapters", adapted()), ("mixed", mixed())):
         engine = trained(model)
-        engine.save_pretrained(root / name)
+        engine.weights.save_pretrained(root / name)
         try:
             model.save_pretrained(root / "part")
         except BadOption as error:
@@ -109,7 +109,7 @@ def test_two_ranks_write_what_one_process_would(tmp_path: Path) -> None:
     said = on_ranks(tmp_path, 2, lambda group: exported(tmp_path, group))
     assert all(len(each) == 3 and "has a part of the weights" in each[0] for each in said)
     assert not (tmp_path / "part").exists()
-    alone = trained(language_model()).full_state_dict()
+    alone = trained(language_model()).weights.full_state_dict()
     read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
     assert alone.keys() == read.keys()
     assert all(torch.equal(read[name], value) for name, value in alone.items())
@@ -120,7 +120,7 @@ def test_two_ranks_write_what_one_process_would(tmp_path: Path) -> None:
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert (tmp_path / "adapters" / "adapter_config.json").exists()
-    state = trained(mixed()).full_state_dict()
+    state = trained(mixed()).weights.full_state_dict()
     read = Mixed.from_pretrained(tmp_path / "mixed").state_dict()
     assert all(torch.equal(read[name], value) for name, value in state.items())
     state, read = (
@@ -140,4 +140,4 @@ def test_another_model_has_no_such_folder(tmp_path: Path) -> None:
         model, (torch.ones(4, 2),), target=torch.ones(4, 2), loss_fn=nn.functional.mse_loss
     )
     with pytest.raises(BadOption, match="Linear has no save_pretrained"):
-        engine.save_pretrained(tmp_path)
+        engine.weights.save_pretrained(tmp_path)

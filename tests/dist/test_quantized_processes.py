@@ -39,7 +39,7 @@ def trained(root: Path, group: dist.ProcessGroup) -> tuple[list[float], dict[str
     engine.step(X, target=X)
     engine.save(root)
     losses = [float(engine.step(X, target=X).loss) for _ in range(2)]
-    state = engine.full_state_dict()
+    state = engine.weights.full_state_dict()
     coded = {name: plain_parts(tensor) for name, tensor in state.items() if isinstance(tensor, Coded)}
     return losses, coded
 
@@ -71,7 +71,7 @@ def engine_for(model: nn.Module) -> Engine:
 def gathered(kind: type[Telling]) -> tuple[dict[str, Any], bool]:
     engine = engine_for(model := network_of(kind))
     before = [*model.parameters()]
-    state = engine.full_state_dict()
+    state = engine.weights.full_state_dict()
     return state, all(p is q for p, q in zip(before, model.parameters(), strict=True))
 
 
@@ -87,14 +87,14 @@ def test_what_depends_on_the_rank_is_saved_as_of_the_whole_model(tmp_path: Path,
 
 def streamed(folder: Path) -> str:
     with pytest.raises(BadOption) as caught:
-        engine_for(network_of(Telling)).full_state_dict(to=folder)
+        engine_for(network_of(Telling)).weights.full_state_dict(to=folder)
     return str(caught.value)
 
 
 def test_names_that_depend_on_the_rank_are_not_streamed(tmp_path: Path) -> None:
     said = on_ranks(tmp_path, 2, lambda group: streamed(tmp_path / "model"))
     words = "state_dict() of Sequential has other names on rank 1 than on rank 0"
-    assert all(words in each and "torch.save(engine.full_state_dict()" in each for each in said)
+    assert all(words in each and "torch.save(engine.weights.full_state_dict()" in each for each in said)
 
 
 def test_two_ranks_train_and_save_what_one_process_does(tmp_path: Path) -> None:

@@ -58,7 +58,9 @@ def test_a_run_shrinks_and_grows_as_it_is_told_and_the_digits_stay(tmp_path: Pat
         launcher.kill()
         launcher.wait()
     said = (tmp_path / "said").read_text()
-    assert "1 process is wanted: the run goes on so once its script has called engine.checkpoint" in said
+    assert (
+        "1 process is wanted: the run goes on so once its script has called engine.state.checkpoint" in said
+    )
     assert "the run is saved, and goes on with 2 processes here" in said
     assert "restart" not in said
     steps: list[Any] = [int(line.split()[0]) for line in _lines(tmp_path / "losses")]

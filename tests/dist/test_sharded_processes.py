@@ -32,9 +32,9 @@ from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.reference import reference_step
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 STEPS, MICROBATCHES, CLIP = 2, 4, 0.5
 Numbers = dict[str, Any]
@@ -103,10 +103,12 @@ def insist(engine: Engine, batch: Batch, expected: Numbers, most: float) -> None
     for step in range(len(expected["losses"])):
         result = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs)
         if not step:
-            grads = {n: full_of(p.grad).clone() for n, p in engine.named_parameters() if p.grad is not None}
+            grads = {
+                n: full_of(p.grad).clone() for n, p in engine.weights.named_parameters() if p.grad is not None
+            }
         losses.append(result.loss)
         norms.append(engine.update())
-    own = dict(engine.named_parameters())
+    own = dict(engine.weights.named_parameters())
     assert grads.keys() == expected["grads"].keys() & own.keys()
     pairs = {n: (g, expected["grads"][n]) for n, g in grads.items()}
     pairs |= {f"trained {n}": (full_of(p), expected["parameters"][n]) for n, p in own.items()}
@@ -183,7 +185,7 @@ def parts_of_parts(name: str, plan: Plan, expected: Numbers, group: dist.Process
     steps = [engine.step(*batch.args, target=batch.target or None, **batch.kwargs) for _ in range(STEPS)]
     pairs = {f"loss {at}": (s.loss, expected["losses"][at]) for at, s in enumerate(steps)}
     pairs |= {f"norm {at}": (s.grad_norm, expected["norms"][at]) for at, s in enumerate(steps)}
-    trained = engine.full_state_dict()
+    trained = engine.weights.full_state_dict()
     pairs |= {n: (trained[n], p) for n, p in expected["parameters"].items() if trained}
     return {n: distance(*pair) for n, pair in pairs.items()}
 

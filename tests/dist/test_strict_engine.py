@@ -100,7 +100,7 @@ def trained(_: Joined) -> Any:
     )
     losses = [float(engine.step(X, target=Y).loss) for _ in range(2)]
     engine.evaluate(X, target=Y)
-    return losses, engine.full_state_dict()
+    return losses, engine.weights.full_state_dict()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_rank_may_send_all_microbatches_before_one_is_received(tmp_path: Path)
     def work(_: Joined) -> Any:
         model, plan = looped()
         engine = outsize.parallelize(model, (x,), loss_fn=LOSS, target=y, optimizer=sgd, plan=plan)
-        return float(engine.step(x, target=y).loss), engine.full_state_dict()
+        return float(engine.step(x, target=y).loss), engine.weights.full_state_dict()
 
     model, total = looped()[0], torch.zeros(())
     for part, wanted in zip(x.split(1), y.split(1), strict=True):

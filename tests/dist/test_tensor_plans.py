@@ -101,4 +101,4 @@ def test_what_a_loop_does_besides_steps(ranks: str, request: pytest.FixtureReque
         assert said["saved"]
         assert said["overflow"] == [True, True, 4.0], "one rank overflows, all skip and back off"
         assert said["largest"] < 16 * 61, "no rank has a whole table"
-        assert "tp=2. Next: engine.full_state_dict" in said["refusal"]
+        assert "tp=2. Next: engine.weights.full_state_dict" in said["refusal"]

@@ -64,7 +64,7 @@ def hook(parameter: Tensor) -> None:
 
 
 if faulty or FAULT in ("slow", "same"):
-    for _, parameter in engine.named_parameters():
+    for _, parameter in engine.weights.named_parameters():
         parameter.register_post_accumulate_grad_hook(hook)  # pyright: ignore[reportArgumentType]
 for step in range(16 if FAULT in ("slow", "input", "same") else 10):
     if step == AT and faulty:
@@ -85,5 +85,5 @@ for step in range(16 if FAULT in ("slow", "input", "same") else 10):
         engine.evaluate(x, target=x)
     if step == AT and FAULT == "save":
         engine.save(Path("saved"), wait=False)
-        engine.finish_saving()
+        engine.state.finish_saving()
     engine.step(x, target=x)

@@ -32,8 +32,8 @@ import outsize
 from outsize.errors import BadOption, RankFailed
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.run.weights.safetensors import INDEX, SINGLE, WeightFiles
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 
@@ -102,7 +102,7 @@ def check_a_model_on_meta_trains_like_the_plain_one(world: World) -> None:
 def check_the_full_state_is_that_of_the_plain_model(world: World) -> None:
     for name in ("gpt2", "unet"):
         pair = trained_from_file(world, name)
-        found = pair.engine.full_state_dict()
+        found = pair.engine.weights.full_state_dict()
         if world.rank:
             assert found == {}
         else:
@@ -116,7 +116,7 @@ def check_saved_weights_load_into_plain_torch(world: World) -> None:
         pair = trained_from_file(world, name)
         folder = FOLDER / f"{name}-saved"
         for shard_bytes in (20_000, 10**9):
-            assert pair.engine.full_state_dict(to=folder, shard_bytes=shard_bytes) == {}
+            assert pair.engine.weights.full_state_dict(to=folder, shard_bytes=shard_bytes) == {}
             assert (folder / INDEX).exists() is (shard_bytes == 20_000)
             assert len(list(folder.iterdir())) == 1 or shard_bytes == 20_000
             dist.barrier(group=world.group)
@@ -129,9 +129,9 @@ def check_saved_weights_load_into_plain_torch(world: World) -> None:
 def check_the_module_has_this_ranks_weights_under_the_users_names(world: World) -> None:
     for name in ("gpt2", "unet"):
         pair = trained_from_file(world, name)
-        module = pair.engine.module
+        module = pair.engine.weights.module
         assert isinstance(module, type(pair.plain))
-        assert dict(module.named_parameters()).keys() == dict(pair.engine.named_parameters()).keys()
+        assert dict(module.named_parameters()).keys() == dict(pair.engine.weights.named_parameters()).keys()
         assert [n for n, t in module.state_dict().items() if t.is_meta] == []
         names: list[Any] = [None] * world.world_size
         dist.all_gather_object(names, list(module.state_dict()), group=world.group)
@@ -141,7 +141,7 @@ def check_the_module_has_this_ranks_weights_under_the_users_names(world: World) 
 def check_clipping_by_value_and_averaging_are_those_of_plain_torch(world: World) -> None:
     pair = Pair(world, "mlp")
     pair.step(update=False)
-    module, average = pair.engine.module, get_ema_multi_avg_fn(0.5)
+    module, average = pair.engine.weights.module, get_ema_multi_avg_fn(0.5)
     ours, theirs = (AveragedModel(m, multi_avg_fn=average) for m in (module, pair.plain))
     pair.accumulate()
     for _ in range(3):
@@ -155,7 +155,7 @@ def check_clipping_by_value_and_averaging_are_those_of_plain_torch(world: World)
         pair.accumulate()
     pair.insist_on_equal_parameters()
     expected, found = dict(theirs.named_parameters()), dict(ours.named_parameters())
-    assert len(found) == len(list(pair.engine.named_parameters())) > 0
+    assert len(found) == len(list(pair.engine.weights.named_parameters())) > 0
     assert [n for n, p in found.items() if not torch.equal(p, expected[n])] == []
     assert any(not torch.equal(p, dict(pair.plain.named_parameters())[n[7:]]) for n, p in found.items())
 
@@ -207,10 +207,10 @@ def check_a_weight_that_is_first_used_later_trains_where_it_is_used(world: World
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(found, (losses[0] + losses[1]).detach())
-    state = engine.full_state_dict()
+    state = engine.weights.full_state_dict()
     if world.rank == 0:
         insist_on_equal(state, dict(plain.state_dict()))
-    assert ("late.0.weight" in dict(engine.named_parameters())) is (world.rank == 1)
+    assert ("late.0.weight" in dict(engine.weights.named_parameters())) is (world.rank == 1)
     result = engine.evaluate(x)
     plain.eval()
     if world.rank == 1:
@@ -228,8 +228,9 @@ def check_weights_of_other_ranks_fail_where_they_are_used(world: World) -> None:
     model: Any = engine.model
     other = "student" if world.rank == 0 else "teacher"
     freed = model.get_parameter(f"{other}.0.weight")
-    real = next(p for _, p in engine.named_parameters() if p.shape == freed.shape)
-    words = rf"{other}.0.weight is a weight of rank {1 - world.rank} .*`\w+` uses.*Next: engine.apply_named"
+    real = next(p for _, p in engine.weights.named_parameters() if p.shape == freed.shape)
+    owner = f"{other}.0.weight is a weight of rank {1 - world.rank} "
+    words = owner + r".*`\w+` uses.*Next: engine.weights.apply_named"
     pairs = list(zip(model.teacher.parameters(), model.student.parameters(), strict=True))
     uses: list[Callable[[], Any]] = [
         lambda: [teacher.data.mul_(0.9).add_(student.data) for teacher, student in pairs],
@@ -240,7 +241,7 @@ def check_weights_of_other_ranks_fail_where_they_are_used(world: World) -> None:
         lambda: freed.data.sum().item(),
         lambda: torch._foreach_add_([real.detach(), freed], 1.0),
         lambda: nn.init.zeros_(freed),
-        lambda: getattr(engine.module, other)[0].weight.detach().mul_(2),
+        lambda: getattr(engine.weights.module, other)[0].weight.detach().mul_(2),
         lambda: torch.save(model.state_dict(), FOLDER / "never.pt"),
     ]
     for use in uses:
@@ -250,7 +251,7 @@ def check_weights_of_other_ranks_fail_where_they_are_used(world: World) -> None:
     assert copy.deepcopy(model).get_parameter(f"{other}.0.weight").is_meta
     state = Byol().state_dict()
     model.load_state_dict(state)
-    assert all(torch.equal(p, state[n]) for n, p in engine.named_parameters())
+    assert all(torch.equal(p, state[n]) for n, p in engine.weights.named_parameters())
     assert torch.isfinite(engine.step(NAMED_X).loss)
 
 
@@ -262,15 +263,15 @@ def check_an_error_of_the_function_is_one_of_all_ranks(world: World) -> None:
         r"1 of 6 tensors were changed"
     )
     with pytest.raises(RankFailed, match=words) as found:
-        engine.apply_named(follow_all_but_biases, "teacher.*", "student.*")
+        engine.weights.apply_named(follow_all_but_biases, "teacher.*", "student.*")
     assert found.value.shared
     cause = found.value.__cause__
     assert isinstance(cause, ValueError) if world.rank == 0 else "ValueError: no bias" in str(cause)
     with pytest.raises(BadOption, match=r"returns a new tensor for teacher\.0\.weight") as refused:
-        engine.apply_named(torch.add, "teacher.*", "student.*")
+        engine.weights.apply_named(torch.add, "teacher.*", "student.*")
     assert refused.value.shared
     assert torch.isfinite(engine.step(NAMED_X).loss)
-    engine.apply_named(follow, "teacher.*", "student.*")
+    engine.weights.apply_named(follow, "teacher.*", "student.*")
 
 
 def check_pairs_of_submodules_are_those_of_one_process_or_refused(world: World) -> None:
@@ -280,7 +281,7 @@ def check_pairs_of_submodules_are_those_of_one_process_or_refused(world: World) 
     plain_pairs = list(zip(plain.teacher.parameters(), plain.student.parameters(), strict=True))
     for cut_before in ("student", "student.3", "head"):
         engine = engine_of(copy.deepcopy(plain), cut_before)
-        module: Any = engine.module
+        module: Any = engine.weights.module
         teacher, student = module.teacher, module.student
         pairs = list(zip(teacher.parameters(), student.parameters(), strict=True))
         assert [(a.shape, b.shape) for a, b in pairs] == [(a.shape, b.shape) for a, b in plain_pairs]
@@ -288,17 +289,17 @@ def check_pairs_of_submodules_are_those_of_one_process_or_refused(world: World) 
             assert t.is_meta or torch.equal(t, expected_t)
             assert s.is_meta or torch.equal(s, expected_s)
         assert len(list(teacher.buffers())) == len(list(student.buffers())) == 3
-        own = {id(p) for _, p in engine.named_parameters()}
+        own = {id(p) for _, p in engine.weights.named_parameters()}
         assert {id(p) for p in module.parameters()} == own, "an optimizer wants this rank's weights alone"
         if any(a.is_meta or b.is_meta for a, b in pairs):
-            with pytest.raises(BadOption, match=r"Next: engine.apply_named"), torch.no_grad():
+            with pytest.raises(BadOption, match=r"Next: engine.weights.apply_named"), torch.no_grad():
                 _ = [t.mul_(0.9).add_(s, alpha=0.1) for t, s in pairs]
         groups = [{"params": module.student.parameters()}, {"params": module.head.parameters(), "lr": 0.2}]
         optimizer = torch.optim.AdamW(groups, lr=0.1)
         engine.step(NAMED_X, update=False)
-        before = {n: p.detach().clone() for n, p in engine.named_parameters() if p.grad is not None}
+        before = {n: p.detach().clone() for n, p in engine.weights.named_parameters() if p.grad is not None}
         optimizer.step()
-        assert not any(torch.equal(p, dict(engine.named_parameters())[n]) for n, p in before.items())
+        assert not any(torch.equal(p, dict(engine.weights.named_parameters())[n]) for n, p in before.items())
 
 
 def check_weights_over_one_memory_are_refused_before_training(world: World) -> None:
@@ -343,16 +344,16 @@ def forget_peak() -> int:
 def measured(world: World) -> dict[str, Any]:
     tiny = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     engine = outsize.parallelize(tiny, (torch.zeros(4, 2),), stages=4, microbatches=1, loss_fn=total)
-    engine.full_state_dict(to=FOLDER / "tiny")  # what is imported late is imported now
+    engine.weights.full_state_dict(to=FOLDER / "tiny")  # what is imported late is imported now
     x = torch.zeros(4, WIDTH)
     base = forget_peak()
     options: dict[str, Any] = {"stages": 4, "microbatches": 1, "loss_fn": total}
     engine = outsize.parallelize(large(), (x,), weight_files=FOLDER / "weights", **options)
     loaded = resident("VmHWM") - base
-    corners = {n: [float(p[0, 0]), float(p[-1, -1])] for n, p in engine.named_parameters()}
-    own = sum(p.nbytes for _, p in engine.named_parameters())
+    corners = {n: [float(p[0, 0]), float(p[-1, -1])] for n, p in engine.weights.named_parameters()}
+    own = sum(p.nbytes for _, p in engine.weights.named_parameters())
     before = forget_peak()
-    engine.full_state_dict(to=FOLDER / "again", shard_bytes=75 << 20)
+    engine.weights.full_state_dict(to=FOLDER / "again", shard_bytes=75 << 20)
     return {"loaded": loaded, "saved": resident("VmHWM") - before, "own": own, "corners": corners}
 
 

@@ -44,7 +44,7 @@ def losses(root: Path | None, stages: int | None) -> Iterator[tuple[int, float]]
         else:
             yield -1, loss
         if root is not None:
-            engine.checkpoint(root / "run", keep=1)
+            engine.state.checkpoint(root / "run", keep=1)
 
 
 def main(root: Path, *, asks: bool) -> None:

@@ -169,7 +169,7 @@ def test_an_average_of_the_weights_is_refused_over_two_processes(tmp_path: Path)
     for number in (0, 1):
         said = (tmp_path / f"said{number}").read_text()
         assert "WeightAveraging averages one process's weights" in said
-        assert "Next: engine.attach(average), or python train.py with all stages in it" in said
+        assert "Next: engine.state.attach(average), or python train.py with all stages in it" in said
 
 
 def test_lightning_starts_no_processes_on_other_machines() -> None:

@@ -119,7 +119,7 @@ def engine_of(name: str, **options: Any) -> tuple[Engine, torch.Tensor, torch.Te
 def test_a_run_is_saved_and_goes_on(name: str, tmp_path: Path) -> None:
     engine, x, y = engine_of(name)
     engine.step(x, target=y)
-    assert engine.full_state_dict().keys() == engine.model.state_dict().keys()
+    assert engine.weights.full_state_dict().keys() == engine.model.state_dict().keys()
     engine.save(tmp_path)
     losses = [float(engine.step(x, target=y).loss) for _ in range(2)]
     again, x, y = engine_of(name, resume=tmp_path)
@@ -133,7 +133,7 @@ def trained(name: str, root: Path | None) -> tuple[list[float], dict[str, torch.
     if root is not None:
         engine.save(root)
     losses = [float(engine.step(x, target=y).loss) for _ in range(2)]
-    tensors = {n: v for n, v in engine.full_state_dict().items() if isinstance(v, torch.Tensor)}
+    tensors = {n: v for n, v in engine.weights.full_state_dict().items() if isinstance(v, torch.Tensor)}
     inner = {n: plain_parts(v) if is_wrapper(v) else {"": v} for n, v in tensors.items()}
     return losses, {f"{n} {path}": part for n, parts in inner.items() for path, part in parts.items()}
 

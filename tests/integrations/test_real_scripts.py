@@ -58,7 +58,9 @@ def run(folder: Path, script: str, steps: int, ranks: int = 1) -> tuple[str, Any
         with (folder / f"printed{number}").open("w") as file, contextlib.redirect_stdout(file):
             names = runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
         names["average"].swap()
-        weights = names["engine"].full_state_dict() if "engine" in names else names["model"].state_dict()
+        weights = (
+            names["engine"].weights.full_state_dict() if "engine" in names else names["model"].state_dict()
+        )
         if number == 0:
             torch.save(weights, folder / "weights")
 

@@ -20,9 +20,9 @@ from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
 from outsize.policies.activations import Recompute
 from outsize.policies.weights import Weights
 from outsize.train.batch.batch import Batch
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 BATCH, MICROBATCHES, STEPS = 8, 4, 4
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -212,7 +212,7 @@ def resumed_differs(
     early = train(first, parts[: STEPS // 2])
     first.save(folder)
     second = engine_of(model, layouts[1], optimizer)
-    assert second.resume(folder) == STEPS // 2
+    assert second.state.resume(folder) == STEPS // 2
     late = train(second, parts[STEPS // 2 :])
     pairs = enumerate(zip([*early, *late], losses, strict=True))
     wrong = [f"loss {number}" for number, pair in pairs if not _same(*pair)]

@@ -50,8 +50,8 @@ from outsize.train.check.compare import (
     merge,
     reference_snapshot,
 )
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.variants.variant import Variants
 
 MICROBATCHES, STAGES, RANDOM_CUTS = 4, 3, 3

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from outsize.capture.graph.by_modules import capture_model
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 STEPS = 4
 SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
@@ -234,7 +234,7 @@ def split(case: Case, plan: Plan, group: dist.ProcessGroup | None = None) -> tup
         case.between(number, model, loss_fn)
         numbers[f"loss {number}"] = engine.step(x, target=target).loss
     if group is not None:
-        return numbers | {n: p.detach().clone() for n, p in engine.named_parameters()}, engine
+        return numbers | {n: p.detach().clone() for n, p in engine.weights.named_parameters()}, engine
     return numbers | left_by(engine.model), engine
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from outsize.capture.graph.build import build_graph
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 MICROBATCHES, STEPS = 2, 4
 Between = Callable[[int], None]  # called with the number of the step that comes

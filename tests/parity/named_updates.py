@@ -123,7 +123,7 @@ def trained(
         if not before_update:
             _changed(engine, plain, ours, theirs)
         assert torch.equal(result.loss, torch.stack(losses).detach().sum())
-    state, expected = engine.full_state_dict(), plain.state_dict()
+    state, expected = engine.weights.full_state_dict(), plain.state_dict()
     if engine.rank == 0:
         assert list(state) == list(expected)
         assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
@@ -155,7 +155,7 @@ def ema_teacher() -> None:
             follow(teacher, student)
 
     def ours(engine: Engine) -> None:
-        engine.apply_named(follow, "teacher.*", "student.*")
+        engine.weights.apply_named(follow, "teacher.*", "student.*")
 
     trained(Byol, "student", ours, theirs)
 
@@ -166,7 +166,7 @@ def ema_teacher_with_buffers() -> None:
             follow(tensor, model.student.state_dict()[name])
 
     def ours(engine: Engine) -> None:
-        engine.apply_named(follow, "teacher.*", "student.*", buffers=True)
+        engine.weights.apply_named(follow, "teacher.*", "student.*", buffers=True)
 
     trained(Byol, "student", ours, theirs)
 
@@ -184,7 +184,7 @@ def stochastic_weight_averaging() -> None:
             update(average, weight)
 
     def ours(engine: Engine) -> None:
-        engine.apply_named(averaging(1), "average.*", "net.*")
+        engine.weights.apply_named(averaging(1), "average.*", "net.*")
         kept = {n: p.detach().clone() for n, p in engine.model.named_parameters() if n.startswith("average")}
         assert all(bool(p.isfinite().all()) for p in kept.values()), "every rank has the average"
 
@@ -196,7 +196,7 @@ def weight_decay_by_hand() -> None:
         for p in model.parameters():
             p.mul_(0.97)
 
-    trained(Tied, "middle", lambda engine: engine.apply_named(lambda p: p.mul_(0.97)), theirs)
+    trained(Tied, "middle", lambda engine: engine.weights.apply_named(lambda p: p.mul_(0.97)), theirs)
 
 
 def gradient_surgery() -> None:
@@ -209,7 +209,7 @@ def gradient_surgery() -> None:
             project(a, b)
 
     def ours(engine: Engine) -> None:
-        engine.apply_named(project, "a.*", "b.*", gradients=True)
+        engine.weights.apply_named(project, "a.*", "b.*", gradients=True)
 
     trained(Tasks, "b", ours, theirs, before_update=True)
 

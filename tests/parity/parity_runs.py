@@ -31,9 +31,9 @@ from outsize.train.check.compare import (
     engine_snapshot,
     reference_snapshot,
 )
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
 from outsize.train.variants import variant
 from outsize.train.variants.variant import Variants

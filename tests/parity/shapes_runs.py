@@ -75,7 +75,7 @@ def plain_step(model: nn.Module, name: str, parts: Sequence[tuple[Batch, int]]) 
 def differing(engine: Engine, plain: nn.Module) -> list[str]:
     """Own parameters whose gradients, and buffers that are other than in the plain model."""
     grads = {n: p.grad for n, p in plain.named_parameters()}
-    wrong = [n for n, p in engine.named_parameters() if not _same(p.grad, grads[n])]
+    wrong = [n for n, p in engine.weights.named_parameters() if not _same(p.grad, grads[n])]
     buffers = dict(plain.named_buffers())
     return wrong + [n for n, b in engine.model.named_buffers() if not b.is_meta and not _same(b, buffers[n])]
 

@@ -30,9 +30,9 @@ from outsize.run.stage.rng import borrowed_generators, seeder
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.check.compare import adamw, difference
 from outsize.train.check.reference import eager
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.variants.model_state import StructureVersions
 from outsize.train.variants.results import EvalResult, StepResult
 from outsize.train.variants.variant import Variants

@@ -30,9 +30,9 @@ from outsize.run.moves import activations
 from outsize.run.moves.activations import CopyLane
 from outsize.run.stage import stage
 from outsize.train.check.compare import adamw, compare
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 
@@ -124,7 +124,7 @@ def steps_of(engine: Engine, steps: int = 3) -> dict[str, Tensor]:
         engine.step(torch.randn(8, 8, generator=torch.Generator().manual_seed(step)))
     engine.evaluate(torch.ones(8, 8))
     engine.step([outsize.microbatch(torch.ones(n, 8)) for n in (3, 2, 3, 5)])
-    return engine.full_state_dict()
+    return engine.weights.full_state_dict()
 
 
 def odd_engine(plan: Plan) -> Engine:

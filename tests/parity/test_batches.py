@@ -19,8 +19,8 @@ from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
 from outsize.train.check.compare import adamw, difference
 from outsize.train.check.reference import TapeOf, reference_step
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.variants.variant import Variants
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")

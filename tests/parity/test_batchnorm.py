@@ -18,8 +18,8 @@ from outsize.errors import BadOption
 from outsize.ir.findings import WholeBatchStatistics
 from outsize.ir.plan import Plan
 from outsize.train.check.compare import PlainLoop, adamw, compare, reference_snapshot
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 

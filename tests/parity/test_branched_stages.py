@@ -26,8 +26,8 @@ from outsize.errors import BadPlan
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.train.batch.batch import Batch
 from outsize.train.check.compare import PlainLoop, adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 
 def insist_on_same_bits(name: str, plan: Plan) -> None:

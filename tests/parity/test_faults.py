@@ -21,10 +21,10 @@ from outsize.schedules.builders import build
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.compare import PlainLoop, adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.context.options import EngineOptions
 from outsize.train.crew import crew
 from outsize.train.engine import pipelined
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.variants import variant
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")

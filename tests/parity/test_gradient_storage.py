@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.ir.plan import Plan, ScheduleName
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 
@@ -139,7 +139,7 @@ def engine_gradients(name: str, schedule: str, samples: int, steps: int) -> dict
     inputs, target = batch(samples)
     for _ in range(steps):
         engine.step(*inputs, target=target, update=False)
-    return {key: parameter.grad for key, parameter in engine.named_parameters()}
+    return {key: parameter.grad for key, parameter in engine.weights.named_parameters()}
 
 
 def insist_equal(name: str, schedule: str, samples: int, steps: int) -> None:

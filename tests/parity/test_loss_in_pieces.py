@@ -115,7 +115,7 @@ def distances(model: nn.Module, batch: dict[str, Any], plan: Plan) -> tuple[floa
     engine = outsize.parallelize(model, (), batch, plan=plan)
     found = engine.step(**batch, update=False).loss
     assert found is not None
-    grads = {name: p.grad for name, p in engine.named_parameters()}
+    grads = {name: p.grad for name, p in engine.weights.named_parameters()}
     largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
     worst = 0.0
     for name, parameter in plain.named_parameters():

@@ -33,7 +33,7 @@ def test_a_change_by_name_is_that_of_the_plain_loop(name: str) -> None:
 def test_names_that_do_not_match_are_refused(patterns: tuple[str, ...], text: str) -> None:
     engine = engine_of(Byol(), "student")
     with pytest.raises(BadOption, match=text):
-        engine.apply_named(lambda *tensors: None, *patterns)
+        engine.weights.apply_named(lambda *tensors: None, *patterns)
 
 
 def test_what_would_be_lost_on_another_rank_is_refused_here_as_well() -> None:
@@ -47,16 +47,16 @@ def test_what_would_be_lost_on_another_rank_is_refused_here_as_well() -> None:
         return 0.9 * teacher + 0.1 * student
 
     with pytest.raises(BadOption, match=r"the function returns a new tensor for teacher.0.weight.*in place"):
-        engine.apply_named(new, "teacher.*", "student.*")
+        engine.weights.apply_named(new, "teacher.*", "student.*")
     assert all(torch.equal(t, before[n]) for n, t in engine.model.state_dict().items())
     with pytest.raises(BadOption, match=r"the function changes student.0.weight, and .* only the first"):
-        engine.apply_named(second, "teacher.*", "student.*")
+        engine.weights.apply_named(second, "teacher.*", "student.*")
 
 
 def test_a_tied_weight_is_changed_once_and_has_one_partner() -> None:
     engine = engine_of(Tied(), "middle")
     calls: list[Any] = []
-    engine.apply_named(calls.append, "*.weight")
+    engine.weights.apply_named(calls.append, "*.weight")
     assert len(calls) == 2
     pairs = nn.ModuleDict({"t": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})})
     pairs["s"] = copy.deepcopy(pairs["t"])
@@ -69,8 +69,8 @@ def test_a_tied_weight_is_changed_once_and_has_one_partner() -> None:
 
 def test_an_average_that_no_forward_reads_is_averaged() -> None:
     engine = engine_of(Averaged(), "net.3")
-    engine.apply_named(lambda average, weight: average.copy_(weight), "average.*", "net.*")
-    state = engine.full_state_dict()
+    engine.weights.apply_named(lambda average, weight: average.copy_(weight), "average.*", "net.*")
+    state = engine.weights.full_state_dict()
     assert all(torch.equal(t, state[n.replace("net", "average")]) for n, t in state.items() if "weight" in n)
 
 
@@ -81,6 +81,6 @@ def test_what_the_function_raises_names_the_weight_and_how_many_were_changed() -
         r"\(.*named_updates\.py:\d+\) for teacher\.0\.bias on rank 0; 1 of 6 tensors were changed"
     )
     with pytest.raises(RankFailed, match=words) as found:
-        engine.apply_named(follow_all_but_biases, "teacher.*", "student.*")
+        engine.weights.apply_named(follow_all_but_biases, "teacher.*", "student.*")
     assert isinstance(found.value.__cause__, ValueError)
     assert not found.value.shared

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from outsize.capture.recording.fallbacks import record
 from outsize.run.stage.rng import borrowed_generators, seeder
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 STEPS = 6
 Change = Callable[[Switch, int], Any]

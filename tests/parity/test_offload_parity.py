@@ -26,10 +26,10 @@ from outsize.run.host.copy_lane import CopyLane
 from outsize.run.host.residency import Residency
 from outsize.run.moves.host import HostMoves
 from outsize.train.check.compare import adamw, compare
+from outsize.train.context.options import EngineOptions, RankOptions
 from outsize.train.crew import hosted as hosted_crew
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions, RankOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 LARGE = ("resnet50", "deeplabv3")  # 24 and 61 million parameters: with --all alone
@@ -274,7 +274,7 @@ def test_whatever_a_loop_does(loop: str, hosted: Weights) -> None:
     for weights in both:
         engine = odd_engine(weights, **{k: v() if k == "scaler" else v for k, v in how.items()})
         run(engine)
-        found.append(engine.full_state_dict())
+        found.append(engine.weights.full_state_dict())
     ours, theirs = found
     assert list(ours) == list(theirs)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -291,8 +291,8 @@ def test_a_view_of_a_weight_is_handed_on(weights: Weights) -> None:
     ours, theirs = (odd_engine(each, odd=handing) for each in both)
     for engine in (ours, theirs):
         plain_steps(engine)
-    state = theirs.full_state_dict()
-    assert [n for n, t in ours.full_state_dict().items() if not torch.equal(t, state[n])] == []
+    state = theirs.weights.full_state_dict()
+    assert [n for n, t in ours.weights.full_state_dict().items() if not torch.equal(t, state[n])] == []
 
 
 @pytest.mark.parametrize(

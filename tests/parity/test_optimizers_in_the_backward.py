@@ -109,7 +109,7 @@ def test_one_microbatch_is_the_plain_loop(register: Register, stages: int) -> No
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         assert torch.equal(engine.step(x, target=y).loss, loss.detach())
-    for mine, other in zip(model.parameters(), engine.module.parameters(), strict=True):
+    for mine, other in zip(model.parameters(), engine.weights.module.parameters(), strict=True):
         assert torch.equal(mine, other)
 
 
@@ -124,9 +124,9 @@ def test_a_later_hook_is_seen_and_hooks_that_only_look_are_no_reason() -> None:
     for step in range(2):
         x, y = batch(step)
         engine.step(x, target=y)
-        for weight in engine.module.parameters():
+        for weight in engine.weights.module.parameters():
             weight.grad = None
     assert len(seen) == 24
-    through_data(engine.module)
+    through_data(engine.weights.module)
     with pytest.raises(BadOption, match="an optimizer steps inside of the backward"):
         engine.step(x, target=y)

@@ -17,8 +17,8 @@ from outsize.errors import BadOption
 from outsize.run.stage.boundary import with_ordered_uses
 from outsize.run.stage.cut import cut
 from outsize.run.weights.placement import placement_of_cut
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.variants.instruction_owners import PlacedWeights, instruction_owners
 
 

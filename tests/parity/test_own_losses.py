@@ -60,8 +60,8 @@ def test_the_loss_is_trained_as_in_the_plain_loop(kind: str, form: str) -> None:
         assert float(engine.step(x, target=y).loss) == loss
     insist_on_equal(plain, net)
     insist_on_equal(plain_criterion, criterion)
-    assert engine.full_state_dict().keys() == plain.state_dict().keys()
-    saved = engine.loss_state_dict()
+    assert engine.weights.full_state_dict().keys() == plain.state_dict().keys()
+    saved = engine.weights.loss_state_dict()
     assert len(saved) == len(plain_criterion.state_dict())
     if form == "module":
         assert all(torch.equal(saved[n], t) for n, t in plain_criterion.state_dict().items())
@@ -158,7 +158,7 @@ def test_what_model_and_loss_have_in_common_has_the_names_of_the_model(shares: b
         engine.step(x, target=y)
     insist_on_equal(plain, net)
     insist_on_equal(plain_criterion, criterion)
-    assert engine.full_state_dict().keys() == plain.state_dict().keys()
+    assert engine.weights.full_state_dict().keys() == plain.state_dict().keys()
 
 
 def test_a_check_begins_without_the_gradients_of_the_loss_and_leaves_them() -> None:

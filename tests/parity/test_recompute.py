@@ -15,8 +15,8 @@ import outsize
 from outsize.ir.findings import AllRecomputed
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.train.check.compare import adamw, compare
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 

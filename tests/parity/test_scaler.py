@@ -17,8 +17,8 @@ from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
 from outsize.train.check.compare import adamw, difference
 from outsize.train.check.reference import eager
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.variants.variant import Variants
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
@@ -114,7 +114,7 @@ def test_a_scaled_loop(name: str, clip: bool) -> None:
                 found = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs)
             if clip:
                 engine.unscale()
-                torch.nn.utils.clip_grad_value_(engine.module.parameters(), 0.01)
+                torch.nn.utils.clip_grad_value_(engine.weights.module.parameters(), 0.01)
             engine.update()
             scales.append(ours.get_scale())
             assert difference(expected, found.loss) == 0

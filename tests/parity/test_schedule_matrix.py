@@ -35,8 +35,8 @@ from outsize.train.check.compare import (
     engine_snapshot,
     reference_snapshot,
 )
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 

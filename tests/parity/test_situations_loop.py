@@ -180,7 +180,7 @@ def test_a_stopped_run_goes_on_with_the_numbers_of_one_that_was_not(name: str) -
         return lambda loss: notes.append(state_of(engine, loss))
 
     train(first, both.batches[:1], note(first))
-    saved = copy.deepcopy((first.full_state_dict(), _state(first), first.steps))
+    saved = copy.deepcopy((first.weights.full_state_dict(), _state(first), first.steps))
     other = Both(replace(BARE, dropout=True, stages=2), case(name))
     second = other.engine()
     second.model.load_state_dict(saved[0])

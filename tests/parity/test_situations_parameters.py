@@ -154,7 +154,7 @@ def test_the_gradient_of_a_parameter_that_nothing_uses_stays_none(known: Case) -
     both = Both(Situation("spare", with_spare), known)
     engine = both.engine()
     assert not differing(both.run(both.plain()), both.run(engine))
-    spare = [n for n, _ in engine.named_parameters() if "spare" in n]
+    spare = [n for n, _ in engine.weights.named_parameters() if "spare" in n]
     assert len(spare) == 2, "the optimizer must still hold it"
     step(engine, both.batches[0], update=False)
     assert all(engine.model.get_parameter(n).grad is None for n in spare)

@@ -47,7 +47,7 @@ def clipped(weights: Weights, limit: float, **how: Any) -> Engine:
 def states(engine: Engine) -> Iterator[tuple[str, Any]]:
     """Of model and optimizer, by name."""
     assert engine.optimizer is not None
-    yield from engine.full_state_dict().items()
+    yield from engine.weights.full_state_dict().items()
     for number, state in engine.optimizer.state_dict()["state"].items():
         yield from ((f"{number}.{key}", value) for key, value in state.items())
 

@@ -99,7 +99,7 @@ def test_the_gradients_are_those_of_the_batch_in_one_piece(make: Callable[[], nn
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.step(x, target=labels, update=False)
-    for name, parameter in engine.named_parameters():
+    for name, parameter in engine.weights.named_parameters():
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
 
 

@@ -176,7 +176,7 @@ def test_what_the_first_forward_moves_is_moved_once_by_the_first_step(layer: Any
         optimizer.zero_grad()
         assert engine.step(x, target=y).loss == sum(loss.detach() for loss in losses)
     for name, value in plain.state_dict().items():
-        assert torch.equal(engine.full_state_dict()[name], value), name
+        assert torch.equal(engine.weights.full_state_dict()[name], value), name
 
 
 def test_a_check_compares_what_hangs_on_the_weights() -> None:

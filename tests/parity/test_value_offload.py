@@ -23,10 +23,10 @@ from outsize.run.host.copy_lane import CopyLane
 from outsize.run.moves.host import HostMoves
 from outsize.run.stage import stage
 from outsize.train.check.compare import adamw, compare
+from outsize.train.context.options import EngineOptions
 from outsize.train.crew import hosted as hosted_crew
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 
@@ -170,7 +170,7 @@ def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tenso
             engine.step(torch.ones(4, 6, 8), update=False)
     engine.model.zero_grad()
     engine.step(torch.ones(4, 6, 8))
-    return engine.full_state_dict()
+    return engine.weights.full_state_dict()
 
 
 class Views(nn.Module):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from outsize.capture.graph.by_modules import capture_model
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 MICROBATCHES, SAMPLES, STEPS = 4, 8, 3
 Numbers = dict[str, Tensor]
@@ -373,7 +373,7 @@ class Split:
         self.engine.update()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.engine.named_parameters()
+        return self.engine.weights.named_parameters()
 
 
 def plan_of(training: Training, schedule: str) -> Plan:

@@ -22,8 +22,8 @@ from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.program.tape import Instruction
 from outsize.program.tree import leaves
 from outsize.train.batch.batch import Batch, as_target
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 
 def energy(output: Any, *target: Any) -> Tensor:

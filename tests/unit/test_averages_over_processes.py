@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import outsize
 from outsize.ir.plan import Plan
 from outsize.train.batch.batch import Batch
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = pytest.mark.dist
 EVERY, ALL = 3, 6
@@ -73,19 +73,19 @@ def trained(group: dist.ProcessGroup, root: Path, count: int, goes_on: bool) -> 
     plan = outsize.plan(model, (x,), loss_fn=F.cross_entropy, target=y, stages=2, microbatches=2)
     assert isinstance(plan, Plan)
     engine = make_engine(model, plan, group, EngineOptions(loss_fn=F.cross_entropy, optimizer=momentum))
-    engine.prepare(engine._dims.of(Batch((x,), {}, (y,))))
+    engine.prepare(engine._split.dims.of(Batch((x,), {}, (y,))))
     if goes_on:
-        assert engine.resume(root) == EVERY
+        assert engine.state.resume(root) == EVERY
     assert engine.optimizer is not None
     optimizer = engine.optimizer
-    scheduler, average = schedule(optimizer), average_of(engine.module)
-    engine.attach(scheduler=scheduler, average=average)
+    scheduler, average = schedule(optimizer), average_of(engine.weights.module)
+    engine.state.attach(scheduler=scheduler, average=average)
     losses, rates = list[float](), list[float]()
     for _ in range(count):
         rates.append(optimizer.param_groups[0]["lr"])
         losses.append(float(engine.step(x, target=y).loss))
         scheduler.step()
-        average.update_parameters(engine.module)
+        average.update_parameters(engine.weights.module)
     engine.save(root)
     return losses, rates, {name: p.detach().clone() for name, p in average.module.named_parameters()}
 

@@ -4,8 +4,8 @@
 
 For each class: a tiny model with random weights is saved by `save_pretrained`, read by its `from_pretrained`,
 and read by outsize into the same class on meta. Every parameter and buffer must be equal. `own names` is the
-same for a folder with the names of the class (save_original_format=False), as `engine.save_pretrained` writes
-it.
+same for a folder with the names of the class (save_original_format=False), as
+`engine.weights.save_pretrained` writes it.
 """
 
 from __future__ import annotations

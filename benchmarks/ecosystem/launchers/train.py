@@ -45,7 +45,7 @@ def train(folder: str, axes: dict[str, int]) -> None:
         warnings.simplefilter("always")
         engine = outsize.parallelize(network(), (x,), optimizer=torch.optim.AdamW, **how)
         losses = [float(engine.step(x, target=y).loss) for _ in range(STEPS)]
-    weights = {name: value.tolist() for name, value in engine.full_state_dict().items()}
+    weights = {name: value.tolist() for name, value in engine.weights.full_state_dict().items()}
     said = [str(one.message) for one in caught if type(one.message).__module__.startswith("outsize.")]
     found = {"rank": engine.rank, "said": said, "losses": losses, "weights": weights}
     written = Path(folder) / f"{os.getpid()}.tmp"

@@ -1,4 +1,4 @@
-"""Question: does a run that goes on by `engine.batches` take the samples that it would have taken?
+"""Question: does a run that goes on by `engine.state.batches` take the samples that it would have taken?
 
     python benchmarks/ecosystem/loaders/run.py [NAME ...]     # writes results/loaders.json
 
@@ -212,7 +212,7 @@ def train(name: str, folder: Path, save: int | None, told: Any) -> None:
         warnings.simplefilter("always")
         engine = engine_of(x, None if save is None else folder / str(save))
         made = LOADERS[name](engine, folder)
-        batches = engine.batches(made)
+        batches = engine.state.batches(made)
         for epoch in range(batches.epoch, 9):
             holders: list[Any] = [getattr(made, "sampler", None), getattr(made, "batch_sampler", None)]
             for holder in holders:
@@ -303,7 +303,8 @@ def main(names: list[str]) -> None:
             rows[name] = dict.fromkeys(CUTS, "wrong: the run ended early, or hung")
         print(f"{name:50} {json.dumps(rows[name])}", flush=True)
     document = {
-        "question": "Does a run that goes on by engine.batches take the samples that it would have taken?",
+        "question": "Does a run that goes on by engine.state.batches take the samples that it would "
+        "have taken?",
         "versions": {package: _version(package) for package in PACKAGES},
         "loaders": rows,
     }

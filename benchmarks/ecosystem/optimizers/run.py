@@ -49,8 +49,8 @@ from torch.nn import functional
 import outsize
 from outsize.ir.plan import Plan
 from outsize.train.batch.batch import Batch
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 HERE: Final = Path(__file__).parent
 STEPS: Final = 6  # more than Lookahead's five
@@ -250,7 +250,7 @@ def split(optimizer: Optimizer, layout: Layout) -> Numbers:
     for step in range(STEPS):
         x, y = batch(step, layout.dtype)
         found.append((f"loss {step}", engine.step(x, target=y).loss.detach()))
-    return found + list(engine.full_state_dict().items())
+    return found + list(engine.weights.full_state_dict().items())
 
 
 def said(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from outsize.ir.plan import Plan
 from outsize.planner.advice.compilation import BACKEND
 from outsize.run.weights.load import source_for
 from outsize.run.weights.safetensors import WeightFiles
-from outsize.train.engine.options import EngineOptions, MakeOptimizer
+from outsize.train.context.options import EngineOptions, MakeOptimizer
 
 AUTO: Final = "auto"  # is decided when the plan is known
 _COMPILED: Final[dict[Any, str | None]] = {True: BACKEND, False: None, AUTO: None}

@@ -44,7 +44,7 @@ class MemoryRoom:
             raise BadOption(
                 "on_oom='replan' goes on from a checkpoint, and there is no folder of checkpoints",
                 next_step="parallelize(..., resume=FOLDER, devices=outsize.Ranks(on_oom='replan')), and "
-                "engine.checkpoint(FOLDER)",
+                "engine.state.checkpoint(FOLDER)",
             )
         share: object = None
         with suppress(OSError, DamagedFile):

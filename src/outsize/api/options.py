@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from outsize.policies.weights import Weights
     from outsize.train.batch.batch import Batch
     from outsize.train.batch.batch_dims import Asked
-    from outsize.train.engine.callbacks import Callback
-    from outsize.train.engine.options import MakeOptimizer
+    from outsize.train.context.callback import Callback
+    from outsize.train.context.options import MakeOptimizer
 
 P = ParamSpec("P")
 R = TypeVar("R")

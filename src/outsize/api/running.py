@@ -53,11 +53,11 @@ from outsize.train.batch.wrapped_models import insist_on_unwrapped
 from outsize.train.check.check import Question, enough_steps, verify
 from outsize.train.checkpoint.checkpoints import ResumeNote, newest_checkpoint
 from outsize.train.checkpoint.weights import CheckpointWeights
+from outsize.train.context.options import EngineOptions, RankOptions
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_for, places_of
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import agreed, make_engine
-from outsize.train.engine.options import EngineOptions, RankOptions
 from outsize.train.measure.training_case import TrainingCase
 from outsize.train.ranks.divided_weights import insist_on_bits
 from outsize.train.world.handshake import shake_hands
@@ -265,7 +265,7 @@ def _saved(
     if saved is not None and not saved.values.get("weights", True) and world.rank == 0:
         warn_user(
             f"{saved.folder} was saved without weights, so those of the model stay: "
-            "engine.load_weights(FOLDER)",
+            "engine.weights.load(FOLDER)",
             ResumeNote,
         )
     return saved
@@ -275,9 +275,9 @@ def _go_on(engine: Engine, checkpoint: Checkpoint, saved: CheckpointReader | Non
     """Sets the engine to what was saved, once it is known that it can save itself in such a way."""
     saves_in = checkpoint.saves_in or checkpoint.folder
     if saves_in is not None:
-        engine.insist_on_resumable(saves_in)
+        engine.state.insist_on_resumable(saves_in)
     if saved is not None:
-        engine.resume(saved.folder)
+        engine.state.resume(saved.folder)
 
 
 def _with_weights(options: EngineOptions, model: nn.Module, saved: CheckpointReader) -> EngineOptions:

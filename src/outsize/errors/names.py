@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Final
 
 _STEP: Final = "engine.step(x, target=y), which runs forward, backward and the optimizer's step"
-_LOOP: Final = "for x, y in engine.batches(loader): engine.step(x, target=y)"
+_LOOP: Final = "for x, y in engine.state.batches(loader): engine.step(x, target=y)"
 _PLACED: Final = "the plan's devices; the engine has placed the model there"
-_SAVED: Final = "engine.save('run'), or engine.checkpoint('run', every=500) after each step"
-_RESUMED: Final = "outsize.parallelize(..., resume='run'), or engine.resume('run')"
+_SAVED: Final = "engine.save('run'), or engine.state.checkpoint('run', every=500) after each step"
+_RESUMED: Final = "outsize.parallelize(..., resume='run'), or engine.state.resume('run')"
 _ENGINE_OF: Final = "engine = outsize.parallelize(model, (x,), target=y, loss_fn=..., optimizer=...)"
 _ACCUMULATED: Final = "engine.step(x, target=y, update=False, loss_scale=1 / 4), and update=True for the last"
 _LOSS: Final = "result.loss, a tensor of no dims: float(engine.step(x, target=y).loss)"
@@ -49,27 +49,45 @@ ENGINE: Final[Mapping[str, str]] = {
     "load": _RESUMED,
     "load_checkpoint": _RESUMED,
     "load_state": _RESUMED,
-    "load_state_dict": "engine.module.load_state_dict(state, strict=False), or weight_files='DIR'",
+    "load_state_dict": "engine.weights.module.load_state_dict(state, strict=False), or weight_files='DIR'",
     "local_rank": _PROCESSES,
     "lr": _RATE,
     "lr_scheduler": _RATE,
     "no_sync": _ACCUMULATED,
     "optimizer_step": "engine.update(), after engine.step(..., update=False)",
-    "parameters": "engine.module.parameters(), those of this rank",
+    "parameters": "engine.weights.parameters(), those of this rank",
     "predict": "engine.evaluate(x).outputs",
     "save_checkpoint": _SAVED,
-    "save_model": "engine.full_state_dict(to='model'), or engine.save_pretrained('model')",
+    "save_model": "engine.weights.full_state_dict(to='model'), or engine.weights.save_pretrained('model')",
     "save_state": _SAVED,
     "scheduler": _RATE,
-    "state_dict": "engine.full_state_dict() for the model on rank 0, engine.module.state_dict() for a rank",
+    "state_dict": "engine.weights.full_state_dict() on rank 0, engine.weights.module.state_dict() for a rank",
     "to": _PLACED,
     "train": "engine.model.train(), the mode of the next steps",
     "train_batch": _STEP,
-    "unwrap_model": "engine.model, or engine.module for this rank's weights",
+    "unwrap_model": "engine.model, or engine.weights.module for this rank's weights",
     "wait_for_everyone": "leave it out: the calls of an engine wait for each other where they have to",
     "world_size": _PROCESSES,
     "zero_grad": "engine.step(x, target=y), which clears gradients after its update",
 }
+MOVED: Final[Mapping[str, str]] = {
+    **{
+        name: f"state.{name}"
+        for name in (
+            *("attach", "batches", "checkpoint", "finish_saving", "insist_on_resumable", "on_saving"),
+            *("resume", "saving"),
+        )
+    },
+    **{
+        name: f"weights.{name}"
+        for name in (
+            *("apply_named", "full_state_dict", "loss_state_dict", "module", "named_parameters"),
+            *("save_pretrained", "whole"),
+        )
+    },
+    "load_weights": "weights.load",
+}
+"""Names that engines had, each with its name now. They go on working in this release, with a warning."""
 RESULT: Final[Mapping[str, str]] = {
     "backward": "leave it out: engine.step(x, target=y) has run the backward",
     "detach": _LOSS,

@@ -176,12 +176,13 @@ OPTIONS: Final = (
     _row(
         "data dataset train_dataset dataloader train_dataloader train_dataloaders loader training_data "
         "num_workers",
-        "", "", "a loop of your own: for x, y in engine.batches(loader): engine.step(x, target=y)",
+        "", "", "a loop of your own: for x, y in engine.state.batches(loader): engine.step(x, target=y)",
     ),
     _row(
         "resume_from_checkpoint checkpoint ckpt ckpt_path checkpoint_path checkpoint_dir load_checkpoint "
         "load save_dir output_dir save_path",
-        "resume", "'run'", "outsize.parallelize(..., resume='run') and engine.checkpoint('run', every=100)",
+        "resume", "'run'", "outsize.parallelize(..., resume='run') and engine.state.checkpoint('run', "
+        "every=100)",
         "--checkpoint run",
     ),
     _row(

@@ -118,7 +118,7 @@ class OutsizeStrategy(RankStrategy):
         super().setup_optimizers(trainer)
         parts = self._parts = OptimizerParts(self._module, self.optimizers)
         if self._engine is not None:
-            parts.keep(parameter for _, parameter in self._engine.named_parameters())
+            parts.keep(parameter for _, parameter in self._engine.weights.named_parameters())
 
     def _split(self, batch: Any) -> Engine:
         """Builds the engine on a batch."""
@@ -141,7 +141,7 @@ class OutsizeStrategy(RankStrategy):
                 optimizer=self._parts if self._parts and self.optimizers else None,
                 **options,
             )
-        engine.count_from(trainer.global_step)
+        engine.state.count_from(trainer.global_step)
         return engine
 
     # -- steps -------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class OutsizeStrategy(RankStrategy):
         """Returns the whole module's state on rank 0; every rank calls this."""
         if self._engine is None:
             return super().lightning_module_state_dict()
-        state = self._engine.full_state_dict()
+        state = self._engine.weights.full_state_dict()
         return {name.removeprefix(PREFIX): value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

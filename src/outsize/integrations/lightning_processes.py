@@ -117,7 +117,7 @@ class RankStrategy(strategies.Strategy, ABC):
             raise BadOption(
                 f"{type(averaging[0]).__name__} averages one process's weights, and each has its own here",
                 numbers=numbers,
-                next_step="engine.attach(average), or python train.py with all stages in it",
+                next_step="engine.state.attach(average), or python train.py with all stages in it",
             )
 
     def barrier(self, name: str | None = None) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final, final
 from outsize.capture.models.imports import import_package
 from outsize.errors import ModelNotImportable
 from outsize.ir.answers.utilisation import Utilisation
-from outsize.train.engine.callbacks import Callback, CheckpointFacts, EvaluationFacts, ReplanFacts, StepFacts
+from outsize.train.context.callback import Callback, CheckpointFacts, EvaluationFacts, ReplanFacts, StepFacts
 
 GIB: Final = 2**30
 

@@ -251,9 +251,9 @@ class Trainer(transformers.Trainer, ABC):
             return super()._save(output_dir, state_dict)
         folder = Path(output_dir or str(self.args.output_dir))
         if hasattr(type(self.model), "save_pretrained"):
-            self._engine.save_pretrained(folder)
+            self._engine.weights.save_pretrained(folder)
         else:
-            self._engine.full_state_dict(to=folder)
+            self._engine.weights.full_state_dict(to=folder)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
@@ -275,7 +275,7 @@ class Trainer(transformers.Trainer, ABC):
         self._attach()
         folder = Path(checkpoint) / STATES
         if folder.is_dir():
-            self.engine.resume(folder)
+            self.engine.state.resume(folder)
         elif self._processes == 1:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
@@ -289,7 +289,7 @@ class Trainer(transformers.Trainer, ABC):
         if self._engine is None or self._processes == 1:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            self._engine.load_weights(resume_from_checkpoint)
+            self._engine.weights.load(resume_from_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises BadCheckpoint where a checkpoint is of another model; transformers only logs that."""
@@ -311,12 +311,12 @@ class Trainer(transformers.Trainer, ABC):
         if self._engine is None or self._processes == 1:
             super()._load_best_model()
         else:
-            self._engine.load_weights(str(self.state.best_model_checkpoint))
+            self._engine.weights.load(str(self.state.best_model_checkpoint))
 
     def _attach(self) -> None:
         if self._attached is not self.lr_scheduler:
             self._attached = self.lr_scheduler
-            self.engine.attach(scheduler=self.lr_scheduler)
+            self.engine.state.attach(scheduler=self.lr_scheduler)
 
     # -- the engine --------------------------------------------------------------------------------------
 

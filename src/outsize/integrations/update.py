@@ -44,7 +44,7 @@ class Update:
 
         Gradients that are there stay as they are until the backward of the first loss.
         """
-        parameters = [p for _, p in engine.named_parameters()]
+        parameters = [p for _, p in engine.weights.named_parameters()]
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -6,6 +6,6 @@ jobs      job files for clusters                                    renting    w
 tuning    which plan is really the fastest                          training   `outsize.parallelize`, observed
 
 To read it, start at `training.py`: the watchdog and the publisher are callbacks of an engine. What the core
-keeps of operations are three small interfaces: `Callback` (train/engine/callbacks.py), `World`
+keeps of operations are three small interfaces: `Callback` (train/context/callback.py), `World`
 (train/world/world.py) and `Progress` (run/progress.py).
 """

@@ -24,7 +24,7 @@ from outsize.ir.plan import Plan
 from outsize.ops.publish.publisher import Publisher
 from outsize.ops.watchdog.watch import WatchRanks
 from outsize.train.checkpoint.checkpoints import newest_folder
-from outsize.train.engine.callbacks import Callback
+from outsize.train.context.callback import Callback
 from outsize.train.engine.engine import Engine
 
 

@@ -28,8 +28,8 @@ from outsize.ir.profile import Profile, ProfileSet, UnitCost
 from outsize.ir.timeline import Timeline
 from outsize.planner.search.tune import TRIALS, Tuner
 from outsize.run.transport.control_messages import all_gather_json, broadcast_json
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.measure.training_case import TrainingCase
 from outsize.train.measure.units import how_on, measure_sizes
 from outsize.train.world.join import join

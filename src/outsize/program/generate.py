@@ -24,7 +24,6 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from keyword import iskeyword
 from types import FrameType, FunctionType
@@ -84,19 +83,14 @@ def replayed_place(frame: FrameType, line: int) -> tuple[str, str] | None:
     return frame.f_globals.get(PLACES, {}).get(line)
 
 
-@contextmanager
-def naming_instructions() -> Iterator[None]:
-    """Adds the unit and the user's file:line to an error that a generated function raises."""
-    try:
-        yield
-    except OutsizeError:
-        raise
-    except Exception as error:
-        places = [replayed_place(*step) for step in traceback.walk_tb(error.__traceback__)]
-        place = next((place for place in reversed(places) if place is not None), None)
-        if place is not None:
-            error.add_note(f"This was in {place[0]}, {place[1]}")
-        raise
+def name_instruction(error: Exception) -> None:
+    """Adds the unit and the user's file:line to an error that a generated function has raised."""
+    if isinstance(error, OutsizeError):
+        return
+    places = [replayed_place(*step) for step in traceback.walk_tb(error.__traceback__)]
+    place = next((place for place in reversed(places) if place is not None), None)
+    if place is not None:
+        error.add_note(f"This was in {place[0]}, {place[1]}")
 
 
 @final

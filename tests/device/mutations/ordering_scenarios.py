@@ -34,10 +34,10 @@ from outsize.run.interpreter.multi_device import MultiDevice
 from outsize.run.moves import activations
 from outsize.run.moves.boundary_values import OffloadedValue
 from outsize.run.transport.device_copies import DeviceLink, _ThroughHost
+from outsize.train.context.options import EngineOptions
 from outsize.train.crew import hosted
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.loss_watch import LossWatch
-from outsize.train.engine.options import EngineOptions
 from outsize.train.measure.round_trip import make_wire
 from outsize.train.world.world import World
 
@@ -82,8 +82,8 @@ def steps_of(engine: outsize.Engine, samples: Sequence[int] = (8, 8)) -> Values:
         losses.append(engine.step(x, target=y).loss)
         x.fill_(torch.nan)
         y.fill_(torch.nan)
-    gradients = [p.grad for _, p in engine.named_parameters() if p.grad is not None]
-    return [*losses, *gradients, *(t.clone() for t in engine.full_state_dict().values())]
+    gradients = [p.grad for _, p in engine.weights.named_parameters() if p.grad is not None]
+    return [*losses, *gradients, *(t.clone() for t in engine.weights.full_state_dict().values())]
 
 
 def inputs(_: World) -> Values:
@@ -153,9 +153,9 @@ def weights_on_the_host(_: World) -> Values:
         for number in range(2):
             x, y = batch_of(8, number)
             engine.step(x, target=y, update=False)
-            found += [p.grad.clone() for _, p in engine.named_parameters() if p.grad is not None]
+            found += [p.grad.clone() for _, p in engine.weights.named_parameters() if p.grad is not None]
             found.append(engine.step(x, target=y).loss)
-            found += [p.detach().clone() for _, p in engine.named_parameters()]
+            found += [p.detach().clone() for _, p in engine.weights.named_parameters()]
     return found
 
 
@@ -169,7 +169,7 @@ def gradients_of_a_deep_model(_: World) -> Values:
         for number in range(2):
             x, y = batch_of(8, number)
             engine.step(x, target=y, update=False)
-            found += [p.grad.clone() for _, p in engine.named_parameters() if p.grad is not None]
+            found += [p.grad.clone() for _, p in engine.weights.named_parameters() if p.grad is not None]
     return found
 
 
@@ -179,7 +179,7 @@ def weights_that_change_after_an_evaluation(_: World) -> Values:
     x, y = batch_of(8)
     for _step in range(3):
         result = engine.evaluate(x, target=y)
-        for _, p in engine.named_parameters():
+        for _, p in engine.weights.named_parameters():
             p.data.mul_(2)
         assert result.loss is not None
         found += [result.loss, *(result.outputs or ())]
@@ -226,7 +226,7 @@ def after_failed_steps(_: World) -> Values:
         with patch.object(activations, "_lane", _lane):
             engine = engine_of(cast("ScheduleName", schedule), 2, places, changes=changes, optimizer=adam)
             engine.step(x_and_y[0], target=x_and_y[1])
-            weights = dict(engine.named_parameters())
+            weights = dict(engine.weights.named_parameters())
             for name, microbatch in (("blocks.0.0.weight", 0), ("blocks.3.0.weight", 2)):
                 _fail(engine, weights[name], microbatch, *x_and_y)
                 found += steps_of(engine, (8,))
@@ -247,7 +247,7 @@ def _fail(engine: outsize.Engine, parameter: nn.Parameter, microbatch: int, x: T
         engine.step(x, target=y)
     except OnPurpose:
         hook.remove()
-        for _, each in engine.named_parameters():
+        for _, each in engine.weights.named_parameters():
             each.grad = None
         return
     raise AssertionError("the step has not failed")
@@ -334,7 +334,7 @@ def weights_on_two_hosts(world: World) -> Values:
     for number in range(2):
         x, y = batch_of(12, number)
         found.append(engine.step(x, target=y, update=False).loss)
-    return found + [p.grad for _, p in engine.named_parameters() if p.grad is not None]
+    return found + [p.grad for _, p in engine.weights.named_parameters() if p.grad is not None]
 
 
 def replicas(world: World) -> Values:
@@ -363,7 +363,7 @@ def parts_of_layers(world: World) -> Values:
             plan=outsize.Request(sequence_parallel=sequence),
         )
         found += [engine.step(x, target=y).loss for _ in range(2)]
-        found += [p.detach().clone() for _, p in engine.named_parameters()]
+        found += [p.detach().clone() for _, p in engine.weights.named_parameters()]
     return found
 
 

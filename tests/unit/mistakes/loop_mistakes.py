@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from mistake import Mistake, X, Y, engine, mlp
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from outsize.run.weights.save import ShardWriter
@@ -35,7 +36,7 @@ def _without_gradients() -> None:
 def _on_a_full_disk() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with tempfile.TemporaryDirectory() as folder, patch.object(ShardWriter, "write", side_effect=full):
-        engine().full_state_dict(to=Path(folder) / "weights")
+        engine().weights.full_state_dict(to=Path(folder) / "weights")
 
 
 def _missing(name: str) -> None:
@@ -97,24 +98,24 @@ LOOP_MISTAKES = {
     "engine(x)": Mistake(lambda: engine()(X), "not called like a module", "engine.step(x, target=y)"),
     "engine.backward(loss)": Mistake(lambda: _missing("backward"), "has no `backward`", "engine.step"),
     "engine.zero_grad()": Mistake(lambda: _missing("zero_grad"), "has no `zero_grad`", "engine.step"),
-    "engine.parameters()": Mistake(lambda: _missing("parameters"), "has no", "engine.module.parameters()"),
-    "engine.state_dict()": Mistake(lambda: _missing("state_dict"), "has no", "engine.full_state_dict()"),
+    "engine.parameters()": Mistake(lambda: _missing("parameters"), "has no", "engine.weights.parameters()"),
+    "engine.state_dict()": Mistake(lambda: _missing("state_dict"), "has no", "weights.full_state_dict()"),
     "engine.eval()": Mistake(lambda: _missing("eval"), "has no `eval`", "engine.evaluate(x)"),
     "engine.to('cuda')": Mistake(lambda: _missing("to"), "has no `to`", "the plan's devices"),
     "engine.generate of a plain model": Mistake(
         lambda: engine().generate(X), "Sequential has no generate()", "engine.evaluate"
     ),
     "an interval in epochs": Mistake(
-        lambda: engine().checkpoint("run", every="1 epoch"), "every '1 epoch' is no interval", "500 (steps)"
+        lambda: engine().state.checkpoint("run", every="1 epoch"), "every '1 epoch' is no", "500 (steps)"
     ),
     "an object without a state": Mistake(
-        lambda: engine().attach(step=3), "step is a int, whose state cannot be saved", "state_dict()"
+        lambda: engine().state.attach(step=3), "step is a int, whose state cannot be saved", "state_dict()"
     ),
     "an object without a name": Mistake(
-        lambda: engine().attach(3), "a name for each object", "engine.attach(scheduler=scheduler)"
+        lambda: engine().state.attach(3), "a name for each object", "engine.state.attach(scheduler=scheduler)"
     ),
     "a class of a scheduler": Mistake(
-        lambda: engine().attach(scheduler=torch.optim.lr_scheduler.StepLR), "cannot be saved", "state_dict()"
+        lambda: engine().state.attach(scheduler=lr_scheduler.StepLR), "cannot be saved", "state_dict()"
     ),
     "save(None)": Mistake(lambda: engine().save(None), "no path", "engine.save('run')"),  # pyright: ignore
     "save('')": Mistake(lambda: engine().save(""), "root='' is empty", "engine.save('run')"),
@@ -128,19 +129,19 @@ LOOP_MISTAKES = {
         lambda: engine().save("run", keep=True), "keep=True makes no sense", "None for all"
     ),
     "checkpoint(None)": Mistake(
-        lambda: engine().checkpoint(None), "no path", "engine.checkpoint('run', every=500)"  # pyright: ignore
+        lambda: engine().state.checkpoint(None), "no path", "engine.state.checkpoint('run', every=500)"  # pyright: ignore
     ),
     "resume(a number)": Mistake(
-        lambda: engine().resume(7), "root=7 is a int, no path", "engine.resume('run')"  # pyright: ignore
+        lambda: engine().state.resume(7), "root=7 is a int, no path", "engine.state.resume('run')"  # pyright: ignore
     ),
     "load_weights(a state)": Mistake(
-        lambda: engine().load_weights({}), "reads files", "load_state_dict(state, strict=False)"  # pyright: ignore
+        lambda: engine().weights.load({}), "reads files", "load_state_dict(state, strict=False)"  # pyright: ignore
     ),
     "weights to a number": Mistake(
-        lambda: engine().full_state_dict(3), "to=3 is a int, no path", "to='model'"  # pyright: ignore
+        lambda: engine().weights.full_state_dict(3), "to=3 is a int, no path", "to='model'"  # pyright: ignore
     ),
     "shard_bytes='5GB'": Mistake(
-        lambda: engine().full_state_dict("w", shard_bytes="5GB"),  # pyright: ignore
+        lambda: engine().weights.full_state_dict("w", shard_bytes="5GB"),  # pyright: ignore
         "shard_bytes='5GB' makes no sense", "in bytes"
     ),
     "step(update=None)": Mistake(
@@ -166,7 +167,7 @@ LOOP_MISTAKES = {
     ),
     "step(loader)": Mistake(
         lambda: step(DataLoader(TensorDataset(X, Y), 8)), "rejects the example batch",
-        "for x, y in engine.batches(loader): engine.step(x, target=y)",
+        "for x, y in engine.state.batches(loader): engine.step(x, target=y)",
     ),
     "clip_grad_norm(parameters, 1.0)": Mistake(
         lambda: engine().clip_grad_norm(mlp().parameters(), 1.0),  # pyright: ignore
@@ -185,7 +186,7 @@ LOOP_MISTAKES = {
         lambda: pickle.dumps(engine()), "neither copied nor pickled", "engine.save('run')"
     ),
     "a copy of an engine": Mistake(
-        lambda: copy.deepcopy(engine()), "neither copied nor pickled", "engine.full_state_dict()"
+        lambda: copy.deepcopy(engine()), "neither copied nor pickled", "engine.weights.full_state_dict()"
     ),
     "engine.save_checkpoint()": Mistake(
         lambda: _missing("save_checkpoint"), "has no `save_checkpoint`", "engine.save('run')"
@@ -194,7 +195,7 @@ LOOP_MISTAKES = {
     "engine.train_batch()": Mistake(lambda: _missing("train_batch"), "has no", "engine.step(x, target=y)"),
     "engine.clip_grad_norm_()": Mistake(lambda: _missing("clip_grad_norm_"), "has no", "clip_norm=1.0"),
     "engine.no_sync()": Mistake(lambda: _missing("no_sync"), "has no `no_sync`", "update=False"),
-    "engine.fit()": Mistake(lambda: _missing("fit"), "has no `fit`", "engine.batches(loader)"),
+    "engine.fit()": Mistake(lambda: _missing("fit"), "has no `fit`", "engine.state.batches(loader)"),
     "engine.local_rank": Mistake(lambda: _missing("local_rank"), "has no `local_rank`", "engine.rank"),
     "engine.get_lr()": Mistake(lambda: _missing("get_lr"), "has no", "engine.optimizer.param_groups"),
     "result.backward()": Mistake(
@@ -220,13 +221,13 @@ LOOP_MISTAKES = {
         "exchanged for another SGD", "parallelize(optimizer=",
     ),
     "batches(dataset)": Mistake(
-        lambda: engine().batches(TensorDataset(X, Y)), "gives samples, not batches", "DataLoader(dataset"
+        lambda: engine().state.batches(TensorDataset(X, Y)), "gives samples, not", "DataLoader(dataset"
     ),
     "a number for a loader": Mistake(
-        lambda: engine().batches(3), "a int gives no batches", "engine.batches(DataLoader"  # pyright: ignore
+        lambda: engine().state.batches(3), "a int gives no batches", "engine.state.batches(DataLoader"  # pyright: ignore
     ),
     "weights to a file's name": Mistake(
-        lambda: engine().full_state_dict(to="model.pt"), "model.pt is a file's name", "to='model'"
+        lambda: engine().weights.full_state_dict(to="model.pt"), "model.pt is a file's name", "to='model'"
     ),
     "weights to a full disk": Mistake(
         _on_a_full_disk, "weights could not be written; OSError: No space left on device", "df -h"

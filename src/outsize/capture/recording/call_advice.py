@@ -78,7 +78,7 @@ def advice_for_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     if len(args) == 1 and not kwargs and isinstance(args[0], list | tuple) and len(args[0]) == 2:
         return "x, y = batch; engine.step(x, target=y)"
     if len(args) == 1 and not kwargs and isinstance(args[0], DataLoader | Iterator):
-        return "for x, y in engine.batches(loader): engine.step(x, target=y)"
+        return "for x, y in engine.state.batches(loader): engine.step(x, target=y)"
     return _SHAPES
 
 

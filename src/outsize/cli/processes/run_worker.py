@@ -234,7 +234,7 @@ def _saver(engine: Engine, job: RunJob) -> Callable[[], None]:
         if engine.steps == job.steps:
             engine.save(folder, keep=job.keep)
         else:
-            engine.checkpoint(folder, every=job.every, keep=job.keep)
+            engine.state.checkpoint(folder, every=job.every, keep=job.keep)
 
     return save
 

@@ -28,8 +28,8 @@ Count = Annotated[
 def scale(run: Run, count: Count, json: options.Json = False) -> None:
     """Let a run grow or shrink: after its step it saves itself and goes on with COUNT processes.
 
-    The run was started with `outsize run --devices MIN:MAX`, and its script calls `engine.checkpoint`. It is
-    planned again for so many devices, on a layout that keeps every digit.
+    The run was started with `outsize run --devices MIN:MAX`, and its script calls `engine.state.checkpoint`.
+    It is planned again for so many devices, on a layout that keeps every digit.
     """
     launch = run_of(run).launch
     _check(launch, count)

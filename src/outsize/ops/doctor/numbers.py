@@ -164,7 +164,7 @@ def _split(place: CheckPlace, case: DeviceModel, training: Training, **layout: A
         for _ in range(training.steps):
             with training.autocast():
                 losses.append(float(engine.step(x, target=y).loss))
-        state = engine.full_state_dict() or {}
+        state = engine.weights.full_state_dict() or {}
     names = dict(case.build(place.width).named_parameters())
     return Trained(tuple(losses), {name: t.cpu() for name, t in state.items() if name in names})
 

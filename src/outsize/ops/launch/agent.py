@@ -177,7 +177,8 @@ class Agent(LocalElasticAgent):
             elif self._size != now:
                 many = "1 process is" if self._size == 1 else f"{self._size} processes are"
                 self._attempts.say(
-                    f"outsize: {many} wanted: the run goes on so once its script has called engine.checkpoint"
+                    f"outsize: {many} wanted: the run goes on so once its script has called "
+                    "engine.state.checkpoint"
                 )
         if self._size == now:
             self._size = None

@@ -145,7 +145,7 @@ def copies_folder(spec: LaunchSpec, machines: int) -> Iterator[PeerCopies | None
         raise BadOption(
             "copies in memory are lost with their machine, and this run has several",
             numbers=f"up to {machines} machines",
-            next_step="engine.checkpoint(FOLDER, every=...) in a folder that all machines see",
+            next_step="engine.state.checkpoint(FOLDER, every=...) in a folder that all machines see",
         )
     if not SHARED_MEMORY.is_dir():
         raise BadOption(f"this system has no {SHARED_MEMORY}", next_step="leave out --peer-copies")

@@ -28,7 +28,7 @@ from outsize.ir.formatting import axes_text
 from outsize.ir.hardware.memory_share import split_share
 from outsize.ir.plan import Plan, StageFigures
 from outsize.ir.timeline import Timeline
-from outsize.train.engine.callbacks import (
+from outsize.train.context.callback import (
     Callback,
     CheckpointFacts,
     EvaluationFacts,

@@ -87,7 +87,7 @@ class RunRecorder:
         """Steps the optimizer; returns the norm of the gradients before."""
         norm = self._engine.clip_grad_norm(math.inf)
         for place in self._stages:
-            gradients = tensor_bytes((p.grad for _, p in self._engine.named_parameters()), place)
+            gradients = tensor_bytes((p.grad for _, p in self._engine.weights.named_parameters()), place)
             self._gradients[place] = max(gradients, self._gradients.get(place, 0))
         self._engine.update()
         return norm
@@ -156,7 +156,7 @@ class RunRecorder:
         return tensor_bytes(chain.from_iterable(states), place)
 
     def _weights(self, place: torch.device) -> int:
-        own = self._engine.module
+        own = self._engine.weights.module
         return tensor_bytes(chain(own.parameters(), own.buffers()), place)
 
 

@@ -21,7 +21,7 @@ from outsize.ops.watchdog.options import ON_HANG, OnHang, WatchOptions
 from outsize.ops.watchdog.watcher import Watchdog, WatchedRun
 from outsize.run.progress import Progress
 from outsize.run.transport.run_secret import sealed_store
-from outsize.train.engine.callbacks import Callback, StartFacts
+from outsize.train.context.callback import Callback, StartFacts
 from outsize.train.world.failure import shown, write_failure
 from outsize.train.world.join import error_file, run_secret
 from outsize.train.world.world import World

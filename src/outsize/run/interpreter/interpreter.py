@@ -135,7 +135,8 @@ class Interpreter:
         self, rank: int, schedule: Schedule, programs: Programs, transport: Transport, clock: Clock = HOST
     ) -> None:
         self.rank, self.schedule = rank, schedule
-        self._transport, self._clock, self._mark = transport, clock, clock.mark
+        self._transport, self._clock = transport, clock
+        self._mark = self._own_mark = clock.mark
         self._handlers = _Handlers(rank, schedule, programs, transport)
         self._ops = [self._handlers.bind(at) for at in range(len(schedule.actions[rank]))]
         # Three marks an action: it begins, its messages are there, it has ended. A mark that is still zero
@@ -155,7 +156,7 @@ class Interpreter:
     def begin(self, step: StepInputs, clock: Clock | None = None) -> None:
         """Sets the data of a step, which another clock than usual may mark."""
         self._at, used = 0, clock or self._clock
-        self._mark = used.mark
+        self._mark = self._own_mark if clock is None else clock.mark
         self._current = self._in_ranges() if is_profiled() else self._ops
         marks = Marks(self._names, clock=used)
         self._times = marks.times

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from outsize.device.storage import shares_storage
 from outsize.errors import BoundaryMismatch
 from outsize.program.replaying.modes import casting_devices, outside_autocast
 from outsize.program.weights.lookup import weight_named
@@ -41,6 +41,25 @@ Root = Tensor | GradientEdge
 Roots = dict[int, Any]  # The key is a boundary, the value is where a backward begins.
 _GONE: Final = (None,)
 _IN_PLACE: Final = nullcontext()
+
+
+def _shares_storage(tensor: Tensor) -> bool:
+    """Returns whether another live tensor, in Python or in the autograd engine, has the same storage, by
+    torch's count of its holders.
+
+    A sparse tensor has no storage of its own, so the answer is False.
+    """
+    return tensor.layout is torch.strided and _holders(tensor) > _holders_of_a_new_tensor()
+
+
+def _holders(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@cache
+def _holders_of_a_new_tensor() -> int:
+    """Returns the count for a tensor that is alone; some torch versions count the storage's Python object."""
+    return _holders(torch.empty(1))
 
 
 def identity(value: Any) -> Any:
@@ -300,7 +319,7 @@ class StageExecutor(RunnableStage):
             parameter = entry.tensor
             if parameter.grad is None:
                 waiting.append(entry)
-            elif type(parameter.grad) is Tensor and shares_storage(parameter.grad):
+            elif type(parameter.grad) is Tensor and _shares_storage(parameter.grad):
                 parameter.grad = parameter.grad.clone()
         self._without_gradient = waiting
 

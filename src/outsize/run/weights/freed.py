@@ -148,8 +148,9 @@ def _refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> NoReturn:
     raise BadOption(
         f"{weight._weight_name} is a weight of {weight._where} and has no values on this rank",
         numbers=f"`{used_by}` uses them",
-        next_step='engine.apply_named(fn, "teacher.*", "student.*") calls fn(teacher, student) wherever '
-        "these are; engine.module has the weights of this rank alone, engine.full_state_dict() gathers all",
+        next_step='engine.weights.apply_named(fn, "teacher.*", "student.*") calls fn(teacher, student) '
+        "wherever these are; engine.weights.module has the weights of this rank alone, "
+        "engine.weights.full_state_dict() gathers all",
     )
 
 

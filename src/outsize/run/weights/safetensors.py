@@ -144,7 +144,8 @@ def _insist_on_fresh_index(file: Path, lost: list[str]) -> None:
         raise BadWeights(
             f"the index says that {lost[0]} is in {file.name}, and it is not",
             numbers=f"{len(lost)} such names",
-            next_step="write files and index again: engine.full_state_dict(to=FOLDER), or save_pretrained",
+            next_step="write files and index again: engine.weights.full_state_dict(to=FOLDER), or "
+            "save_pretrained",
         )
 
 

@@ -186,7 +186,7 @@ def dtype_code(name: str, tensor: Tensor, dtypes: Mapping[str, torch.dtype] = DT
     if code is None:
         raise BadWeights(
             f"safetensors has no {tensor.dtype}, the dtype of {name}",
-            next_step="torch.save(engine.full_state_dict(), 'model.pt')",
+            next_step="torch.save(engine.weights.full_state_dict(), 'model.pt')",
         )
     return code
 

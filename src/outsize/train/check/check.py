@@ -57,9 +57,9 @@ from outsize.train.check.leaf_outputs import eager_calls, first_other_call, watc
 from outsize.train.check.notes import autocast_note, batchnorm_note, constant_note, undivided_note
 from outsize.train.check.reference import TapeOf, undivided_loss
 from outsize.train.check.worker import SENDABLE, Ambient, Payload, run_rank
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.variants.variant import Variants
 from outsize.train.world.local_ranks import can_fork, run_in_forks, run_in_interpreters
 

@@ -136,12 +136,12 @@ def engine_snapshots(engine: Engine, batches: Sequence[Batch], *, steps: int) ->
         snapshots.clear()
         for batch in of_update:
             loss = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs).loss
-            own = [(n, p.grad) for n, p in engine.named_parameters(loss=True) if p.grad is not None]
-            grads = {n: engine.whole(n, grad).clone() for n, grad in own}
+            own = [(n, p.grad) for n, p in engine.weights.named_parameters(loss=True) if p.grad is not None]
+            grads = {n: engine.weights.whole(n, grad).clone() for n, grad in own}
             snapshots.append(_snapshot(loss, grads, engine.model_with_loss))
-        _make_dense(parameter for _, parameter in engine.named_parameters())
+        _make_dense(parameter for _, parameter in engine.weights.named_parameters())
         engine.update()
-    own = {n: engine.whole(n, p) for n, p in engine.named_parameters(loss=True)}
+    own = {n: engine.weights.whole(n, p) for n, p in engine.weights.named_parameters(loss=True)}
     return _with_parameters(snapshots, own)
 
 

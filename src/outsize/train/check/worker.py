@@ -25,8 +25,8 @@ from outsize.run.transport.values import write_value
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import UnknownShares
 from outsize.train.check.compare import adamw, engine_snapshots
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.world.join import join
 from outsize.train.world.world import leave, visible_accelerators
 

@@ -77,7 +77,7 @@ _version = cache(version)
 RANDOM: Final = "random"
 ALSO: Final = "also"
 OWN: Final = "optimizer"
-A_LOADER: Final = "engine.batches(DataLoader(dataset, batch_size=32))"
+A_LOADER: Final = "engine.state.batches(DataLoader(dataset, batch_size=32))"
 Facts = dict[str, Any]
 
 
@@ -270,7 +270,8 @@ class Checkpoints:
         scheduled = optimizer is not None and any("initial_lr" in g for g in groups_of(optimizer))
         if scheduled and not self._attached.objects and self._held.crew.global_rank == 0:
             warn_user(
-                "the optimizer's learning rate scheduler is not saved: engine.attach(scheduler=scheduler)",
+                "the optimizer's learning rate scheduler is not saved: "
+                "engine.state.attach(scheduler=scheduler)",
                 ResumeNote,
             )
 
@@ -365,7 +366,7 @@ class Checkpoints:
     def _restore_generators(self, saved: CheckpointReader) -> None:
         """Sets generators to where the run began, for the code before its loop; and to the save in the loop.
 
-        Where the loop is not over `engine.batches`, nobody knows where it begins, so it is here.
+        Where the loop is not over `engine.state.batches`, nobody knows where it begins, so it is here.
         """
         states, self._at_begin = self._random(saved, ""), self._random(saved, "begin/")
         if self._at_begin and any(saved.values["loaders"]):
@@ -491,7 +492,7 @@ class Checkpoints:
         if self._unclaimed and self._held.crew.global_rank == 0:
             names = ", ".join(f"{name}=..." for name in self._unclaimed)
             warn_user(
-                f"the checkpoint has more than was asked for: engine.attach({names})",
+                f"the checkpoint has more than was asked for: engine.state.attach({names})",
                 ResumeNote,
             )
         self._unclaimed = []

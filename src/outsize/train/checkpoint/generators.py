@@ -5,9 +5,9 @@ Numbers that the model draws are none of these: they follow from seed, step, mic
 
     engine = parallelize(..., resume=)      the states that the run had here when it began
     train, val = random_split(data, ...)    so this is what it was then
-    for x, y in engine.batches(loader):     the states of the save
+    for x, y in engine.state.batches(loader):     the states of the save
 
-A run that draws in a loop of its own, without `engine.batches`, has the states of the save at once.
+A run that draws in a loop of its own, without `engine.state.batches`, has the states of the save at once.
 """
 
 from __future__ import annotations

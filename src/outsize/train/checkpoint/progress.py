@@ -2,7 +2,7 @@
 
     on a terminal   outsize: saving step 500: 40 % of 1.2 GB     one line, written again each second
     elsewhere       INFO of the logger `outsize.checkpoint`, at the beginning and at the end
-    in a program    engine.saving, or engine.on_saving = a function of the progress
+    in a program    engine.state.saving, or engine.state.on_saving = a function of the progress
 
 Only rank 0 says it, of what it writes itself; all ranks write about as much.
 """

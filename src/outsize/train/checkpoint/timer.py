@@ -1,6 +1,6 @@
 """Says after each step whether to save; where the clock decides, it is rank 0's, told to all of them.
 
-loop:  engine.step(...)        engine.checkpoint("run", every="10m")
+loop:  engine.step(...)        engine.state.checkpoint("run", every="10m")
                                    asked to end by a signal?  save, wait, raise Preempted
                                    due?                       save beside the next steps
 """

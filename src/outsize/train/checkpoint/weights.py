@@ -200,7 +200,8 @@ class FileTensors:
             raise BadWeights(
                 f"{files.path} lacks weights of {type(model).__name__}",
                 numbers=f"{len(lacking)} missing: {', '.join(lacking[:_SHOWN])}",
-                next_step="a folder of engine.full_state_dict(to=FOLDER) or engine.save_pretrained(FOLDER)",
+                next_step="a folder of engine.weights.full_state_dict(to=FOLDER) or "
+                "engine.weights.save_pretrained(FOLDER)",
             )
         held = {first: found[0] for first, found in named.items()}
         dtypes = {name: table[key].dtype for table, key, name in places(model)}

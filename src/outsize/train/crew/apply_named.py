@@ -1,6 +1,6 @@
 """Applies a function to parameters by their names, on the rank where each lives.
 
-    engine.apply_named(average, "teacher.*", "student.*")
+    engine.weights.apply_named(average, "teacher.*", "student.*")
 
     teacher.fc.weight   on rank 0     average(teacher.fc.weight, student.fc.weight) runs here
     student.fc.weight   on rank 1     and is sent to rank 0 for the call
@@ -169,8 +169,8 @@ class NamedCalls:
                 raise BadOption(
                     f"ranks hold parts of {name}, and the function would get one",
                     numbers=f"axis {axis.name}; {', '.join(name for name, _ in row)} in stages {stages}",
-                    next_step=f"a plan without {axis.name}, or engine.whole(name, tensor) and a loop of your "
-                    "own",
+                    next_step=f"a plan without {axis.name}, or engine.weights.whole(name, tensor) and a "
+                    "loop of your own",
                 )
 
 
@@ -201,7 +201,7 @@ def _applied(function: Function, row: Sequence[tuple[str, Tensor]], arguments: S
         if argument._version != version:
             raise BadOption(
                 f"the function changes {other}, and of {name} and {other} only the first may be changed",
-                next_step="a second engine.apply_named(...) with that pattern first",
+                next_step="a second engine.weights.apply_named(...) with that pattern first",
             )
     known = [t for t in (first, first.grad) if t is not None]
     if isinstance(result, Tensor) and not any(_is_over(result, tensor) for tensor in known):

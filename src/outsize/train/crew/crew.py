@@ -1,17 +1,17 @@
 """Crew: the ranks that run a schedule together, in one process or over processes.
 
 `LocalCrew` is all ranks in one process, which take turns (most tests, and `outsize check`). `ProcessCrew` is
-one rank per process over a group that is passed in. The engine uses both through one interface.
+one rank per process over the run's group. The engine uses both through one interface.
 
-Each object holds those to its right and none to its left:
+Each object holds those to its right and none to its left, nobody sets another's attributes, and each may ask
+the RunContext (train/context/run_context.py), which was there before all of them:
 
     Engine ─┬─ Executor (Pipelined or ByModules) ─┬─ Variants        recorded and cut programs
             │                                     ├─ StageFactory    makes stages of them
             │                                     ├─ Ownership ── Crew
             │                                     └─ Crew
-            └─ Ownership ── Crew ─┬─ CrewOptions ── Moves, BoundaryValues    what moves besides messages
-                                  ├─ ProcessPlace ── Mesh            rank, groups, device
-                                  ├─ Replicas                        sums over data-parallel ranks
+            ├─ EngineState, EngineWeights, WeightUpdate ── Ownership ── Crew
+            └─ Ownership ── Crew ─┬─ Replicas                        sums over data-parallel ranks
                                   └─ Interpreters ── Stages, Transport
 """
 
@@ -20,31 +20,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from outsize.device.accelerators import CPU, current_device, is_accelerator, widest_float
+from outsize.device.accelerators import CPU, is_accelerator, widest_float
 from outsize.device.clock import HOST, Clock, CoreClock, clock_of
 from outsize.device.streams import TorchStreams
 from outsize.errors import RankFailed
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
-from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice, own_inputs
+from outsize.run.interpreter.in_process import own_inputs
 from outsize.run.interpreter.interpreter import Interpreter, Programs, StepInputs, StepOutputs
 from outsize.run.interpreter.trace import Marks
-from outsize.run.moves.activations import ActivationOffload
-from outsize.run.moves.base import Moves, Resident
-from outsize.run.moves.boundary_values import BoundaryValues
+from outsize.run.moves.base import Moves
 from outsize.run.moves.fsdp import Fill, ShardedWeights
-from outsize.run.progress import Progress
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.stage.cut import Cut
@@ -57,9 +54,7 @@ from outsize.schedules.lower import lower
 from outsize.schedules.message import wires
 from outsize.schedules.planned import planned
 from outsize.schedules.queues import circle_of
-from outsize.train.ranks.gradient_allreduce import OverlappedAllReduce
-from outsize.train.ranks.mesh import Mesh
-from outsize.train.ranks.replicas import ReplicaGroup, Replicas, SingleReplica
+from outsize.train.context.run_context import RunContext, device_of, stages_on
 from outsize.train.variants.lru import LruCache
 from outsize.train.variants.microbatch_group import GroupOutputs, MakeStage, PipelineInputs
 from outsize.train.variants.variant import Variant
@@ -73,60 +68,17 @@ RawSpan = tuple[int, str, Lane, float, float]
 _BUILT, _SCHEDULES = 32, 64
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class CrewOptions:
-    """Options of a crew: what it moves besides messages, and whether replicas get whole batches.
-
-    `moves` brings the weights of stages to their devices; None: they stay where they are used. `values`
-    stores what stages of one device pass to each other. `activations` go to the host between forward and
-    backward; None: those that the plan names. `own_batches`: each replica is given its own samples alone.
-    """
-
-    moves: Moves | None = None
-    values: BoundaryValues = field(default_factory=BoundaryValues)
-    activations: ActivationOffload | None = None
-    own_batches: bool = False
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ProcessPlace:
-    """The place of this process in the run: its rank in its pipeline, and the stages that it runs.
-
-    `mesh` has all processes of the run; None: this is the only one. `device` is where the rank's weights and
-    batches belong; None: they stay on the device that they have.
-    """
-
-    rank: int
-    world_size: int  # ranks of the pipeline that are processes
-    stages: tuple[int, ...]
-    local_replicas: int = 1  # pipelines in this process
-    mesh: Mesh | None = None
-    device: torch.device | None = None
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Returns the numbers in the run of the ranks of this pipeline."""
-        return (0,) if self.mesh is None else dist.get_process_group_ranks(self.mesh.pipeline.host)
-
-
-_DEFAULTS: Final = CrewOptions()
-
-
 class Crew(ABC):
     """Runs groups of microbatches whose variants have one wiring."""
 
-    def __init__(self, plan: Plan, place: ProcessPlace, replicas: Replicas, options: CrewOptions) -> None:
-        self._plan = plan
-        self.rank, self.world_size, self.stages = place.rank, place.world_size, place.stages
-        self.local_replicas, self.mesh, self.device = place.local_replicas, place.mesh, place.device
-        self.replicas, self.values = replicas, options.values
-        self._moves = options.moves or Resident()
-        self.activations = options.activations or ActivationOffload.of(plan)
+    def __init__(self, run: RunContext) -> None:
+        self._plan, self.global_rank = run.plan, run.global_rank
+        self._rank_of = run.plan.ranks  # The index is the stage; a plan derives it at each question.
+        self.rank, self.world_size, self.stages = run.rank, run.world_size, run.stages
+        self.local_replicas, self.mesh, self.device = run.local_replicas, run.mesh, run.device
+        self.replicas, self.progress = run.replicas, run.progress
+        self._moves, self.values, self.activations = run.moves, run.values, run.activations
         self._marks: list[tuple[int, Marks]] = []
-        expected_s = plan.expected.step_s if plan.expected is not None else 0.0
-        self.progress = Progress(place.ranks, expected_s, place.stages, _planned_s(plan, place.stages))
         self._built = LruCache[_Combination, list[Interpreter]](_BUILT)
         self._schedules = LruCache[Any, Schedule](_SCHEDULES)
         self._executors: dict[tuple[int, int, int], RunnableStage] = {}  # by variant, stage, replica
@@ -153,11 +105,6 @@ class Crew(ABC):
     def gradient_device(self) -> torch.device:
         """Returns where this rank's gradients are at the end of a step, the same on every rank."""
         return torch.device(CPU) if self._plan.streams or self.device is None else self.device
-
-    @property
-    def global_rank(self) -> int:
-        """Returns the rank among all processes of the run."""
-        return self.mesh.rank if self.mesh is not None else 0
 
     @abstractmethod
     def run(
@@ -217,7 +164,7 @@ class Crew(ABC):
 
     def _clock(self, rank: int, replica: int) -> Clock:
         """Returns the clock of the device on which the rank's stages compute."""
-        return clock_of(self.device_of(self._plan.ranks.index(rank), replica) or device_of(self._plan))
+        return clock_of(self.device_of(self._rank_of.index(rank), replica) or device_of(self._plan))
 
     def _schedule(self, variants: Sequence[Variant]) -> Schedule:
         training, count, first = torch.is_grad_enabled(), len(variants), variants[0]
@@ -334,6 +281,11 @@ class Crew(ABC):
         return Timeline(source="measured", ranks=ranks, spans=tuple(spans_from_origin))
 
 
+def crew_of(run: RunContext) -> Crew:
+    """Returns the ranks of the run that are in this process."""
+    return LocalCrew(run) if run.mesh is None else ProcessCrew(run)
+
+
 def make_schedule(plan: Plan, cut: Cut, microbatches: int, *, training: bool) -> Schedule:
     """Returns the plan's schedule for `microbatches` microbatches, lowered along the cut's edges, and
     checked.
@@ -355,14 +307,10 @@ def _forwards(plan: Plan, microbatches: int) -> Schedule:
     other.
     """
     rows = (
-        tuple(Action(stage, Kind.F, mb) for stage in _stages_on(plan, rank) for mb in range(microbatches))
+        tuple(Action(stage, Kind.F, mb) for stage in stages_on(plan, rank) for mb in range(microbatches))
         for rank in range(plan.axes.pp)
     )
     return Schedule("forward", microbatches, tuple(rows))
-
-
-def _stages_on(plan: Plan, rank: int) -> tuple[int, ...]:
-    return tuple(stage for stage, at in enumerate(plan.ranks) if at == rank)
 
 
 def _outputs(variants: Sequence[Variant], schedule: Schedule, results: Iterable[StepOutputs]) -> GroupOutputs:
@@ -392,20 +340,11 @@ class LocalCrew(Crew):
     Several `local_replicas` are pipelines that run at the same time, each with a copy of the weights.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        together: InProcessRanks | None = None,
-        local_replicas: int = 1,
-        options: CrewOptions = _DEFAULTS,
-    ) -> None:
-        stages = tuple(range(len(plan.stages)))
-        super().__init__(plan, ProcessPlace(0, 1, stages, local_replicas), SingleReplica(), options)
-        self._together = together or SingleDevice()
-        ranks, transport = range(plan.axes.pp), self._together.transport
-        self._transports = [
-            {p: transport(p * local_replicas + r) for p in ranks} for r in range(local_replicas)
-        ]
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run)
+        self._together, replicas = run.together, run.local_replicas
+        ranks, transport = range(run.plan.axes.pp), self._together.transport
+        self._transports = [{p: transport(p * replicas + r) for p in ranks} for r in range(replicas)]
 
     def run(
         self, loads: Sequence[PipelineInputs], make_stage: MakeStage, optimizer: Optimizer | None = None
@@ -458,7 +397,7 @@ class LocalCrew(Crew):
             self.keep(seat, result.marks)
 
     def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
-        return self._together.device(self._plan.ranks[stage] * self.local_replicas + replica)
+        return self._together.device(self._rank_of[stage] * self.local_replicas + replica)
 
     def _connect(self, schedule: Schedule) -> None:
         """Does nothing: ranks of one process are connected."""
@@ -483,40 +422,18 @@ class LocalCrew(Crew):
         return self.own_spans()
 
 
-def _planned_s(plan: Plan, stages: Sequence[int]) -> float:
-    """Returns the seconds in which a rank of these stages computes in a step, as planned; 0: nobody knows."""
-    if plan.expected is None or len(plan.expected.stages) != len(plan.stages):
-        return 0.0
-    expected = (plan.expected.stages[stage] for stage in stages)
-    return plan.microbatches * sum(one.forward_s + one.backward_s for one in expected)
-
-
-def device_of(plan: Plan) -> torch.device:
-    """Returns this process's device: the accelerator's current one when the plan is for accelerators, else
-    the CPU.
-    """
-    return current_device() if is_accelerator(plan.stages[0].device) else torch.device(CPU)
-
-
 @final
 class ProcessCrew(Crew):
     """Runs one rank of the mesh's pipeline that this process is in."""
 
-    def __init__(
-        self, plan: Plan, mesh: Mesh, device: torch.device, options: CrewOptions = _DEFAULTS
-    ) -> None:
-        self._group = group = mesh.pipeline
-        stages = _stages_on(plan, group.rank())
-        place = ProcessPlace(group.rank(), group.size(), stages, mesh=mesh, device=device)
-        replicas: Replicas = SingleReplica()
-        if mesh.replicas is not None and mesh.holders is not None:
-            replicas = ReplicaGroup(
-                mesh.replicas, mesh.holders, mesh.expert_holders, own_batches=options.own_batches
-            )
-            options = replace(options, moves=options.moves or OverlappedAllReduce(replicas.gradients))
-        super().__init__(plan, place, replicas, options)
-        self._transport = connect(TransportGroups.make(group, device), device, plan.axes.group_size)
-        self._place, self._streams, self._has_failed = device, TorchStreams([str(device)]), False
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run)
+        assert run.mesh is not None
+        assert run.device is not None
+        self._group, self._place = run.mesh.pipeline, run.device
+        groups = TransportGroups.make(self._group, self._place)
+        self._transport = connect(groups, self._place, run.plan.axes.group_size)
+        self._streams, self._has_failed = TorchStreams([str(self._place)]), False
 
     def run(
         self, loads: Sequence[PipelineInputs], make_stage: MakeStage, optimizer: Optimizer | None = None
@@ -568,7 +485,7 @@ class ProcessCrew(Crew):
         return value
 
     def rank_of(self, stage: int) -> int:
-        return self._plan.ranks[stage]
+        return self._rank_of[stage]
 
     def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
         return self._transport.to_rank(tensor, self.rank_of(stage))

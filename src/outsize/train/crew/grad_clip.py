@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,9 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.collectives.tensor_parallel import local_of, mesh_of, norms_of_shards
 from outsize.run.host.speculative_step import Speculation
+from outsize.train.context.options import Clipping
 from outsize.train.crew.crew import Crew, LocalCrew
 from outsize.train.ranks.divided_weights import DividedWeights
-
-Clipping = Literal["exact", "speculative"]
 
 
 def clip_by_global_norm(

@@ -1,13 +1,9 @@
-"""Builds the crew for weights that stay on the host; each rank, a process with one device, loads its own
-stages.
-"""
+"""Lets weights stay on the host: each rank, a process with one device, loads its own stages."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-
-import torch.distributed as dist
-from torch import nn
 
 from outsize.device.accelerators import CPU, current_device, is_accelerator
 from outsize.device.streams import TorchStreams
@@ -16,45 +12,44 @@ from outsize.ir.plan import Plan
 from outsize.run.host.copy_lane import CopyLane
 from outsize.run.host.mmap import FileBackedMemory
 from outsize.run.host.residency import Residency
-from outsize.run.interpreter.in_process import SingleDevice
+from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.moves.host import HostMoves
 from outsize.schedules.offload import ROOM
-from outsize.train.crew.crew import Crew, CrewOptions, LocalCrew, ProcessCrew, device_of
+from outsize.train.context.run_context import RunContext
 from outsize.train.crew.devices import in_process_ranks
-from outsize.train.ranks.mesh import Mesh
 
 
-def hosted_crew(
-    model: nn.Module,
-    plan: Plan,
-    group: dist.ProcessGroup | None,
-    places: tuple[str, ...] | None,
-    folder: str | Path | None = None,
-) -> Crew:
-    """Returns a crew that brings each rank's stages to its device in turn; without a group, the stages of all
-    ranks.
+def hosted(run: RunContext, folder: str | Path | None = None) -> RunContext:
+    """Returns a run that brings the stages of this process to its device in turn.
 
-    What stays on the host is in files of `folder`, or in memory. Raises WorldMismatch for several devices of
-    one process, or another number of processes.
+    What stays on the host is in files of `folder`, or in memory.
     """
-    if group is None:
-        place = _one_place(plan, places)
-        together = SingleDevice() if place == "cpu" else in_process_ranks((place,))
-        return LocalCrew(plan, together, options=_options(model, plan, place, folder))
-    device = device_of(plan)
-    mesh = Mesh.of(plan.axes, group, device)
-    return ProcessCrew(plan, mesh, device, _options(model, plan, str(device), folder))
-
-
-def _options(model: nn.Module, plan: Plan, place: str, folder: str | Path | None) -> CrewOptions:
+    place = _place(run)
     files = None if folder is None else FileBackedMemory(Path(folder))
     streams = TorchStreams((place,))
-    residency = Residency(model, streams, place, files, threaded=place != "cpu")
-    policy = plan.weight_policy
-    moves = HostMoves(residency, len(plan.stages) if policy.stays_loaded else ROOM)
+    residency = Residency(run.whole, streams, place, files, threaded=place != "cpu")
+    policy = run.plan.weight_policy
     lane = CopyLane(streams, place, both=True) if policy.values_on_host else None
-    return CrewOptions(moves, BoundaryValues(lane, residency.copy_weight_view))
+    return replace(
+        run,
+        moves=HostMoves(residency, len(run.plan.stages) if policy.stays_loaded else ROOM),
+        values=BoundaryValues(lane, residency.copy_weight_view),
+    )
+
+
+def _place(run: RunContext) -> str:
+    """Returns the name of the one device of this process."""
+    return str(run.device or run.together.device(0) or CPU)
+
+
+def ranks_on_one_device(plan: Plan, places: tuple[str, ...] | None) -> InProcessRanks:
+    """Returns the runner of a process that has the stages of all ranks on one device.
+
+    Raises WorldMismatch for several devices.
+    """
+    place = _one_place(plan, places)
+    return SingleDevice() if place == "cpu" else in_process_ranks((place,))
 
 
 def _one_place(plan: Plan, places: tuple[str, ...] | None) -> str:

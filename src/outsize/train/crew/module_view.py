@@ -1,6 +1,7 @@
 """Presents the user's model as one rank sees it: the same modules and names, with only this rank's weights.
 
-    torch.optim.AdamW(engine.module.parameters())      for module in engine.module.modules(): ...
+    torch.optim.AdamW(engine.weights.module.parameters())
+    for module in engine.weights.module.modules(): ...
 
 Each module of the view shares the attributes of the user's module and is an instance of its class; its tables
 of parameters and buffers hold the same tensors, or None where another rank owns them. `train()` and `eval()`
@@ -58,7 +59,7 @@ def _set_training(self: nn.Module, mode: bool) -> None:
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     raise BadOption(
-        f"engine.module({type(self).__name__}) has the weights of one rank and cannot be called",
+        f"engine.weights.module({type(self).__name__}) has the weights of one rank and cannot be called",
         next_step="engine.step(...) or engine.evaluate(...)",
     )
 

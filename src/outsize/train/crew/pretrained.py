@@ -1,7 +1,7 @@
 """Writes a folder that the `from_pretrained` of a model's class reads, from ranks that have parts of it.
 
 `model.save_pretrained` on one rank would write what that rank has, without a word. So it raises on a model
-whose weights are divided, and `engine.save_pretrained` writes all of it.
+whose weights are divided, and `engine.weights.save_pretrained` writes all of it.
 
     transformers            weights stream to rank 0 tensor by tensor; its configs are written beside them
     diffusers, peft, the    rank 0 gathers all weights, and the class's own save_pretrained writes a copy of
@@ -31,7 +31,8 @@ def insist_on_pretrained(model: nn.Module) -> None:
     """Raises BadOption for a model that has no `save_pretrained`."""
     if not hasattr(type(model), "save_pretrained"):
         raise BadOption(
-            f"{type(model).__name__} has no save_pretrained", next_step="engine.full_state_dict(to=FOLDER)"
+            f"{type(model).__name__} has no save_pretrained",
+            next_step="engine.weights.full_state_dict(to=FOLDER)",
         )
 
 
@@ -59,7 +60,7 @@ def save_whole(model: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> N
         raise BadOption(
             f"{type(model).__name__} cannot be copied, so its save_pretrained gets no whole model",
             numbers=f"{type(error).__name__}: {error}",
-            next_step="engine.full_state_dict(to=FOLDER)",
+            next_step="engine.weights.full_state_dict(to=FOLDER)",
         ) from error
     kind: Any = type(model)  # The model's own attribute of this name may be the refusal above.
     kind.save_pretrained(complete, str(folder))
@@ -68,5 +69,5 @@ def save_whole(model: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> N
 def _refused(*args: Any, **kwargs: Any) -> NoReturn:
     raise BadOption(
         "this process has a part of the weights, and save_pretrained would write no others",
-        next_step="engine.save_pretrained(FOLDER) on every rank",
+        next_step="engine.weights.save_pretrained(FOLDER) on every rank",
     )

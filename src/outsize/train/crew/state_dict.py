@@ -111,7 +111,8 @@ def save(
     if folder.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
         raise BadOption(
             f"{folder} is a file's name; weights are saved to a folder",
-            next_step=f"to='{folder.stem}', or torch.save(engine.full_state_dict(), ...) for one file",
+            next_step=f"to='{folder.stem}', or torch.save(engine.weights.full_state_dict(), ...) for "
+            "one file",
         )
     fetch, tensors = _fetcher(model, homes, crew, ranks), _once(model)
     _refuse_wrappers(tensors)
@@ -153,7 +154,7 @@ def _insist_on_same_names(model: nn.Module, crew: Crew) -> None:
             f"state_dict() of {type(model).__name__} has other names on rank {other} than on rank 0",
             numbers=f"{len(own)} names, such as {own[0] if own else 'in another order'}: it depends on "
             "weights that one of the ranks does not have",
-            next_step="torch.save(engine.full_state_dict(), 'model.pt'), which asks rank 0 alone; "
+            next_step="torch.save(engine.weights.full_state_dict(), 'model.pt'), which asks rank 0 alone; "
             "engine.save(FOLDER) to go on later",
         )
 
@@ -167,7 +168,8 @@ def _refuse_wrappers(tensors: Mapping[str, Tensor]) -> None:
         raise BadWeights(
             f"{first} is a {kind}, which safetensors does not hold",
             numbers=f"{len(made)} such weights",
-            next_step="torch.save(engine.full_state_dict(), 'model.pt'); engine.save(FOLDER) to go on later",
+            next_step="torch.save(engine.weights.full_state_dict(), 'model.pt'); engine.save(FOLDER) to "
+            "go on later",
         )
 
 

@@ -18,7 +18,6 @@ from outsize.axes.axis import Axis
 from outsize.axes.shard import SHARD
 from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
-from outsize.ir.plan import Plan
 from outsize.program.source_line import warn_user
 from outsize.program.values.shared_storage import overlapping
 from outsize.program.values.wrapper_tensors import plain_parts
@@ -31,7 +30,8 @@ from outsize.run.weights.load import load_weights
 from outsize.run.weights.ownership import free_foreign, move_weights, places
 from outsize.run.weights.placement import Holders, Placement
 from outsize.run.weights.source import TensorPart, WeightSource
-from outsize.train.crew.crew import Crew, device_of
+from outsize.train.context.run_context import RunContext, device_of
+from outsize.train.crew.crew import Crew
 from outsize.train.crew.pretrained import refuse_parts
 from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.ranks.gradient_allreduce import ByStage, TrainedWeight
@@ -43,14 +43,13 @@ class Ownership:
 
     def __init__(
         self,
-        model: nn.Module,
-        plan: Plan,
+        run: RunContext,
         crew: Crew,
-        files: WeightSource | None,
         tensor: DividedWeights | None = None,
     ) -> None:
-        self._model, self._plan, self._crew, self._files = model, plan, crew, files
-        self._tensor = tensor
+        model = run.whole
+        self._model, self._plan, self._crew, self._files = model, run.plan, crew, run.options.weights
+        self._tensor, self._without_loss = tensor, run.model
         self._names = frozenset(name for name, _ in model.named_parameters())
         self._of_loss = of_loss(model, (name for _, _, name in places(model)))
         self._placement: Placement | None = None
@@ -225,6 +224,13 @@ class Ownership:
         """Yields every tensor that this rank computes with, buffers included."""
         named = chain(self._model.named_parameters(), self._model.named_buffers())
         return ((name, tensor) for name, tensor in named if name not in self._foreign)
+
+    def own_parameters(self, *, loss: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this rank's own parameters, under the user's names, in the model's order; with `loss` also
+        those of the loss.
+        """
+        named = (self._model if loss else self._without_loss).named_parameters()
+        return ((name, parameter) for name, parameter in named if self.is_own(name))
 
     def own(self, names: Collection[str]) -> list[Tensor]:
         """Returns those of these weights that this rank owns, in the model's order."""

@@ -5,6 +5,10 @@
 This loop runs on every rank under run/by_module/run.py; in one process it is the plain loop itself.
 Generators are seeded once per microbatch, and the owner of a module that draws random numbers tells the other
 ranks the generators' states after it.
+
+In the same way the user's own code runs (`engine.by_modules`), and `generate` of transformers: blocks run on
+the stage that owns them, one after the other, and each keeps its part of the cache; sampling, beams and
+stopping are transformers' code on the same values. So every rank returns the tokens of one device.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from outsize.ir.timeline import Lane
 from outsize.program.replaying.modes import casting_devices, outside_autocast
 from outsize.program.source_line import raising_line
 from outsize.program.tree import map_leaves
-from outsize.program.weights.of_loss import of_loss, with_loss
+from outsize.program.weights.of_loss import of_loss
 from outsize.run.by_module import broadcast
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.interpreter.trace import Marks
@@ -41,10 +45,12 @@ from outsize.run.weights.placement import Placement, placement_of_modules
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.checks import insist_on_gradient, insist_on_model, insist_on_values
 from outsize.train.batch.loss_weights import Counted
+from outsize.train.context.run_context import RunContext
 from outsize.train.crew.crew import Crew
+from outsize.train.crew.devices import insist_on_one_device
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.executor import Executor
-from outsize.train.engine.options import EngineOptions
+from outsize.train.ranks.divided_weights import DividedWeights, insist_on_whole
 from outsize.train.ranks.replicas import Piece
 from outsize.train.variants.results import BatchLoss, EvalResult
 
@@ -56,14 +62,8 @@ class ByModules(Executor):
     Raises BadOption for a plan with recompute or deferred BatchNorm.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        crew: Crew,
-        ownership: Ownership,
-        options: EngineOptions,
-    ) -> None:
+    def __init__(self, run: RunContext, crew: Crew, ownership: Ownership) -> None:
+        model, plan, options = run.model, run.plan, run.options
         recompute = {policy.name for policy in plan.activation_policies if not policy.keeps_all}
         if plan.bn == "deferred" or recompute:
             raise BadOption(
@@ -72,7 +72,7 @@ class ByModules(Executor):
                 next_step="plan without them; torch.utils.checkpoint inside the model works",
             )
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
-        self._whole = with_loss(model, options.loss_fn)
+        self._whole = run.whole
         self._loss_fn, self._seed = options.loss_fn, options.seed
         self._is_summed = options.counting == "sum"
         self._grad_scale: Tensor | None = None
@@ -221,6 +221,36 @@ class ByModules(Executor):
             times += [asked_s, had_s, until_s]
         name: tuple[str, Lane] = (f"{rank}{action}", "compute")
         self._crew.keep(rank, Marks([name] * len(ends), times))
+
+
+def own_run(
+    plan: Plan, crew: Crew, ownership: Ownership, tensor: DividedWeights | None, what: str
+) -> OwnedRun | None:
+    """Returns the model over the ranks of the run, for code of the user's; None where all of it is here.
+
+    Raises BadOption where a model's own Python cannot run.
+    """
+    insist_on_one_device(crew, len(plan.stages), what)
+    insist_on_whole(tensor, what)
+    return ownership.own_run()
+
+
+def generate(model: nn.Module, run: OwnedRun | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what `model.generate(*args, **kwargs)` does, and restores buffers, attributes and hooks.
+
+    `run` is the model over several ranks, None where all of it is here. Raises BadOption for a model without
+    `generate`.
+    """
+    if not callable(getattr(model, "generate", None)):
+        raise BadOption(
+            f"{type(model).__name__} has no generate()",
+            next_step="engine.evaluate(...) for its outputs; generate() is of transformers' models",
+        )
+    with untouched(model), nullcontext() if run is None else run.active():
+        generated = model.generate(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        if run is not None:
+            run.insist_on_same("what is generated", generated)
+        return generated
 
 
 def _insist_on_constant_loss(model: nn.Module) -> None:

@@ -1,9 +1,4 @@
-"""Defines Callback, which is told what happens in a run: steps, evaluations, checkpoints and new plans.
-
-    outsize.parallelize(model, (x,), ..., callbacks=[MyCallback()])
-
-Every rank has the same callbacks, because the facts of a step are gathered from all ranks; rank 0 alone calls
-them, but for `on_start`. Nothing is gathered for steps that no callback wants (`every`, `every_s`).
+"""Tells the user and the callbacks of an engine what was measured and what happens (context/callback.py).
 
     rank 0's clock   |0.0 s      |0.5 s            |1.0 s                           |2.0 s
     steps            1           2  3              4  5  6  7                       8  ...
@@ -19,9 +14,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, final
 
 import psutil
 import torch
@@ -29,109 +23,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from outsize.device.accelerators import is_accelerator, peak_bytes
+from outsize.errors import BadOption
+from outsize.ir.answers.compilation import GraphUse
 from outsize.ir.answers.utilisation import Utilisation
+from outsize.ir.formatting import whole_number
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
-from outsize.run.progress import Progress, Straggler
 from outsize.run.transport.control_messages import all_gather_json
+from outsize.train.context.callback import (
+    Callback,
+    CheckpointFacts,
+    EvaluationFacts,
+    ReplanFacts,
+    StartFacts,
+    StepFacts,
+)
+from outsize.train.context.run_context import RunContext
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.optimizer_groups import learning_rate
+from outsize.train.engine.executor import Executor
+from outsize.train.engine.update import WeightUpdate
+from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.world.world import World
 
 _TELLING_SHARE: Final = 0.01
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StartFacts:
-    """A run that begins: its plan, this process's place in it, and where its engine says what it does."""
-
-    plan: Plan
-    world: World
-    progress: Progress
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """Describes one update of the weights, after `step` of them.
-
-    `loss` is that of the last batch, `grad_norm` the norm before clipping (None without clipping),
-    `learning_rate` that of the optimizer's first group. `utilisation` has the measured seconds of the step
-    and the busy share of each device. `memory_bytes` is measured, one number for each process: the peak of
-    its device's tensors, or on a CPU what the process has resident; `planned_bytes` is what the plan expects
-    on each rank of the pipeline (P50). `step_s` are the seconds from step to step, the user's code included,
-    over the steps since the last ones that were told. `timeline` is that of the step, and `stragglers` are
-    those that rank 0's watchdog has named. `expert_imbalance` are the rows of experts of the fullest rank by
-    those of the mean one, in the ep group where this is largest; None without ep.
-    """
-
-    step: int
-    loss: float
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-    utilisation: Utilisation | None = None
-    memory_bytes: tuple[int, ...] = ()
-    planned_bytes: tuple[int, ...] = ()
-    step_s: float = 0.0
-    timeline: Timeline | None = None
-    stragglers: tuple[Straggler, ...] = ()
-    expert_imbalance: float | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class EvaluationFacts:
-    """One evaluation, after `step` steps; `loss` is None where there is no target."""
-
-    step: int
-    loss: float | None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class CheckpointFacts:
-    """A checkpoint of `step` steps in `folder`; a save that does not wait may still be written."""
-
-    step: int
-    folder: Path
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ReplanFacts:
-    """A run that goes on after `step` steps by another plan than the one that saved it."""
-
-    step: int
-    before: Plan
-    after: Plan
-
-
-class Callback(Protocol):
-    """Is told what happens; override what you need. But for `on_start`, rank 0 alone calls it.
-
-    `every` is how many steps are between two calls of `on_step`, 0 for none at all; where `every_s` is above
-    0, about so many seconds are, and telling takes at most a hundredth of the time. What `on_start` has set
-    counts.
-    """
-
-    every: int = 1
-    every_s: float = 0.0
-
-    def on_start(self, facts: StartFacts) -> None:
-        """Is called by every rank when its engine is ready, and has gone on from a checkpoint if it does."""
-
-    def on_step(self, facts: StepFacts) -> None:
-        """Is called after an update of the weights."""
-
-    def on_evaluate(self, facts: EvaluationFacts) -> None:
-        """Is called after each `engine.evaluate`."""
-
-    def on_checkpoint(self, facts: CheckpointFacts) -> None:
-        """Is called after each `engine.save`, and so by `engine.checkpoint` where it saves."""
-
-    def on_replan(self, facts: ReplanFacts) -> None:
-        """Is called when a run goes on from a checkpoint by another plan."""
 
 
 @final
@@ -277,3 +192,79 @@ def _planned(plan: Plan) -> tuple[int, ...]:
         return ()
     by_rank = {rank: row.p50_bytes for rank, row in zip(plan.ranks, plan.expected.stages, strict=True)}
     return tuple(by_rank[rank] for rank in sorted(by_rank))
+
+
+@final
+class StepReports:
+    """Reports on the steps of one engine."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        crew: Crew,
+        executor: Executor,
+        update: WeightUpdate,
+        tensor: DividedWeights | None,
+        callbacks: Callbacks,
+    ) -> None:
+        self._run, self._crew, self._executor, self._update = run, crew, executor, update
+        self._tensor, self._callbacks = tensor, callbacks
+
+    @property
+    def device_graphs(self) -> GraphUse | None:
+        """Returns whether stages run as graphs of their devices, why, and what is recorded on this rank."""
+        use = self._run.options.device_graphs
+        return None if use is None else use.model_copy(update={"stages": self._executor.recorded})
+
+    @property
+    def imbalance(self) -> float | None:
+        """Returns the fullest rank's rows of experts in the last step by the mean rank's; None without ep."""
+        calls = None if self._tensor is None else self._tensor.expert_calls
+        return None if calls is None else calls.load.imbalance
+
+    def report(self, measured: Timeline) -> Utilisation:
+        """Returns where the devices' time of a step went. Raises BadOption before the first step."""
+        options, plan = self._run.options, self._run.plan
+        if not measured.spans or options.explain is None:
+            raise BadOption("no step has been measured", next_step="engine.step(...) of outsize.parallelize")
+        names = device_names(plan, self._crew.world_size, measured.ranks)
+        utilisation = options.explain(measured, plan, names)
+        speculation = self._update.speculation
+        undone_and_steps = None if speculation is None else (speculation.taken_back, speculation.steps)
+        known: dict[str, Any] = {
+            "taken_back": undone_and_steps,
+            "compiled": options.compilation,
+            "device_graphs": self.device_graphs,
+        }
+        return utilisation.model_copy(update=known)
+
+    def tell(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
+        """Tells the callbacks that want this step of it; all ranks call this together."""
+
+        def report() -> tuple[Timeline, Utilisation | None]:
+            measured = self._crew.timeline()
+            explains = measured.spans and self._run.options.explain is not None
+            return measured, self.report(measured) if explains else None
+
+        self._callbacks.after_step(step, loss, norm, self._update.optimizer, report, self.imbalance)
+
+
+def device_names(plan: Plan, processes: int, ranks: int) -> list[str]:
+    """Returns the device name of each rank; ranks that take turns in one process on the CPU share "cpu"."""
+    devices_per_stage = plan.axes.group_size if ranks > plan.axes.pp else 1
+    firsts = [plan.stages[plan.ranks.index(r // devices_per_stage)].device for r in range(ranks)]
+    names = [
+        first if devices_per_stage == 1 else _offset_device(first, r % devices_per_stage)
+        for r, first in enumerate(firsts)
+    ]
+    shared = processes == 1 and all(name.startswith("cpu") for name in names)
+    return ["cpu"] * ranks if shared else names
+
+
+def _offset_device(device: str, offset: int) -> str:
+    """Returns the name of the device `offset` places after `device`: a plan names the first device of each
+    stage.
+    """
+    kind, _, number = device.rpartition(":")
+    first = whole_number(number)
+    return f"{device}+{offset}" if first is None else f"{kind}:{first + offset}"

@@ -5,44 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from outsize.errors import BadOption, OutsizeError, error_of
 from outsize.ir.plan import Plan
-from outsize.program.weights.of_loss import with_loss
+from outsize.run.interpreter.in_process import InProcessRanks
 from outsize.run.stage.batchnorm import use_local_statistics
 from outsize.run.transport.control_messages import broadcast_json
-from outsize.train.crew.crew import Crew, CrewOptions, LocalCrew, ProcessCrew, device_of
+from outsize.train.context.options import DEFAULTS, EngineOptions, RankOptions
+from outsize.train.context.run_context import RunContext
 from outsize.train.crew.devices import concurrent_replicas, in_process_ranks
-from outsize.train.crew.hosted import hosted_crew
-from outsize.train.engine.engine import DEFAULTS, Engine
-from outsize.train.engine.options import EngineOptions, RankOptions
-from outsize.train.ranks.mesh import Mesh
+from outsize.train.crew.hosted import hosted, ranks_on_one_device
+from outsize.train.engine.engine import Engine
 
 ONE_PLACE: Final = RankOptions()
 
 
-def make_crew(
+def make_run(
+    model: nn.Module,
     plan: Plan,
     group: dist.ProcessGroup | None,
-    device: torch.device,
-    places: tuple[str, ...] | None = None,
-    *,
-    own_batches: bool = False,
-) -> Crew:
-    """Returns a LocalCrew without a group, its ranks on `places`; a ProcessCrew with the group of the whole
-    run.
+    options: EngineOptions = DEFAULTS,
+    ranks: RankOptions = ONE_PLACE,
+) -> RunContext:
+    """Returns what is known of a run before its first step; without a group all ranks are in this process.
 
-    Raises WorldMismatch when the sizes differ; BadOption.
+    Raises UnsupportedPlan, BadOption and WorldMismatch before anything is done.
     """
+    plan.check_runs()
+    _insist_on_devices(plan, group, ranks)
     if group is None:
-        local_replicas = len(places or ()) // plan.axes.pp or 1
-        if local_replicas > 1:
-            _insist_on_local_replicas(plan, places or ())
-        return LocalCrew(plan, in_process_ranks(places, local_replicas), local_replicas)
-    return ProcessCrew(plan, Mesh.of(plan.axes, group, device), device, CrewOptions(own_batches=own_batches))
+        together, replicas = _local_ranks(plan, ranks.places)
+        run = RunContext.of_one_process(model, plan, options, together, replicas)
+    else:
+        run = RunContext.of_process(model, plan, group, options, own_batches=ranks.own_batches)
+    return hosted(run, ranks.offload_folder) if plan.streams else run
 
 
 def make_engine(
@@ -52,20 +50,21 @@ def make_engine(
     options: EngineOptions = DEFAULTS,
     ranks: RankOptions = ONE_PLACE,
 ) -> Engine:
-    """Returns an engine of the plan; without a group all ranks are in this process.
-
-    Raises UnsupportedPlan and BadOption before anything is done.
-    """
-    plan.check_runs()
-    _insist_on_devices(plan, group, ranks)
-    crew = (
-        hosted_crew(with_loss(model, options.loss_fn), plan, group, ranks.places, ranks.offload_folder)
-        if plan.streams
-        else make_crew(plan, group, device_of(plan), ranks.places, own_batches=ranks.own_batches)
-    )
+    """Returns an engine of the plan, as `make_run` has it."""
+    run = make_run(model, plan, group, options, ranks)
     if group is not None:
         use_local_statistics(model)
-    return Engine(model, plan, crew, options)
+    return Engine(run)
+
+
+def _local_ranks(plan: Plan, places: tuple[str, ...] | None) -> tuple[InProcessRanks, int]:
+    """Returns the runner of one process's ranks on their devices, and how many pipelines run there."""
+    if plan.streams:
+        return ranks_on_one_device(plan, places), 1
+    local_replicas = len(places or ()) // plan.axes.pp or 1
+    if local_replicas > 1:
+        _insist_on_local_replicas(plan, places or ())
+    return in_process_ranks(places, local_replicas), local_replicas
 
 
 def _insist_on_devices(plan: Plan, group: dist.ProcessGroup | None, ranks: RankOptions) -> None:

@@ -3,7 +3,7 @@
 Each rank has its own gradients and its own optimizer, so the same line of a loop may do other things on other
 ranks than in one process:
 
-    clip_grad_norm_(engine.module.parameters(), 1.0)   scales by the norm of one rank's gradients
+    clip_grad_norm_(engine.weights.module.parameters(), 1.0)   scales by the norm of one rank's gradients
     if rank == 0: scheduler.step()                      leaves the learning rates of other ranks as they are
 
 In the steps whose batches are compared (train/ranks/batch_check.py) ranks also compare the factor by which

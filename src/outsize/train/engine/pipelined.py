@@ -11,19 +11,18 @@ its instructions read, so inputs and targets are never sent between ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, zip_longest
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from outsize.ir.answers.compilation import StageGraphs
-from outsize.ir.plan import Plan
-from outsize.program.generate import naming_instructions
+from outsize.program.generate import name_instruction
 from outsize.program.source_line import warn_user
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs
 from outsize.run.stage.base import RunnableStage
@@ -41,14 +40,14 @@ from outsize.train.batch.loss_weights import (
     trial_text,
     unexpected_of,
 )
+from outsize.train.context.run_context import RunContext
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.replica_copies import ReplicaCopies
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.agreed_programs import AgreedPrograms
 from outsize.train.engine.executor import Executor
 from outsize.train.engine.memory_note import memory_notes, routing_note
-from outsize.train.engine.options import EngineOptions
-from outsize.train.engine.stage_factory import StageFactory
+from outsize.train.engine.stage_factory import StageCasts, StageFactory
 from outsize.train.ranks.replicas import Piece
 from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.instruction_owners import PlacedWeights
@@ -77,17 +76,16 @@ class Pipelined(Executor):
 
     def __init__(
         self,
-        model: nn.Module,
-        plan: Plan,
+        run: RunContext,
         crew: Crew,
         ownership: Ownership,
-        options: EngineOptions,
         recording: RecordingOptions,
     ) -> None:
+        model, plan, options = run.whole, run.plan, run.options
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
         self._seed = options.seed
         self._expert_calls = None if recording.tensor is None else recording.tensor.expert_calls
-        copies = crew.local_replicas > 1
+        self._has_copies = copies = crew.local_replicas > 1
         graphs = options.device_graphs
         records = graphs is not None and graphs.on
         changes = ChangedValues(
@@ -103,21 +101,17 @@ class Pipelined(Executor):
         self._state = 0  # number of the model's state, by its settings
         self._replica_copies = ReplicaCopies(model, crew.local_replicas, ownership.device_of)
         self._statistics = DeferredStatistics(model) if plan.bn == "deferred" else None
-        forgiving = options.compilation is not None
         speaks = graphs is not None and graphs.cause == "asked" and crew.global_rank == 0
         self._graphs = DeviceGraphs(speaks=speaks) if records else None
-        self._factory = StageFactory(
-            plan,
-            crew.values,
-            crew.activations,
-            self._statistics,
-            options.compiled,
-            forgiving=forgiving,
-            graphs=self._graphs,
-        )
+        self._casts: StageCasts = {}
+        self._factory = StageFactory(run, self._statistics, self._graphs, self._casts)
         self._programs = AgreedPrograms(crew, plan)
+        # Replicas without devices of their own share one pipeline, which runs them one after the other.
+        in_turns = not copies and crew.replicas.count < plan.axes.replicas
+        self._in_turn = plan.microbatches if in_turns else 0
         self._warned = self._warned_of_trial = False  # of shares that cannot be derived
         self._told: Placement | None = None
+        self._adopted: set[int] = set()  # variants of which each weight has found an owner
         self._counting: list[bool] = []  # for each piece of the last step: does it count?
 
     @property
@@ -178,18 +172,21 @@ class Pipelined(Executor):
         self._warn_of_shares(step.variants, counted)
         self._counting = [piece.counts for piece in pieces]
         self._crew.start_step()
-        self._replica_copies.follow(self._state)
+        if self._has_copies:
+            self._replica_copies.follow(self._state)
         if not grad:
             results = self._run_pieces(step, pieces)
         else:
             self._adopt(step.variants)
             with replicas.summing(self._ownership.trained_by_stage), self._all_or_nothing(step):
                 results = self._run_pieces(step, pieces)
-                self._replica_copies.add_up(self._state)
+                if self._has_copies:
+                    self._replica_copies.add_up(self._state)
             replicas.spread(self._ownership.own(written) if written else ())
         self._settings.ran()
         for number in self.variants.trim():
             self._crew.forget(number, self._programs.drop(number))
+            self._adopted.discard(number)
         return results
 
     @contextmanager
@@ -227,8 +224,15 @@ class Pipelined(Executor):
         self._warned |= doubt is not None
 
     def _run_pieces(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
-        with self._factory.keeping_casts():
-            return self._run_rounds(step, pieces)
+        with ExitStack() as stack:
+            for casts in self._casts.values():
+                if casts.kept is not None:
+                    stack.enter_context(casts.kept.step())
+            try:
+                return self._run_rounds(step, pieces)
+            finally:  # Copies of weights that autocast's calls have used are those of one step.
+                for casts in self._casts.values():
+                    casts.clear()
 
     def _run_rounds(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
         results: list[GroupOutputs] = []
@@ -237,8 +241,11 @@ class Pipelined(Executor):
             self._crew.replicas.begin_round(last=groups is rounds[-1])
             loads = [self._load(step, members, replica) for replica, members in groups]
             is_whole_step = len(loads[0].variants) == len(step.parts)
-            with naming_instructions():
+            try:
                 outputs = self._crew.run(loads, self._stage, step.optimizer if is_whole_step else None)
+            except Exception as error:
+                name_instruction(error)
+                raise
             pairs = zip(groups, outputs, strict=True)
             results += [replace(group, pieces=members) for (_, members), group in pairs]
         return sorted(results, key=lambda result: result.pieces[0].number)
@@ -260,9 +267,7 @@ class Pipelined(Executor):
         The groups of a round run at the same time, each with the number of its replica in this process.
         """
         count = self._crew.local_replicas
-        # Replicas without devices of their own share one pipeline, which runs them one after the other.
-        in_turns = count == 1 and self._crew.replicas.count < self._plan.axes.replicas
-        replica_microbatches = self._plan.microbatches if in_turns else -(-len(pieces) // count)
+        replica_microbatches = self._in_turn or -(-len(pieces) // count)
         groups: list[list[tuple[int, list[Piece]]]] = [[] for _ in range(count)]
         for (_, group_index), members in groupby(
             pieces, key=lambda p: (variants[p.part].wiring, p.part // replica_microbatches)
@@ -296,12 +301,16 @@ class Pipelined(Executor):
         )
 
     def _adopt(self, variants: Sequence[Variant]) -> None:
-        for variant in {v.number: v for v in variants}.values():
-            self._ownership.adopt(partial(self._placement, variant))
-        self._tell_placement()
+        fresh = {v.number: v for v in variants if v.number not in self._adopted}
+        if fresh:
+            for variant in fresh.values():
+                self._ownership.adopt(partial(self._placement, variant))
+            self._adopted |= fresh.keys()
+            self._tell_placement()
 
     def _ready(self, variants: Sequence[Variant], parts: Sequence[Batch]) -> None:
-        self._settle(variants)
+        if self._told is None:
+            self._settle(variants)
         is_checked = self._looks_checked == self._settings.looks
         insist_on_values(() if is_checked else self._ownership.used(), parts[0])
         self._looks_checked = self._settings.looks

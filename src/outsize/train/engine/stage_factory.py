@@ -4,8 +4,6 @@ policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
@@ -14,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from outsize.device.accelerators import device_count, is_accelerator
-from outsize.ir.plan import Plan
 from outsize.ir.schedule import Kind, parse_row
 from outsize.ir.units.recompute_segments import blocks, segments
 from outsize.policies.activations import ActivationPolicy
 from outsize.program.generate import Compiler, compile_slice
 from outsize.program.sharding.tensor_parallel.overlap import overlapped
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, reason_against
-from outsize.run.moves.activations import ActivationOffload
-from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
@@ -32,40 +27,26 @@ from outsize.run.stage.recompute import Recompute, SegmentedRecompute
 from outsize.run.stage.stage import StageExecutor
 from outsize.run.stage.to_device import device_of_model, program_on_device
 from outsize.schedules.families import family_of
+from outsize.train.context.run_context import RunContext
 from outsize.train.variants.variant import Variant
+
+StageCasts = dict[tuple[int, torch.device | None, bool], CastWeights]
+"""By stage, its device, and whether calls that autocast casts by itself are kept, too."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StageFactory:
-    """Makes stages of one plan.
+    """Makes stages of one run; `graphs` records them, where that is asked for, `casts` keeps their casts."""
 
-    `values` and `activations` are the crew's: what stages of one device pass to each other, and what goes to
-    the host between forward and backward. `backend` is torch.compile's; `forgiving`: a stage that it cannot
-    compile runs as it is. `graphs` records stages, where that is asked for.
-    """
-
-    plan: Plan
-    values: BoundaryValues
-    activations: ActivationOffload
-    statistics: DeferredStatistics | None
-    backend: str | None
-    forgiving: bool = False
+    run: RunContext
+    statistics: DeferredStatistics | None = None
     graphs: DeviceGraphs | None = None
-    _casts: dict[tuple[int, torch.device | None, bool], CastWeights] = field(default_factory=dict)
+    casts: StageCasts = field(default_factory=dict)
 
-    @contextmanager
-    def keeping_casts(self) -> Iterator[None]:
-        """Drops the copies of weights that autocast's calls have used, at the end of a step."""
-        with ExitStack() as stack:
-            for casts in self._casts.values():
-                if casts.kept is not None:
-                    stack.enter_context(casts.kept.step())
-            try:
-                yield
-            finally:
-                for casts in self._casts.values():
-                    casts.clear()
+    @property
+    def _backend(self) -> str | None:
+        return self.run.options.compiled
 
     def make(
         self,
@@ -83,15 +64,15 @@ class StageFactory:
         if device is not None and variant.home is not None:
             program = program_on_device(program, variant.cut.tape, model, variant.home, device)
         casts, overlaps = self._casts_of(variant, program, model, device), self._overlaps()
-        if is_copy or overlaps or casts is not None or self.backend is not None:
+        if is_copy or overlaps or casts is not None or self._backend is not None:
             spec = replace(program.spec, cast=casts)
             if overlaps:
                 joined = overlapped(spec.instructions, spec.exits, variant.cut.tape, model)
                 spec = replace(spec, instructions=joined)
             function = compile_slice(spec, model, variant.tape.modes, self._compiler())
             program = replace(program, spec=spec, function=function)
-        policy, recompute = self.plan.activation_policy(program.stage), None
-        save_context = self.values.begin if self.values.offloads else None
+        policy, recompute = self.run.plan.activation_policy(program.stage), None
+        save_context = self.run.values.begin if self.run.values.offloads else None
         if policy.recomputes_all:
             whole = Recompute(model, program.written, self.statistics)
             recompute = partial(whole.run, program.function)
@@ -101,11 +82,11 @@ class StageFactory:
                 program.spec, runs, model, modes, self.statistics, self._compiler()
             )
         elif policy.offloads:
-            save_context = partial(self.activations.begin, program.stage)
+            save_context = partial(self.run.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
         executor = StageExecutor(
-            program, model, recompute, save_context, bare=self.values.offloads, device=seeded
+            program, model, recompute, save_context, bare=self.run.values.offloads, device=seeded
         )
         if self.graphs is not None:
             reason = self._reason(policy) or reason_against(program, model, at)
@@ -116,14 +97,14 @@ class StageFactory:
 
     def _reason(self, policy: ActivationPolicy) -> str | None:
         """Returns what in the plan no graph can repeat; None where there is nothing."""
-        axes = self.plan.axes
+        axes = self.run.plan.axes
         reasons = {
-            "the host keeps weights, values or activations": self.plan.streams
-            or self.values.offloads
+            "the host keeps weights, values or activations": self.run.plan.streams
+            or self.run.values.offloads
             or policy.offloads,
             "its ranks exchange values within it": axes.exchanges_values,
-            "weights are sharded over replicas": self.plan.shards,
-            f'bn="{self.plan.bn}" collects statistics in Python': self.statistics is not None,
+            "weights are sharded over replicas": self.run.plan.shards,
+            f'bn="{self.run.plan.bn}" collects statistics in Python': self.statistics is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -135,11 +116,11 @@ class StageFactory:
         The stages of all variants share it. Autocast's cache is one for all stages, so all of them keep it
         where one does. A compiled stage has casts that are not given to it in its graph.
         """
-        keeps = self.backend is None and any(None in _dtypes(each) for each in variant.cut.programs)
+        keeps = self._backend is None and any(None in _dtypes(each) for each in variant.cut.programs)
         if not keeps and not any(_dtypes(program)):
             return None
         key = program.stage, device, keeps
-        casts = self._casts.setdefault(key, CastWeights(KeptCasts() if keeps else None))
+        casts = self.casts.setdefault(key, CastWeights(KeptCasts() if keeps else None))
         unknown = {name for i in program.spec.instructions for name, dtype in i.casts if dtype is None}
         if casts.kept is not None:
             for name in sorted(unknown & program.weights):
@@ -151,22 +132,23 @@ class StageFactory:
 
         A schedule that splits the backward computes those later, and a compiled graph ends at collectives.
         """
-        written = (action.kind for row in self.plan.actions for action in parse_row(row))
-        splits = family_of(self.plan.schedule).splits_backward or Kind.I in written
-        return self.plan.axes.product_parts > 1 and self.backend is None and not splits
+        written = (action.kind for row in self.run.plan.actions for action in parse_row(row))
+        splits = family_of(self.run.plan.schedule).splits_backward or Kind.I in written
+        return self.run.plan.axes.product_parts > 1 and self._backend is None and not splits
 
     def _compiler(self) -> Compiler | None:
-        if self.backend is None:
+        if self._backend is None:
             return None
         # torch's compiler takes seconds to import, and most runs never use it.
         from outsize.run.stage.stage_compiler import StageCompiler
 
-        return StageCompiler(self.backend, forgiving=self.forgiving)
+        # What was chosen by itself may fail; what was asked for may not.
+        return StageCompiler(self._backend, forgiving=self.run.options.compilation is not None)
 
     def _segments(self, variant: Variant, stage: int) -> list[tuple[int, int]]:
         """Returns the runs of instructions that the stage recomputes."""
         names, starts = [u.name for u in variant.captured.graph.units], variant.captured.starts
-        chosen = self.plan.recomputed(stage, names)
+        chosen = self.run.plan.recomputed(stage, names)
         return [(starts[a], starts[b]) for a, b in segments(blocks(names), chosen)]
 
 

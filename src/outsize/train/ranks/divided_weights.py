@@ -188,5 +188,6 @@ def insist_on_whole(ranks: DividedWeights | None, what: str) -> None:
         raise BadOption(
             f"{what} runs the model's own Python, which wants whole weights, and ranks have parts of them",
             numbers=f"{ranks.axis.name}={ranks.group.place.ranks}",
-            next_step=f"engine.full_state_dict(to=FOLDER), and run from them with {ranks.axis.name}=1",
+            next_step="engine.weights.full_state_dict(to=FOLDER), and run from them with "
+            f"{ranks.axis.name}=1",
         )

@@ -19,7 +19,8 @@ from outsize.files.run_folders import STATE
 from outsize.ir.answers.run_state import RunState, SlowRank, runs_on_machine
 from outsize.ops.publish.publisher import Publisher
 from outsize.run.progress import Straggler
-from outsize.train.engine.callbacks import EvaluationFacts, StartFacts, StepFacts, _Clock
+from outsize.train.context.callback import EvaluationFacts, StartFacts, StepFacts
+from outsize.train.engine.callbacks import _Clock
 from outsize.train.world.join import join
 from outsize.train.world.local_ranks import run_in_forks
 from outsize.train.world.variables import PUBLISHED

@@ -87,7 +87,7 @@ def test_a_model_with_such_weights_is_checked_counted_and_gathered() -> None:
     assert outsize.check(network(), (X,), **LOSS).bit_equal
     graph = outsize.capture(network(), (X,), loss_fn=F.mse_loss, target=X)
     assert sum(p.size_bytes for p in graph.parameters) == 4 * 64 + 2 * 16 * 16 * 4 + 2 * (16 * 16 + 16 * 4)
-    state = engine_of().full_state_dict()
+    state = engine_of().weights.full_state_dict()
     assert same(state["2.weight"], network().state_dict()["2.weight"])
     assert isinstance(state["2.weight"], Coded)
 
@@ -105,7 +105,7 @@ def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(tmp_
     with pytest.raises(
         BadWeights, match=r"E107.*2.weight is a Coded, which safetensors does not hold.*2 such"
     ):
-        engine_of().full_state_dict(to=tmp_path / "weights")
+        engine_of().weights.full_state_dict(to=tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,14 +18,13 @@ from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.run.host.flat_buffer import ALIGN, WeightBlock
 from outsize.run.host.residency import AbsentWeight, Residency
-from outsize.run.interpreter.in_process import SingleDevice
 from outsize.run.interpreter.multi_device import MultiDevice
 from outsize.run.moves.host import HostMoves
 from outsize.run.stage.stage import StageExecutor
 from outsize.schedules.offload import ROOM
-from outsize.train.crew.crew import CrewOptions, LocalCrew
+from outsize.train.context.options import EngineOptions
+from outsize.train.context.run_context import RunContext
 from outsize.train.engine.engine import Engine
-from outsize.train.engine.options import EngineOptions
 
 WIDTH, STAGES, SAMPLES = 6, 4, 8
 
@@ -60,9 +60,12 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, schedule: str = "gpipe", room: int = ROOM) -> None:
         self.streams, self.model, self.plan = FakeStreams(), model(), planned(schedule)
         self.residency = Residency(self.model, self.streams, "a")
-        options = CrewOptions(HostMoves(self.residency, room))
-        crew = LocalCrew(self.plan, MultiDevice(self.streams, ("a",)), options=options)
-        self.engine = Engine(self.model, self.plan, crew, EngineOptions(loss_fn=loss, optimizer=self._adamw))
+        options, together = (
+            EngineOptions(loss_fn=loss, optimizer=self._adamw),
+            MultiDevice(self.streams, ("a",)),
+        )
+        run = RunContext.of_one_process(self.model, self.plan, options, together)
+        self.engine = Engine(replace(run, moves=HostMoves(self.residency, room)))
         for name in ("forward", "backward"):
             self._watch(monkeypatch, name, getattr(StageExecutor, name))
 
@@ -190,8 +193,8 @@ def test_the_optimizer_belongs_to_the_step_that_is_measured() -> None:
     """On the CPU with steps in a thread as beside a GPU, each of 20 ms: the last ends behind all kernels."""
     found, plan = model(), planned()
     residency = Residency(found, TorchStreams(("cpu",)), "cpu", threaded=True)
-    crew = LocalCrew(plan, SingleDevice(), options=CrewOptions(HostMoves(residency)))
-    engine = Engine(found, plan, crew, EngineOptions(loss_fn=loss, optimizer=Slow))
+    run = RunContext.of_one_process(found, plan, EngineOptions(loss_fn=loss, optimizer=Slow))
+    engine = Engine(replace(run, moves=HostMoves(residency)))
     for x in batches(2):
         engine.step(x)
     assert engine.timeline().duration_s >= 0.02 * STAGES

@@ -22,9 +22,9 @@ from outsize.run.interpreter.interpreter import Interpreter, Programs, StepInput
 from outsize.run.interpreter.multi_device import MultiDevice
 from outsize.run.stage.stage import StageExecutor
 from outsize.train.batch.batch import Batch
-from outsize.train.crew.crew import LocalCrew
+from outsize.train.context.options import EngineOptions
+from outsize.train.context.run_context import RunContext
 from outsize.train.engine.engine import Engine
-from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
@@ -70,9 +70,8 @@ class Watch:
 
     def engine(self, plan: Plan, model: nn.Module, **options: Any) -> Engine:
         self.plan = plan
-        return Engine(
-            model, plan, LocalCrew(plan, MultiDevice(self.world, self.places)), EngineOptions(**options)
-        )
+        together = MultiDevice(self.world, self.places)
+        return Engine(RunContext.of_one_process(model, plan, EngineOptions(**options), together))
 
 
 @pytest.fixture
@@ -215,10 +214,9 @@ def test_two_pipelines_side_by_side() -> None:
     model, how = fresh("mlp"), dict[str, Any](loss_fn=case("mlp").loss)
     wishes: dict[str, Any] = {"cluster": "4xcpu", "stages": 2, "axes": {"dp_replicate": 2}, "microbatches": 2}
     plan = outsize.plan(fresh("mlp"), args, target=target, **how, **wishes)
-    engine = Engine(
-        model, plan, LocalCrew(plan, MultiDevice(world, ("a", "b", "c", "d"), 2), 2), EngineOptions(**how)
-    )
-    plain = Engine(fresh("mlp"), plan, LocalCrew(plan), EngineOptions(**how))
+    options, together = EngineOptions(**how), MultiDevice(world, ("a", "b", "c", "d"), 2)
+    engine = Engine(RunContext.of_one_process(model, plan, options, together, 2))
+    plain = Engine(RunContext.of_one_process(fresh("mlp"), plan, options))
     for _ in range(2):
         ours, theirs = (e.step(*args, target=target, update=False) for e in (engine, plain))
         assert torch.allclose(ours.loss, theirs.loss, rtol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -17,9 +18,9 @@ from outsize.run.host.copy_lane import CopyLane
 from outsize.run.interpreter.multi_device import MultiDevice
 from outsize.run.moves.base import Resident
 from outsize.run.moves.boundary_values import BoundaryValues, OffloadedValue, ValueHandle
-from outsize.train.crew.crew import CrewOptions, LocalCrew
+from outsize.train.context.options import EngineOptions
+from outsize.train.context.run_context import RunContext
 from outsize.train.engine.engine import Engine
-from outsize.train.engine.options import EngineOptions
 
 WIDTH, SAMPLES, MICROBATCHES = 6, 6, 3
 
@@ -57,8 +58,9 @@ class World:
         self.streams, self.model, plan = FakeStreams(), model(layers), planned(layers)
         self.lane = CopyLane(self.streams, "a", least_bytes=1, both=True)
         self.values = BoundaryValues(self.lane)
-        crew = LocalCrew(plan, MultiDevice(self.streams, "a"), options=CrewOptions(values=self.values))
-        self.engine = Engine(self.model, plan, crew, EngineOptions(loss_fn=loss))
+        together = MultiDevice(self.streams, "a")
+        run = RunContext.of_one_process(self.model, plan, EngineOptions(loss_fn=loss), together)
+        self.engine = Engine(replace(run, values=self.values))
         monkeypatch.setattr(BoundaryValues, "wrap", self._lending(BoundaryValues.wrap))
         monkeypatch.setattr(ValueHandle, "wait", self._waiting(ValueHandle.wait))
 

@@ -27,10 +27,10 @@ from outsize.run.moves.fsdp import ShardedWeights
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch import Batch
+from outsize.train.context.options import EngineOptions
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 
@@ -174,7 +174,7 @@ def measured(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: 
                 module.register_forward_hook(look)
                 module.register_full_backward_hook(look)
         engine.step(batch[0], target=batch[1])
-    own = [p for _, p in engine.named_parameters()]
+    own = [p for _, p in engine.weights.named_parameters()]
     held = sum(p.to_local().untyped_storage().size() for p in own)  # pyright: ignore
     found = {"peak": max(peak), "graded": max(graded), "left": whole_bytes(engine)}
     return {**found, "held": held, "sent": dict(sent)}
@@ -231,7 +231,7 @@ def odd_work(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: 
     engine = engine_of(model, plan, group, clip_norm=0.5)
     for _ in range(STEPS):
         engine.step(batch[0], target=batch[1])
-    plain = [n for n, p in engine.named_parameters() if type(p) is nn.Parameter]
+    plain = [n for n, p in engine.weights.named_parameters() if type(p) is nn.Parameter]
     said = ""
     try:
         engine.generate(batch[0])
@@ -239,9 +239,9 @@ def odd_work(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: 
         said = str(error)
     # Another signature, and evaluation, are recorded while the weights are in parts.
     loss = engine.evaluate(batch[0][:3], target=batch[1][:3]).loss
-    marked = [n for n, p in engine.named_parameters() if getattr(p, "no_decay", False)]
+    marked = [n for n, p in engine.weights.named_parameters() if getattr(p, "no_decay", False)]
     found = {"whole": plain, "generate": said, "loss": loss, "marked": marked}
-    return {"state": engine.full_state_dict(), **found}
+    return {"state": engine.weights.full_state_dict(), **found}
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def trained(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: A
     engine = engine_of(model, plan, group)
     for _ in range(STEPS):
         engine.step(batch[0], target=batch[1])
-    return engine.full_state_dict()
+    return engine.weights.full_state_dict()
 
 
 def test_a_block_that_one_replica_passes_by_is_gathered_there_too(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def scaled(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: An
             target[-1] = torch.inf  # a sample of the second replica
         engine.step(batch[0], target=target)
         scales.append(scaler.get_scale())
-    weights = [p.full_tensor() for _, p in engine.named_parameters()]  # pyright: ignore
+    weights = [p.full_tensor() for _, p in engine.weights.named_parameters()]  # pyright: ignore
     assert all(bool(w.isfinite().all()) for w in weights)
     return scales
 
@@ -326,7 +326,7 @@ def loaded(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], folder: P
         patch.setattr(Ownership, "_fill", fill)
         engine = engine_of(empty, plan, group, weights=WeightFiles(folder / "model.safetensors"))
         engine.prepare(Batch((batch[0],), {}, (batch[1],)))
-    assert all(torch.equal(v, model.state_dict()[n]) for n, v in engine.full_state_dict().items())
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in engine.weights.full_state_dict().items())
     return max(peaks)
 
 

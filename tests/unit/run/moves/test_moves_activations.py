@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -18,9 +19,9 @@ from outsize.run.interpreter.multi_device import MultiDevice
 from outsize.run.moves.activations import ActivationOffload, CopyLane, SavedTensors
 from outsize.run.moves.base import Resident
 from outsize.run.stage.cut import Cut
-from outsize.train.crew.crew import CrewOptions, LocalCrew
+from outsize.train.context.options import EngineOptions
+from outsize.train.context.run_context import RunContext
 from outsize.train.engine.engine import Engine
-from outsize.train.engine.options import EngineOptions
 
 WIDTH, SAMPLES, MICROBATCHES = 6, 12, 6
 
@@ -59,9 +60,10 @@ class World:
     ) -> None:
         self.streams, self.model, plan = FakeStreams(), model(), planned(schedule, ranks)
         self.lane = CopyLane(self.streams, "a", least_bytes=1)
-        options = CrewOptions(activations=ActivationOffload([0], lambda device: self.lane))
-        crew = LocalCrew(plan, MultiDevice(self.streams, "abc"[:ranks]), options=options)
-        self.engine = Engine(self.model, plan, crew, EngineOptions(loss_fn=loss))
+        together = MultiDevice(self.streams, "abc"[:ranks])
+        run = RunContext.of_one_process(self.model, plan, EngineOptions(loss_fn=loss), together)
+        activations = ActivationOffload([0], lambda device: self.lane)
+        self.engine = Engine(replace(run, activations=activations))
         monkeypatch.setattr(SavedTensors, "pack", self._watched(SavedTensors.pack, self._made))
         monkeypatch.setattr(SavedTensors, "unpack", self._watched(SavedTensors.unpack, self._used))
 

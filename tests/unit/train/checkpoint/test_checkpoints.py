@@ -114,7 +114,7 @@ def test_weights_are_files_that_others_load(tmp_path: Path) -> None:
     files = sorted(folder.glob("model-*.safetensors"))
     state = {name: t for file in files for name, t in load_file(file).items()}
     assert state.keys() == model().state_dict().keys()
-    assert all(torch.equal(state[name], t) for name, t in first.full_state_dict().items())
+    assert all(torch.equal(state[name], t) for name, t in first.weights.full_state_dict().items())
 
 
 def test_an_optimizer_that_the_checkpoint_lacks_starts_anew_with_a_word(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_an_optimizer_that_the_checkpoint_lacks_starts_anew_with_a_word(tmp_path
     with pytest.warns(
         ResumeNote, match=r"has no optimizer 'second', so SGD starts anew \(step 1; optimizers: AdamW\)"
     ):
-        second.attach(second=torch.optim.SGD(second.optimizer.param_groups[0]["params"], lr=0.1))
+        second.state.attach(second=torch.optim.SGD(second.optimizer.param_groups[0]["params"], lr=0.1))
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_learning_rate_schedulers_go_on(kind: str, tmp_path: Path) -> None:
 
     def run(of: Any, count: int, folder: Path | None = None) -> list[float]:
         scheduler = schedule(kind, of.optimizer)
-        of.attach(scheduler=scheduler)
+        of.state.attach(scheduler=scheduler)
         found = []
         for _ in range(count):
             found += losses(of, 1)
@@ -233,14 +233,14 @@ def test_scaler_and_scheduler_go_on_together_on_fewer_stages(dropout: float, tmp
         )
         torch.manual_seed(stages)  # a script that reseeds is the same run: no number of it is drawn so
         scheduler = lr_scheduler.LambdaLR(of.optimizer, lambda step: 0.8**step)
-        of.attach(scheduler=scheduler)
+        of.state.attach(scheduler=scheduler)
         told = list[Any]()
         while of.steps < steps:
             told.append((losses(of, 1)[0], scheduler.get_last_lr(), scaler.get_scale()))
             scheduler.step()
         if steps == 3:
             of.save(tmp_path)
-        return told, {name: tensor.clone() for name, tensor in of.full_state_dict().items()}
+        return told, {name: tensor.clone() for name, tensor in of.weights.full_state_dict().items()}
 
     whole, weights = run(1, 9, resume=False)
     assert run(3, 3)[0] == whole[:3]
@@ -269,13 +269,13 @@ def test_generators_go_on(tmp_path: Path) -> None:
 
 def test_objects_that_are_not_attached_again_are_named_once(tmp_path: Path) -> None:
     run = engine()
-    run.attach(
+    run.state.attach(
         scheduler=lr_scheduler.StepLR(run.optimizer, 1), ema=torch.optim.swa_utils.AveragedModel(model())
     )
     run.save(tmp_path)
     again = engine(resume=tmp_path)
-    again.attach(scheduler=lr_scheduler.StepLR(again.optimizer, 1))
-    with pytest.warns(ResumeNote, match=r"more than was asked for: engine.attach\(ema=...\)"):
+    again.state.attach(scheduler=lr_scheduler.StepLR(again.optimizer, 1))
+    with pytest.warns(ResumeNote, match=r"more than was asked for: engine.state.attach\(ema=...\)"):
         losses(again, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -285,15 +285,17 @@ def test_objects_that_are_not_attached_again_are_named_once(tmp_path: Path) -> N
 def test_a_scheduler_that_is_not_saved_is_told(tmp_path: Path) -> None:
     run = engine()
     lr_scheduler.StepLR(run.optimizer, 1)
-    with pytest.warns(ResumeNote, match=r"scheduler is not saved: engine.attach\(scheduler=scheduler\)"):
+    with pytest.warns(
+        ResumeNote, match=r"scheduler is not saved: engine.state.attach\(scheduler=scheduler\)"
+    ):
         run.save(tmp_path)
 
 
 def test_a_second_optimizer_is_saved_by_the_names_of_its_weights(tmp_path: Path) -> None:
     def extended(stages: int, **how: Any) -> tuple[Engine, torch.optim.Optimizer]:
         run = engine(stages, make=None, **how)
-        own = torch.optim.Adam(run.module.parameters(), lr=0.1)
-        run.attach(own=own)
+        own = torch.optim.Adam(run.weights.module.parameters(), lr=0.1)
+        run.state.attach(own=own)
         return run, own
 
     def step(run: Any, own: torch.optim.Optimizer) -> float:
@@ -336,11 +338,11 @@ def loader_of(run: Any, kind: str) -> Any:
 
 def seen_by(run: Any, loader: Any, steps: int, epochs: int = 3) -> list[list[float]]:
     """The first values of the samples of each step, until so many steps are taken in all."""
-    seen, batches = list[list[float]](), run.batches(loader)
+    seen, batches = list[list[float]](), run.state.batches(loader)
     for epoch in range(batches.epoch, epochs):
         if hasattr(loader.batch_sampler, "set_epoch"):
             loader.batch_sampler.set_epoch(epoch)
-        for x, y in run.batches(loader):
+        for x, y in run.state.batches(loader):
             seen.append(x[:, 0].tolist())
             run.step(x, target=y)
             if run.steps == steps:
@@ -382,21 +384,21 @@ def test_a_stateful_loader_goes_on_on_a_rank_that_has_not_saved(
     expected = seen_by(run, loader_of(run, "stateful, own"), 3)
     run.save(tmp_path)
     again = engine(1, resume=tmp_path)
-    monkeypatch.setattr(type(again.crew), "global_rank", property(lambda _: 1))
-    rest = [x[:, 0].tolist() for x, _ in again.batches(loader_of(again, "stateful, own"))]
+    monkeypatch.setattr(again.crew, "global_rank", 1)
+    rest = [x[:, 0].tolist() for x, _ in again.state.batches(loader_of(again, "stateful, own"))]
     assert sorted(value for batch in (*expected, *rest) for value in batch) == list(range(40))
 
 
 def test_a_batch_that_no_step_has_used_comes_again(tmp_path: Path) -> None:
     run = engine(1)
-    batches = iter(run.batches(loader_of(run, "engine's")))
+    batches = iter(run.state.batches(loader_of(run, "engine's")))
     for _ in range(2):
         x, y = next(batches)
         run.step(x, target=y)
     expected, _ = next(batches)
     run.save(tmp_path)
     again = engine(1, resume=tmp_path)
-    assert torch.equal(next(iter(again.batches(loader_of(again, "engine's"))))[0], expected)
+    assert torch.equal(next(iter(again.state.batches(loader_of(again, "engine's"))))[0], expected)
 
 
 def test_another_epoch_than_the_saved_one_is_refused(tmp_path: Path) -> None:
@@ -405,7 +407,7 @@ def test_another_epoch_than_the_saved_one_is_refused(tmp_path: Path) -> None:
     run.save(tmp_path)
     again = engine(1, resume=tmp_path)
     with pytest.raises(BadOption, match=r"goes on within epoch 1, .* another one; epoch 0"):
-        next(iter(again.batches(loader_of(again, "engine's"))))
+        next(iter(again.state.batches(loader_of(again, "engine's"))))
 
 
 class Stateful:
@@ -440,7 +442,7 @@ def test_a_loader_with_a_state_is_set_to_it(tmp_path: Path) -> None:
 
 def test_a_batch_that_a_stateful_loader_would_leave_out_is_told(tmp_path: Path) -> None:
     run = engine(1)
-    batches = iter(run.batches(Stateful()))
+    batches = iter(run.state.batches(Stateful()))
     run.step(*next(batches)[:1], target=Y)
     run.save(tmp_path)
     next(batches)
@@ -502,22 +504,24 @@ def test_an_optimizer_over_all_weights_together_goes_on_at_other_stages(
 
 def test_another_optimizer_than_the_saved_one_is_refused_before_anything_changes(tmp_path: Path) -> None:
     first = engine(make=adamw)
-    first.attach(second=torch.optim.Adam(first.module.parameters()))
+    first.state.attach(second=torch.optim.Adam(first.weights.module.parameters()))
     losses(first, 1)
     first.save(tmp_path)
     own = engine(make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     attached = engine(make=adamw)
-    attached.attach(second=torch.optim.SGD(attached.module.parameters(), lr=0.1))
+    attached.state.attach(second=torch.optim.SGD(attached.weights.parameters(), lr=0.1))
     for run, saved in ((own, "AdamW"), (attached, "Adam")):
-        before = copy.deepcopy(run.full_state_dict())
+        before = copy.deepcopy(run.weights.full_state_dict())
         said = f"the checkpoint's optimizer is {saved}, and this run's is SGD; .*Next: make it {saved}"
         with pytest.raises(BadOption, match=said):
-            run.resume(tmp_path)
+            run.state.resume(tmp_path)
         assert run.steps == 0
-        assert all(torch.equal(before[name], weight) for name, weight in run.full_state_dict().items())
+        assert all(
+            torch.equal(before[name], weight) for name, weight in run.weights.full_state_dict().items()
+        )
     again = engine(make=adamw, resume=tmp_path)
     with pytest.raises(BadOption, match="the checkpoint's optimizer is Adam, and this run's is SGD"):
-        again.attach(second=torch.optim.SGD(again.module.parameters(), lr=0.1))
+        again.state.attach(second=torch.optim.SGD(again.weights.module.parameters(), lr=0.1))
 
 
 def test_another_learning_rate_is_no_other_optimizer(tmp_path: Path) -> None:
@@ -536,11 +540,11 @@ def test_a_state_that_only_a_pickle_could_hold_is_named(tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     run = engine()
-    run.attach(odd=Odd())
+    run.state.attach(odd=Odd())
     with pytest.raises(BadOption, match=r"odd.a.1.b is a object, which a checkpoint cannot hold"):
         run.save(tmp_path)
     with pytest.raises(BadOption, match="odd is a int, whose state cannot be saved"):
-        run.attach(odd=3)
+        run.state.attach(odd=3)
 
 
 def test_groups_that_fall_into_one_must_agree(tmp_path: Path) -> None:
@@ -617,9 +621,9 @@ def test_an_error_of_the_thread_is_raised_where_it_is_waited_for(
     monkeypatch.setattr(background, "write_part", full)
     run.save(tmp_path, wait=False)
     with pytest.raises(NotSaved, match="the disk is full"):
-        run.finish_saving()
+        run.state.finish_saving()
     assert not list(tmp_path.glob("step-*"))
-    run.finish_saving()
+    run.state.finish_saving()
 
 
 # -- modules with a state of their own ---------------------------------------------------------------------
@@ -668,7 +672,7 @@ def test_an_extra_state_that_is_no_value_is_refused(tmp_path: Path) -> None:
     net = scaled()
     net[0].scale = object()
     first = engine(net=scaled())
-    first.module[0].scale = net[0].scale
+    first.weights.module[0].scale = net[0].scale
     with pytest.raises(BadOption, match=r"modules/0\.scale is a object, which a checkpoint cannot hold"):
         first.save(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -683,7 +687,7 @@ def test_ranks_that_disagree_on_a_module_are_refused() -> None:
 @pytest.mark.parametrize("keep", [0, -1])
 def test_to_keep_no_checkpoint_is_refused_before_anything_is_written(tmp_path: Path, keep: int) -> None:
     run = engine()
-    for save in (run.save, lambda root, **how: run.checkpoint(root, every=1, **how)):
+    for save in (run.save, lambda root, **how: run.state.checkpoint(root, every=1, **how)):
         with pytest.raises(BadOption, match=f"keep={keep} makes no sense; a whole number from 1 on"):
             save(tmp_path / "run", keep=keep)
     assert not (tmp_path / "run").exists()
@@ -707,7 +711,7 @@ def test_saves_without_weights_beside_steps_and_copies_go_on(
     whole = losses(engine(), 5)
     first, root, held = engine(stages=3), tmp_path / "run", Event()
     losses(first, 2)
-    weights = {name: tensor.clone() for name, tensor in first.full_state_dict().items()}
+    weights = {name: tensor.clone() for name, tensor in first.weights.full_state_dict().items()}
     write = write_part
 
     def late(folder: Path, *how: Any, **more: Any) -> Any:
@@ -720,16 +724,16 @@ def test_saves_without_weights_beside_steps_and_copies_go_on(
     losses(first, 1)
     rule = copy_rule(root)
     assert rule is not None
-    first._copy(rule.folder)
+    first.state._copy(rule.folder)
     assert newest_folder(root) == str(rule.folder / "step-00000003")  # of the two it alone is complete
     held.set()
-    first.finish_saving()
+    first.state.finish_saving()
     assert not list(saved.glob("model-*"))
     assert list(rule.folder.glob("step-00000003/model-*"))
     assert losses(engine(1, resume=root), 2) == whole[3:]
 
-    with pytest.warns(ResumeNote, match=r"without weights, .* stay: engine.load_weights\(FOLDER\)"):
+    with pytest.warns(ResumeNote, match=r"without weights, .* stay: engine.weights.load\(FOLDER\)"):
         again = engine(1, resume=saved)
     save_file(weights, tmp_path / "weights.safetensors")
-    again.load_weights(tmp_path / "weights.safetensors")
+    again.weights.load(tmp_path / "weights.safetensors")
     assert (again.steps, losses(again, 3)) == (2, whole[2:])

@@ -99,7 +99,7 @@ def test_several_machines_and_a_system_without_shared_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = LaunchSpec(("m",), module=True, peer_copies="1")
-    with pytest.raises(BadOption, match=r"lost with their machine.*Next: engine\.checkpoint"):
+    with pytest.raises(BadOption, match=r"lost with their machine.*Next: engine\.state\.checkpoint"):
         copies_folder(launch, 2).__enter__()
     monkeypatch.setattr(spec, "SHARED_MEMORY", tmp_path / "gone")
     with pytest.raises(BadOption, match="leave out --peer-copies"):

@@ -58,7 +58,7 @@ def differences(make: Make, folder: Path, dtype: torch.dtype = torch.float32, st
     train(whole)
     again = engine(make, 2, dtype, resume=folder)
     train(again)
-    expected, found = whole.full_state_dict(), again.full_state_dict()
+    expected, found = whole.weights.full_state_dict(), again.weights.full_state_dict()
     return [name for name, weight in expected.items() if not torch.equal(weight, found[name])]
 
 

@@ -46,14 +46,18 @@ def test_an_engine_tells_how_far_its_save_is(tmp_path: Path) -> None:
     engine = outsize.parallelize(
         model, (x,), loss_fn=nn.functional.mse_loss, target=x, stages=2, microbatches=1
     )
-    assert engine.saving is None
+    assert engine.state.saving is None
     told: list[tuple[float, bool]] = []
-    engine.on_saving = lambda one: told.append((one.share, one.is_done))
+    engine.state.on_saving = lambda one: told.append((one.share, one.is_done))
     engine.save(tmp_path, wait=False)
-    engine.finish_saving()
-    assert engine.saving is not None
-    assert (engine.saving.share, engine.saving.is_done, engine.saving.step) == (1.0, True, 0)
-    assert engine.saving.total_bytes > 2 * 64 * 64 * 4
+    engine.state.finish_saving()
+    assert engine.state.saving is not None
+    assert (engine.state.saving.share, engine.state.saving.is_done, engine.state.saving.step) == (
+        1.0,
+        True,
+        0,
+    )
+    assert engine.state.saving.total_bytes > 2 * 64 * 64 * 4
     assert told[0] == (0.0, False)
     assert told[-1] == (1.0, True)
     assert [share for share, _ in told] == sorted(share for share, _ in told)

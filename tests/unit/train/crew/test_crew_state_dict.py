@@ -18,10 +18,10 @@ import outsize
 from outsize.capture.models.imports import import_transformers
 from outsize.errors import BadOption, BadWeights
 from outsize.ir.plan import Plan
+from outsize.train.context.options import EngineOptions
 from outsize.train.crew.module_view import own_module
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 transformers = import_transformers()
 
@@ -95,7 +95,7 @@ def test_a_model_on_meta_trains_as_one_in_memory(weights: Path) -> None:
     ours, theirs = split(on_meta(), weight_files=weights), split(seeded())
     for _ in range(2):
         assert torch.equal(step(ours), step(theirs))
-    insist_on_equal(ours.full_state_dict(), dict(theirs.model.state_dict()))
+    insist_on_equal(ours.weights.full_state_dict(), dict(theirs.model.state_dict()))
     assert ours.model.again.weight is ours.model.first.weight
     kinds = [(p.dtype, p.requires_grad) for p in theirs.model.parameters()]
     assert [(p.dtype, p.requires_grad) for p in ours.model.parameters()] == kinds
@@ -162,7 +162,7 @@ def test_a_decision_on_a_buffer_is_made_on_the_loaded_one(tmp_path: Path) -> Non
 def test_the_full_state_is_the_state_dict_in_copies() -> None:
     engine = split(seeded())
     step(engine)
-    found = engine.full_state_dict()
+    found = engine.weights.full_state_dict()
     insist_on_equal(found, dict(engine.model.state_dict()))
     assert found["again.weight"] is found["first.weight"]
     before = {n: t.clone() for n, t in found.items()}
@@ -174,7 +174,7 @@ def test_the_full_state_is_the_state_dict_in_copies() -> None:
 def test_saved_files_load_into_plain_torch(tmp_path: Path) -> None:
     engine = split(seeded())
     step(engine)
-    assert engine.full_state_dict(to=tmp_path / "new" / "folder") == {}
+    assert engine.weights.full_state_dict(to=tmp_path / "new" / "folder") == {}
     model = seeded()
     lacking, unknown = model.load_state_dict(
         load_file(tmp_path / "new/folder/model.safetensors"), strict=False
@@ -204,9 +204,9 @@ def test_transformers_and_outsize_read_what_the_other_wrote(tmp_path: Path, name
         empty, (), batch, stages=2, microbatches=2, optimizer=sgd, weight_files=tmp_path / "theirs"
     )
     insist_on_equal(dict(engine.model.named_buffers()), dict(model.named_buffers()))
-    insist_on_equal(engine.full_state_dict(), model.state_dict())
+    insist_on_equal(engine.weights.full_state_dict(), model.state_dict())
     engine.step(**batch)
-    engine.full_state_dict(to=tmp_path / "ours", shard_bytes=5000)
+    engine.weights.full_state_dict(to=tmp_path / "ours", shard_bytes=5000)
     assert len(list((tmp_path / "ours").glob("model-*-of-*.safetensors"))) > 2
     config.save_pretrained(tmp_path / "ours")
     insist_on_equal(kind.from_pretrained(tmp_path / "ours").state_dict(), dict(engine.model.state_dict()))
@@ -215,9 +215,9 @@ def test_transformers_and_outsize_read_what_the_other_wrote(tmp_path: Path, name
 def test_misuse_of_saving_is_said(tmp_path: Path) -> None:
     engine = split(seeded())
     with pytest.raises(BadOption, match=r"a.safetensors is a file's name"):
-        engine.full_state_dict(to=tmp_path / "a.safetensors")
+        engine.weights.full_state_dict(to=tmp_path / "a.safetensors")
     fresh = make_engine(seeded(), engine.plan, None, EngineOptions(loss_fn=F.cross_entropy))
-    for ask in (fresh.full_state_dict, lambda: fresh.module):
+    for ask in (fresh.weights.full_state_dict, lambda: fresh.weights.module):
         with pytest.raises(BadOption, match="has met no batch"):
             ask()
 
@@ -229,7 +229,7 @@ MINE = {"first.weight", "first.bias", "norm.weight", "norm.bias", "norm.running_
 
 def test_in_one_process_the_module_is_the_model() -> None:
     engine = split(seeded())
-    assert engine.module is engine.model
+    assert engine.weights.module is engine.model
 
 
 def test_the_view_has_the_very_tensors_under_the_users_names() -> None:
@@ -279,7 +279,7 @@ def test_modes_and_hooks_of_the_view_reach_the_model() -> None:
 
 
 def test_the_view_cannot_be_called() -> None:
-    with pytest.raises(BadOption, match=r"engine.module\(Tied\) .*Next: engine.step"):
+    with pytest.raises(BadOption, match=r"engine.weights.module\(Tied\) .*Next: engine.step"):
         own_module(seeded(), MINE)(X)
 
 
@@ -305,6 +305,6 @@ def test_a_plan_file_and_weights_go_together(tmp_path: Path, weights: Path) -> N
     options: dict[str, Any] = {"plan": chosen, "loss_fn": F.cross_entropy, "target": Y}
     engine = outsize.parallelize(on_meta(), (X,), weight_files=str(weights), **options)
     assert torch.isfinite(step(engine))
-    engine.full_state_dict(to=str(tmp_path / "out"), shard_bytes=100)
+    engine.weights.full_state_dict(to=str(tmp_path / "out"), shard_bytes=100)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert "again.weight" not in index["weight_map"]

@@ -20,10 +20,10 @@ from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Plan
 from outsize.run.interpreter.in_process import SingleDevice
+from outsize.train.context.options import RankOptions
 from outsize.train.crew import devices
 from outsize.train.crew.devices import in_process_ranks, places_for, places_of
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import RankOptions
 from outsize.train.world.world import World
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 6)

@@ -20,10 +20,10 @@ from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.reference import reference_step
+from outsize.train.context.options import RankOptions
 from outsize.train.crew.devices import places_for
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import RankOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 

@@ -33,8 +33,8 @@ from outsize.train.check.compare import (
     reference_snapshot,
 )
 from outsize.train.check.reference import reference_step
+from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
-from outsize.train.engine.options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 
@@ -222,7 +222,7 @@ def test_accumulation_clipping_freezing_and_the_full_state(tmp_path: Path) -> No
             norm = engine.step(*batch().args, target=batch().target, loss_scale=0.5).grad_norm
             norms.append(norm)
             freeze(engine.model) if number == 0 else None
-        return engine.full_state_dict(), norms
+        return engine.weights.full_state_dict(), norms
 
     (state, norms), *others = on_ranks(tmp_path, 3, work)
     plain, expected = model(), list[Tensor]()

@@ -13,7 +13,7 @@ from torch import nn
 
 import outsize
 from outsize.errors import BadWeights
-from outsize.train.engine.callbacks import (
+from outsize.train.context.callback import (
     CheckpointFacts,
     EvaluationFacts,
     ReplanFacts,
@@ -194,25 +194,25 @@ def test_weights_and_states_are_saved_apart(tmp_path: Path) -> None:
     engine = engine_of(mlp())
     engine.step(X, target=Y)
     folder = engine.save(tmp_path / "states", weights=False)
-    engine.full_state_dict(to=tmp_path / "weights")
+    engine.weights.full_state_dict(to=tmp_path / "weights")
     assert not any(path.name.startswith("model") for path in folder.iterdir())
-    expected = engine.step(X, target=Y).loss, copy.deepcopy(engine.module.state_dict())
+    expected = engine.step(X, target=Y).loss, copy.deepcopy(engine.weights.module.state_dict())
     other = engine_of(mlp(), stages=3)
-    other.load_weights(tmp_path / "weights")
-    assert other.resume(tmp_path / "states") == 1
+    other.weights.load(tmp_path / "weights")
+    assert other.state.resume(tmp_path / "states") == 1
     assert torch.equal(other.step(X, target=Y).loss, expected[0])
-    for name, value in other.module.state_dict().items():
+    for name, value in other.weights.module.state_dict().items():
         assert torch.equal(value, expected[1][name]), name
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    engine_of(mlp()).full_state_dict(to=tmp_path)
+    engine_of(mlp()).weights.full_state_dict(to=tmp_path)
     wider = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3))
     with pytest.raises(BadWeights, match=r"0\.weight has another shape .*\[8, 4\] in the file, \[9, 4\]"):
-        engine_of(wider).load_weights(tmp_path)
+        engine_of(wider).weights.load(tmp_path)
     longer = nn.Sequential(*mlp(), nn.Linear(3, 3))
     with pytest.raises(BadWeights, match=r"lacks weights of Sequential; 2 missing: 5\.weight, 5\.bias"):
-        engine_of(longer).load_weights(tmp_path)
+        engine_of(longer).weights.load(tmp_path)
 
 
 @pytest.mark.dist
@@ -248,9 +248,9 @@ def test_two_ranks_know_outputs_losses_and_facts(tmp_path: Path, by_modules: boo
             assert facts.loss == float(expected[0].loss)
             assert facts.grad_norm == float(expected[0].grad_norm)  # type: ignore[arg-type]
             assert len(facts.utilisation.busy) == len(facts.memory_bytes) == len(facts.planned_bytes) == 2
-        engine.full_state_dict(to=tmp_path)
+        engine.weights.full_state_dict(to=tmp_path)
         engine.step(X, target=Y)
-        engine.load_weights(tmp_path)
+        engine.weights.load(tmp_path)
         again = engine.evaluate(X, target=Y, gather=True).outputs
         assert again is not None
         assert all(map(torch.equal, again, evaluated.outputs))

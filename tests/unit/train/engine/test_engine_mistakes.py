@@ -58,14 +58,14 @@ def test_a_loss_of_item_is_refused_with_a_word() -> None:
 @pytest.mark.parametrize("name", ["m.pt", "m.pth", "m.bin", "m.safetensors"])
 def test_weights_are_not_saved_under_a_files_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadOption, match="is a file's name"):
-        engine_of().full_state_dict(to=tmp_path / name)
+        engine_of().weights.full_state_dict(to=tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadOption, match="weights cannot be saved to"):
-        engine_of().full_state_dict(to=tmp_path / "file" / "folder")
+        engine_of().weights.full_state_dict(to=tmp_path / "file" / "folder")
 
 
 def test_a_cluster_that_is_a_number_is_refused() -> None:
@@ -100,7 +100,7 @@ def test_the_first_loss_that_is_not_finite_is_said_once() -> None:
 def test_a_weight_that_is_not_finite_is_named() -> None:
     engine = engine_of()
     with torch.no_grad():
-        next(p for n, p in engine.named_parameters() if n == "2.bias").fill_(torch.inf)
+        next(p for n, p in engine.weights.named_parameters() if n == "2.bias").fill_(torch.inf)
     (said,) = step_with(engine, X)
     assert "so is weight 2.bias" in said
 

@@ -34,12 +34,12 @@ def test_gradients_of_a_failed_step_do_not_reach_the_next_one() -> None:
         if left[0] == 0:
             raise RuntimeError("on purpose")
 
-    hook = dict(failing.named_parameters())["0.weight"].register_post_accumulate_grad_hook(arrived)
+    hook = dict(failing.weights.named_parameters())["0.weight"].register_post_accumulate_grad_hook(arrived)
     with pytest.raises(RuntimeError, match="on purpose") as caught:
         failing.step(x, target=y)
     hook.remove()
     assert "outsize: the step was dropped with all gradients" in caught.value.__notes__[-1]
-    assert all(p.grad is None for _, p in failing.named_parameters())
+    assert all(p.grad is None for _, p in failing.weights.named_parameters())
     assert torch.equal(whole.step(x, target=y).loss, failing.step(x, target=y).loss)
-    pairs = zip(whole.named_parameters(), failing.named_parameters(), strict=True)
+    pairs = zip(whole.weights.named_parameters(), failing.weights.named_parameters(), strict=True)
     assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)

@@ -8,6 +8,8 @@ import pytest
 
 import outsize
 from outsize.ops.doctor.models import TIED
+from outsize.train.context.options import EngineOptions
+from outsize.train.context.run_context import RunContext
 from outsize.train.engine.stage_factory import StageFactory
 
 WIDTH = 16
@@ -28,7 +30,8 @@ def plan() -> outsize.Plan:
 
 def overlaps(plan: outsize.Plan, backend: str | None = None, **changes: Any) -> bool:
     nothing: Any = None
-    return StageFactory(plan.model_copy(update=changes), nothing, nothing, None, backend)._overlaps()
+    run = RunContext.of_one_process(nothing, plan.model_copy(update=changes), EngineOptions(compiled=backend))
+    return StageFactory(run)._overlaps()
 
 
 def test_a_whole_backward_overlaps(plan: outsize.Plan) -> None:

@@ -1,6 +1,6 @@
 """Counts the batches that a run has used of a loader, and goes on behind them.
 
-    batches = engine.batches(loader)
+    batches = engine.state.batches(loader)
     for epoch in range(batches.epoch, 10):
         for x, y in batches: ...
 

@@ -1,4 +1,4 @@
-"""Finds out by trial, when `engine.batches` gets a loader, whether a run can go on within its batches.
+"""Finds out by trial, when `engine.state.batches` gets a loader, whether a run can go on within its batches.
 
     one copy     batch batch batch ... | iter() batch    another one, from the same generators: the same?
     a third      load_state_dict batch ... | iter() batch    the same as the first from there?

@@ -175,6 +175,7 @@ def _not_resumable(kind: str, what: str, lost: Sequence[str]) -> BadOption:
         f"a run that goes on with {kind} would be another one: its state_dict() does not have all that its "
         "steps need",
         numbers=f"small weights, {_BEFORE} steps, saved and loaded, {_AFTER} more: {what}{hint}",
-        next_step="a state_dict() and a load_state_dict() with all of it; engine.full_state_dict(to=FOLDER) "
+        next_step="a state_dict() and a load_state_dict() with all of it; "
+        "engine.weights.full_state_dict(to=FOLDER) "
         "saves the weights alone",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final, get_args
+from typing import Any, Final, Literal, final, get_args
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -23,10 +23,10 @@ from outsize.run.weights.source import WeightSource
 from outsize.train.batch.batch_dims import Asked
 from outsize.train.batch.checks import insist_on_norm
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting
-from outsize.train.crew.grad_clip import Clipping
-from outsize.train.engine.callbacks import Callback
+from outsize.train.context.callback import Callback
 from outsize.train.variants.variant import KEPT
 
+Clipping = Literal["exact", "speculative"]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Explain = Callable[[Timeline, Plan, Sequence[str]], Utilisation]
 
@@ -96,6 +96,9 @@ class EngineOptions:
                 f"callbacks has a {type(wrong).__name__} that cannot be told of steps",
                 next_step="callbacks=[MyCallback()], with class MyCallback(outsize.Callback) and its on_step",
             )
+
+
+DEFAULTS: Final = EngineOptions()
 
 
 @final
