@@ -12,6 +12,7 @@ import outsize
 from outsize.api import outlook
 from outsize.api.old_spellings import OLD
 from outsize.api.records import RECORDS, fields_of
+from outsize.cli.verbs.run import run
 from outsize.ops.renting import rank_clusters
 
 MODEL = ("model", "args", "kwargs", "make", "folder")
@@ -36,6 +37,11 @@ def keywords_of(function: Callable[..., Any]) -> list[str]:
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_sixteen_keywords_are_enough(function: Callable[..., Any]) -> None:
     assert len(keywords_of(function)) <= MOST
+
+
+def test_a_run_has_eighteen_parameters_at_most() -> None:
+    """Its options are fields of records, one for each subject (cli/flags.py)."""
+    assert len(inspect.signature(inspect.unwrap(run), follow_wrapped=False).parameters) <= 18
 
 
 @pytest.mark.parametrize("function", MORE, ids=lambda function: function.__name__)

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from outsize.train.crew.grad_clip import Clipping
 
 OnOutOfMemory = Literal["raise", "replan"]
-OnHang = Literal["end", "wait"]
 AXES: Final = tuple(axis.name for axis in LISTED if not axis.cuts_stages)
 OTHERS: Final = "others"
 AxisSizes = AxisSearch | Mapping[str, int | None]
@@ -203,7 +202,7 @@ class Watch(OptionRecord):
     hang_timeout: float | None = None
     """After so many seconds without progress ranks find out whom they wait for (10, and five steps at
     least); 0: never."""
-    on_hang: OnHang | None = None
+    on_hang: Literal["end", "wait"] | None = None
     """"end" (default) ends a run that cannot go on, "wait" only says so."""
     publish: bool = False
     """True lets `outsize top` see a run that `outsize run` has not started (it publishes each)."""

@@ -2,6 +2,7 @@
 
     app          the verbs, and what an error looks like
     options      the options that several verbs have, spelled once
+    flags        options of a verb as records of their subjects
     screen       standard output and error: tables or one JSON document, bars on a terminal only
     model_input  MODEL, --input and --batch to a model with its example batch and its loss
     verbs        one file for each verb

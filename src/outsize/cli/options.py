@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, final
 
 import typer
 
-from outsize.api.records import OTHERS, AxisSizes
 from outsize.errors import BadOption
 from outsize.errors.words import value_here
 from outsize.files.strict_json import BadJson, read_text
@@ -19,6 +19,9 @@ from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.schedule import Schedule
 from outsize.policies import activations, weights
 from outsize.schedules.families import DEFAULT, offered
+
+if TYPE_CHECKING:
+    from outsize.api.records import AxisSizes
 
 # The number of samples of a batch when neither --batch nor a plan says it.
 BATCH: Final = 8
@@ -256,6 +259,37 @@ Json = Annotated[
 ]
 
 
+@final
+@dataclass(frozen=True)
+class MeshFlags:
+    """The axes of a plan: their sizes, which others are searched, and whether bits are kept."""
+
+    axes: Axes = None
+    exact: Exact = False
+    dp_replicate: Replicas = None
+    dp_shard: Shards = None
+    tp: Tensor = None
+    cp: Context = None
+    ep: ExpertRanks = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes that are given."""
+        from outsize.api.records import AXES
+
+        return {axis: size for axis in AXES if (size := getattr(self, axis, None)) is not None}
+
+    @property
+    def asked(self) -> AxisSizes | None:
+        """Returns the axes as `plan` and `fit` take them."""
+        from outsize.api.records import OTHERS
+
+        return self.sizes | ({OTHERS: 1} if self.axes == "pp" else {}) if self.sizes else self.axes
+
+
+NO_MESH: Final = MeshFlags()
+
+
 def schedule_or_file(text: str | None) -> ScheduleName | Schedule | None:
     """Returns the schedule of this name, or the rows of the file of this name.
 
@@ -275,14 +309,6 @@ def schedule_or_file(text: str | None) -> ScheduleName | Schedule | None:
             "like 0F0,0F1,0B0,0B1 for each rank",
         ) from None
     return read(tuple(line for line in lines if line.strip()))
-
-
-def axes_of(search: AxisSearch | None, sizes: Mapping[str, int | None]) -> AxisSizes | None:
-    """Returns the axes that the options give: sizes, and whether others are searched."""
-    given = {axis: size for axis, size in sizes.items() if size is not None}
-    if not given:
-        return search
-    return given | {OTHERS: 1} if search == "pp" else given
 
 
 def check_not_planned(plan: Plan | None, source: str, options: Mapping[str, Any]) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.api.records import Lora, Request
 from outsize.cli import collected, options, uncollected
+from outsize.cli.flags import with_records
 from outsize.cli.model_input import ModelInput, batch_size, make_model_input
 from outsize.cli.model_size import ModelSize
 from outsize.cli.screen import Screen
@@ -60,6 +60,7 @@ Prices = Annotated[
 Top = Annotated[int, typer.Option("--top", min=1, help="Number of clusters that --devices shows.")]
 
 
+@with_records
 @uncollected()
 def fit(
     model: options.Model,
@@ -72,13 +73,7 @@ def fit(
     stages: options.Stages = None,
     schedule: options.ScheduleByName = None,
     recompute: options.Recompute = None,
-    axes: options.Axes = None,
-    exact: options.Exact = False,
-    dp_replicate: options.Replicas = None,
-    dp_shard: options.Shards = None,
-    tp: options.Tensor = None,
-    cp: options.Context = None,
-    ep: options.ExpertRanks = None,
+    mesh: options.MeshFlags = options.NO_MESH,
     weights: options.WeightPlace = None,
     inference: options.Inference = False,
     lora_rank: options.LoraRank = None,
@@ -97,6 +92,7 @@ def fit(
     and no device is needed. Exits with 0 for YES and with 1 for NO and YES IF. With --max it says how large
     a batch, a sequence or the model may be, with --devices which devices to rent.
     """
+    from outsize.api.records import Lora, Request
     from outsize.capture.models.lazy_imports import stand_in
 
     screen = Screen(json)
@@ -108,10 +104,8 @@ def fit(
         "stages": stages,
         "schedule": schedule,
         "recompute": recompute,
-        "axes": options.axes_of(
-            axes, {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp, "ep": ep}
-        ),
-        "exact": exact,
+        "axes": mesh.asked,
+        "exact": mesh.exact,
         "weights": weights,
         "request": Request(
             inference=inference or None, lora=Lora(lora_rank, options.targets_in(lora_targets))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.api.records import Lora, Request
 from outsize.cli import options, uncollected
+from outsize.cli.flags import with_records
 from outsize.cli.model_input import (
     ModelInput,
     batch_size,
@@ -60,6 +60,7 @@ Report = Annotated[
 ]
 
 
+@with_records
 @uncollected()
 def plan(
     model: options.Model,
@@ -73,13 +74,7 @@ def plan(
     precision: options.Precision = "fp32",
     recompute: options.Recompute = None,
     bn: options.BatchNorm = None,
-    axes: options.Axes = None,
-    exact: options.Exact = False,
-    dp_replicate: options.Replicas = None,
-    dp_shard: options.Shards = None,
-    tp: options.Tensor = None,
-    cp: options.Context = None,
-    ep: options.ExpertRanks = None,
+    mesh: options.MeshFlags = options.NO_MESH,
     sequence_parallel: options.SequenceParallel = None,
     loss_pieces: options.LossPieces = None,
     module_pieces: options.ModulePieces = None,
@@ -100,22 +95,23 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Split MODEL over the devices; show stages, memory, busy time, bubble, and the reasons."""
+    from outsize.api.records import Lora, Request
+
     screen, edited = Screen(json), load_plan(check)
-    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp, "ep": ep}
     asked = Request(
         microbatches=microbatches,
         stages=stages,
         schedule=options.schedule_or_file(schedule),
         recompute=recompute,
         bn=bn,
-        axes=options.axes_of(axes, sizes),
+        axes=mesh.asked,
         sequence_parallel=sequence_parallel,
         loss_pieces=loss_pieces,
         module_pieces=module_pieces,
         weights=weights,
         objective=None if objective == "time" else objective,
     )
-    options.check_not_planned(edited, "--check", {**sizes, **asked.given()})
+    options.check_not_planned(edited, "--check", {**mesh.sizes, **asked.given()})
     lora = Lora(lora_rank, options.targets_in(lora_targets))
     wanted: OutlookOptions = {
         "request": replace(asked, inference=inference or None, lora=lora),
@@ -124,7 +120,7 @@ def plan(
         "cluster": cluster,
         "plan": edited,
         "measured": load_profile(profile) or measure,
-        "exact": exact,
+        "exact": mesh.exact,
         "curves": report is not None,
     }
     with screen.working(f"building {model}"):
@@ -133,7 +129,7 @@ def plan(
     if styles or units:
         adapted = inputs.adapted(lora)
         if styles:
-            _list_styles(screen, adapted, tp or 1)
+            _list_styles(screen, adapted, mesh.tp or 1)
         else:
             _list_units(screen, adapted, cluster, bool(measure))
         return

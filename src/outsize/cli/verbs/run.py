@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, final
 
@@ -20,6 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from outsize.cli import options
+from outsize.cli.flags import with_records
 from outsize.cli.model_input import is_model, plan_or_request, write_text
 from outsize.cli.processes.job import FinishedRun, RunJob, RunOutcome
 from outsize.cli.processes.launch import LaunchPlace, run_job
@@ -51,13 +53,6 @@ _COUNTED: Final = {
 _COUNTS: Final = re.compile(r"[0-9]{1,6}(:[0-9]{1,6})?")
 # A run that saves itself gets as long after a signal as SLURM and Kubernetes give it.
 SAVING_S: Final = 30
-# These options are passed on unchanged. Their names are torchrun's, whose parser also reads PET_* variables.
-_FOR_TORCHRUN: Final = (
-    *("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
-    *("rdzv_conf", "standalone", "max_restarts", "monitor_interval", "local_addr", "log_dir", "redirects"),
-    *("tee", "shutdown_timeout"),
-)
-
 Target = Annotated[
     str, typer.Argument(metavar="TARGET", help="train.py, a module with -m, or a MODEL.", show_default=False)
 ]
@@ -255,53 +250,142 @@ class RunCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@final
+@dataclass(frozen=True)
+class TorchrunFlags:
+    """torchrun's own flags, which are passed on to its parser unchanged."""
+
+    nproc_per_node: Nproc = None
+    nnodes: Nnodes = None
+    node_rank: NodeRank = None
+    master_addr: MasterAddr = None
+    master_port: MasterPort = None
+    rdzv_backend: Backend = None
+    rdzv_endpoint: Endpoint = None
+    rdzv_id: RunId = None
+    rdzv_conf: Conf = None
+    standalone: Standalone = False
+    max_restarts: Restarts = None
+    monitor_interval: Interval = None
+    local_addr: LocalAddr = None
+    log_dir: LogDir = None
+    redirects: Redirects = None
+    tee: Tee = None
+    shutdown_timeout: Shutdown = None
+
+    def passed_on(self, *, saves: bool) -> dict[str, Any]:
+        """Returns what is given, by name, but the processes of this machine; a run that `saves` itself has
+        time for it after a signal.
+        """
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "nproc_per_node"}
+        if saves and self.shutdown_timeout is None:
+            given["shutdown_timeout"] = SAVING_S
+        return {name: value for name, value in given.items() if value not in (None, False)}
+
+
+@final
+@dataclass(frozen=True)
+class ProcessFlags:
+    """How the processes of a run are watched, restarted, shown and share their devices."""
+
+    hang_timeout: HangTimeout = None
+    on_hang: HangAction = None
+    on_oom: OutOfMemory = None
+    peer_copies: Copies = None
+    secret_file: SecretFile = None
+    memory_share: Share = None
+    ranks_per_device: PerDevice = 1
+    dashboard: Dashboard = False
+    dashboard_port: DashboardPort = 0
+
+    @property
+    def beside(self) -> Callable[[RunFolder | None], AbstractContextManager[None]]:
+        """Returns what goes on beside the run in the launcher: the server of its page, if asked for."""
+        return _dashboard(self.dashboard_port) if self.dashboard or self.dashboard_port else _nothing
+
+
+@final
+@dataclass(frozen=True)
+class TrainingFlags:
+    """How a MODEL is trained."""
+
+    steps: Steps = STEPS
+    input: options.Input = None
+    batch: options.Batch = None
+    lr: Lr = 1e-3
+
+
+@final
+@dataclass(frozen=True)
+class PlanFlags:
+    """The plan of a MODEL run, or what is asked of one, and where it runs."""
+
+    plan: options.PlanFile = None
+    weights: options.WeightFiles = None
+    stages: options.Stages = None
+    devices: Devices = None
+    microbatches: options.Microbatches = None
+    schedule: options.ScheduleOrFile = None
+    exact: options.Exact = False
+    measure: options.Measure = False
+
+    @property
+    def layout(self) -> LayoutOptions:
+        """Returns what is asked of a plan. Raises BadOption and InvalidSchedule."""
+        return {
+            "stages": self.stages,
+            "microbatches": self.microbatches,
+            "schedule": options.schedule_or_file(self.schedule),
+            "exact": self.exact if self.plan is None else None,
+        }
+
+    @property
+    def is_counted(self) -> bool:
+        """Tells whether `--devices` is a number of processes, or a range of it."""
+        return self.devices is not None and _COUNTS.fullmatch(self.devices) is not None
+
+
+@final
+@dataclass(frozen=True)
+class SaveFlags:
+    """Where and how often a MODEL run saves itself."""
+
+    checkpoint: Checkpoint = None
+    every: Every = None
+    keep: Keep = None
+
+    def check(self) -> None:
+        """Raises BadOption for an interval that makes no sense, or where there is no folder to save in."""
+        if self.checkpoint is None and (self.every is not None or self.keep is not None):
+            option = "--every" if self.every is not None else "--keep"
+            raise BadOption(
+                f"{option} is for checkpoints, and there is no folder for them",
+                next_step="--checkpoint DIR",
+            )
+        if self.every is not None:
+            SaveInterval.parse(self.every)
+
+
+# As if nothing were given: a place for each record among parameters that have a default.
+_TORCHRUN: Final = TorchrunFlags()
+_PROCESS: Final = ProcessFlags()
+_TRAINING: Final = TrainingFlags()
+_PLANNED: Final = PlanFlags()
+_SAVES: Final = SaveFlags()
+
+
+@with_records
 def run(
     ctx: typer.Context,
     target: Target,
     arguments: Arguments = None,
-    nproc_per_node: Nproc = None,
-    nnodes: Nnodes = None,
-    node_rank: NodeRank = None,
-    master_addr: MasterAddr = None,
-    master_port: MasterPort = None,
-    rdzv_backend: Backend = None,
-    rdzv_endpoint: Endpoint = None,
-    rdzv_id: RunId = None,
-    rdzv_conf: Conf = None,
-    standalone: Standalone = False,
-    max_restarts: Restarts = None,
-    monitor_interval: Interval = None,
-    local_addr: LocalAddr = None,
-    log_dir: LogDir = None,
-    redirects: Redirects = None,
-    tee: Tee = None,
-    shutdown_timeout: Shutdown = None,
-    hang_timeout: HangTimeout = None,
-    on_hang: HangAction = None,
-    on_oom: OutOfMemory = None,
-    peer_copies: Copies = None,
-    secret_file: SecretFile = None,
-    memory_share: Share = None,
-    ranks_per_device: PerDevice = 1,
-    dashboard: Dashboard = False,
-    dashboard_port: DashboardPort = 0,
+    launcher: TorchrunFlags = _TORCHRUN,
+    processes: ProcessFlags = _PROCESS,
     module: Module = False,
-    steps: Steps = STEPS,
-    input: options.Input = None,
-    batch: options.Batch = None,
-    lr: Lr = 1e-3,
-    plan: options.PlanFile = None,
-    weights: options.WeightFiles = None,
-    stages: options.Stages = None,
-    devices: Devices = None,
-    microbatches: options.Microbatches = None,
-    schedule: options.ScheduleOrFile = None,
-    exact: options.Exact = False,
-    measure: options.Measure = False,
+    training: TrainingFlags = _TRAINING,
+    planned: PlanFlags = _PLANNED,
     seed: options.Seed = 0,
-    checkpoint: Checkpoint = None,
-    every: Every = None,
-    keep: Keep = None,
+    saves: SaveFlags = _SAVES,
     report: Report = None,
     trace: Trace = None,
     json: options.Json = False,
@@ -312,29 +396,27 @@ def run(
 
     MODEL is trained on a random batch, one process per stage; measured and predicted figures are shown.
     """
-    torchrun_options = {name: ctx.params[name] for name in _FOR_TORCHRUN}
-    if checkpoint is not None and shutdown_timeout is None:
-        torchrun_options["shutdown_timeout"] = SAVING_S
-    scales = devices is not None and _COUNTS.fullmatch(devices) is not None
-    if scales and nproc_per_node is not None:
+    scales, is_for_model = planned.is_counted, is_model(target, module)
+    if scales and launcher.nproc_per_node is not None:
         raise BadOption(
             "--devices and --nproc-per-node both say how many processes there are",
-            numbers=f"--devices {devices}, --nproc-per-node {nproc_per_node}",
-            next_step=f"--devices {devices}",
+            numbers=f"--devices {planned.devices}, --nproc-per-node {launcher.nproc_per_node}",
+            next_step=f"--devices {planned.devices}",
         )
+    share = processes.memory_share
     place = LaunchPlace(
-        devices if scales else nproc_per_node,
-        {name: value for name, value in torchrun_options.items() if value not in (None, False)},
-        WatchOptions.given(hang_timeout, on_hang, os.environ),
-        _checked(on_oom, max_restarts, is_model=is_model(target, module)),
-        _checked_copies(peer_copies, max_restarts),
-        secret_file,
+        planned.devices if scales else launcher.nproc_per_node,
+        launcher.passed_on(saves=saves.checkpoint is not None),
+        WatchOptions.given(processes.hang_timeout, processes.on_hang, os.environ),
+        _checked(processes.on_oom, launcher.max_restarts, is_model=is_for_model),
+        _checked_copies(processes.peer_copies, launcher.max_restarts),
+        processes.secret_file,
         publishes=True,
-        memory_share=None if memory_share is None else checked_share(memory_share),
-        ranks_per_device=ranks_per_device,
-        beside=_dashboard(dashboard_port) if dashboard or dashboard_port else lambda _: nullcontext(),
+        memory_share=None if share is None else checked_share(share),
+        ranks_per_device=processes.ranks_per_device,
+        beside=processes.beside,
     )
-    if not is_model(target, module):
+    if not is_for_model:
         _refuse_for_scripts(ctx, [name for name in _FOR_MODELS if not (scales and name == "devices")])
         _run_script(place, [target, *(arguments or ())], module)
         return
@@ -343,29 +425,23 @@ def run(
             f"{arguments[0]!r} follows the MODEL, which takes only options",
             next_step="outsize run MODEL --steps 10",
         )
-    _check_checkpoint(checkpoint, every, keep)
+    saves.check()
     screen = Screen(json)
-    layout: LayoutOptions = {
-        "stages": stages,
-        "microbatches": microbatches,
-        "schedule": options.schedule_or_file(schedule),
-        "exact": exact if plan is None else None,
-    }
-    chosen, request = plan_or_request(plan, batch, layout)
+    chosen, request = plan_or_request(planned.plan, training.batch, planned.layout)
     job = RunJob(
         model=target,
-        input=input,
+        input=training.input,
         request=request,
-        steps=steps,
-        lr=lr,
+        steps=training.steps,
+        lr=training.lr,
         seed=seed,
         plan=chosen,
-        weights=weights,
-        devices=tuple(devices.split(",")) if devices and not scales else (),
-        checkpoint=checkpoint,
-        every=every,
-        keep=keep,
-        measure=measure,
+        weights=planned.weights,
+        devices=tuple(planned.devices.split(",")) if planned.devices and not scales else (),
+        checkpoint=saves.checkpoint,
+        every=saves.every,
+        keep=saves.keep,
+        measure=planned.measure,
         watched=json or trace is not None or report is not None,
         as_json=json,
     )
@@ -377,23 +453,15 @@ def run(
         _write_files(outcome, report, trace)
 
 
+def _nothing(_: RunFolder | None) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def _dashboard(port: int) -> Callable[[RunFolder | None], AbstractContextManager[None]]:
     """Returns what serves the run's page. Raises BadOption."""
     from outsize.ops.publish import dashboard
 
     return dashboard.dashboard(port, os.environ.get(dashboard.TOKEN), dashboard.say)
-
-
-def _check_checkpoint(folder: Path | None, every: str | None, keep: int | None) -> None:
-    """Raises BadOption for an interval that makes no sense, or where there is no folder to save in."""
-    if folder is None and (every is not None or keep is not None):
-        option = "--every" if every is not None else "--keep"
-        raise BadOption(
-            f"{option} is for checkpoints, and there is no folder for them",
-            next_step="--checkpoint DIR",
-        )
-    if every is not None:
-        SaveInterval.parse(every)
 
 
 def _checked(on_oom: str | None, max_restarts: int | None, *, is_model: bool) -> str | None:

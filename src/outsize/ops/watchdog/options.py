@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Self, cast, final, get_args
+from typing import Final, Literal, Self, cast, final, get_args
 
-from outsize.api.records import OnHang
 from outsize.errors import BadOption
 from outsize.errors.arguments import is_number, shown
 
+OnHang = Literal["end", "wait"]
 TIMEOUT_S: Final = 10.0
 HANG_TIMEOUT, ON_HANG = "OUTSIZE_HANG_TIMEOUT", "OUTSIZE_ON_HANG"
 

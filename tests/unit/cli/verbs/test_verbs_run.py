@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 from outsize.cli.processes import launch
 from outsize.cli.processes.job import RunJob
 from outsize.cli.processes.launch import LaunchPlace
-from outsize.cli.verbs.run import _FOR_TORCHRUN  # pyright: ignore[reportPrivateUsage]
+from outsize.cli.verbs.run import TorchrunFlags
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.answers.utilisation import Idle
 from outsize.ops.launch.spec import LaunchSpec
+
+FOR_TORCHRUN = [one.name for one in fields(TorchrunFlags) if one.name != "nproc_per_node"]
 
 Outsize = Callable[..., Any]
 Calls = list[tuple[list[str], int, dict[str, Any]]]
@@ -61,7 +64,7 @@ def test_every_option_of_torchrun_that_is_offered_is_one_of_torchruns() -> None:
     """Oracle: torchrun's own parser reads what is handed on, under the same names."""
     from torch.distributed.run import get_args_parser
 
-    values: dict[str, Any] = dict.fromkeys(_FOR_TORCHRUN, "1") | {"standalone": True}
+    values: dict[str, Any] = dict.fromkeys(FOR_TORCHRUN, "1") | {"standalone": True}
     read = vars(get_args_parser().parse_args([*LaunchPlace(None, values).flags, "train.py"]))
     assert all(str(read[name]) in (str(value), "1.0") for name, value in values.items())
 
