@@ -1,11 +1,11 @@
 """Problem: which of many layouts should be priced, and how good can the others be at most?
 
-Layouts wait in a queue by a lower bound of their step (bounds/step_time.py, bounds/chain.py), first a bound
-that needs only sums. The layout with the least bound has it sharpened until another one's is less; a layout
-whose bound is sharp and still the least is priced: exact partition, memory account, simulation. The best cut
-is moved (evaluate/local_search.py) before layouts are priced whose bound is near its step. The loop ends
-when the next bound exceeds the best step, or enough layouts were priced; no plan beats the least of all
-bounds, of layouts that were priced and that were not.
+Layouts wait in a queue (bounds/best_first.py) by a lower bound of their step (bounds/step_time.py,
+bounds/chain.py), first a bound that needs only sums. The layout with the least bound has it sharpened until
+another one's is less; a layout whose bound is sharp and still the least is priced: exact partition, memory
+account, simulation. The best cut is moved (evaluate/local_search.py) before layouts are priced whose bound is
+near its step. The loop ends when the next bound exceeds the best step, or enough layouts were priced; no plan
+beats the least of all bounds, of layouts that were priced and that were not.
 
 Source: best-first branch and bound, Land and Doig, Econometrica 28(3), 1960. Complexity: O(layouts x log
 layouts) and the layouts that are priced. Oracle: tests/unit/planner/search/test_joint.py prices all.
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
 from operator import itemgetter
 from typing import Final, final
 
+from outsize.planner.bounds.best_first import BestFirst, Bounded
 from outsize.planner.bounds.step_time import StepBound
 from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.local_search import polish
@@ -63,56 +63,6 @@ class SearchResult:
         return tuple(dict.fromkeys((*(candidate.layout for candidate in priced), *self.slower)))
 
 
-@final
-class _Queue:
-    """Holds the layouts that wait, by their lower bounds."""
-
-    def __init__(self, search: BranchAndBound, layouts: Sequence[Layout]) -> None:
-        self._search, self._layouts = search, layouts
-        self._bounds: dict[int, StepBound] = {}
-        self._queue = [(search.least_s(layout), False, place) for place, layout in enumerate(layouts)]
-        heapify(self._queue)
-
-    @property
-    def layouts_wait(self) -> bool:
-        """Returns whether any layout waits."""
-        return bool(self._queue)
-
-    @property
-    def least_s(self) -> float:
-        """Returns the least bound; infinite where nothing waits."""
-        return self._queue[0][0] if self._queue else inf
-
-    @property
-    def waiting(self) -> list[tuple[float, Layout]]:
-        """Returns all that wait with their bounds."""
-        return [(self._floor_s(*each), self._layouts[each[2]]) for each in self._queue]
-
-    def _floor_s(self, floor_s: float, sharp: bool, place: int) -> float:
-        layout = self._layouts[place]
-        return floor_s if sharp or layout.chunks == 1 else max(floor_s, self._search.likely_s(layout))
-
-    def pop(self) -> tuple[Layout, float] | None:
-        """Takes the layout with the least bound, with its bound; None where that became another one's."""
-        floor_s, sharp, place = heappop(self._queue)
-        layout = self._layouts[place]
-        if sharp:
-            return layout, floor_s
-        if layout.chunks > 1:
-            heappush(self._queue, (self._floor_s(floor_s, sharp, place), True, place))
-            return None
-        if place not in self._bounds:
-            self._bounds[place] = self._search.bound(layout)
-        bound = self._bounds[place]
-        bound.exceeds(self._search.most_pipeline_s(layout))
-        sharper_s = max(floor_s, self._search.together_s(layout, bound.low_s))
-        while not bound.sharp and sharper_s <= self.least_s:
-            bound.sharpen()
-            sharper_s = max(floor_s, self._search.together_s(layout, bound.low_s))
-        heappush(self._queue, (sharper_s, bound.sharp, place))
-        return None
-
-
 def polished(candidate: Candidate, pricing: Pricing) -> Candidate:
     """Returns the candidate with its cut moved to the shortest step that is near; it is moved once."""
     moved = pricing.once(("polished", candidate), lambda: polish(candidate))
@@ -145,18 +95,46 @@ class BranchAndBound:
 
     def run(self, layouts: Sequence[Layout]) -> SearchResult:
         """Prices what may win, by ascending lower bound."""
-        queue, self._asked = _Queue(self, layouts), len(layouts)
+        queue, self._asked = self._queue(layouts), len(layouts)
         self._compares &= not any(map(self._pricing.is_arranged, layouts))
-        while queue.layouts_wait and not self._is_finished(queue.least_s):
+        while not queue.is_empty and not self._is_finished(queue.least_s):
             if self._polishes(queue.least_s):
                 continue
             if (least := queue.pop()) is None:
                 continue
-            if not self._pricing.has_pieces(least[0]):
-                self._floors.append(least[1])  # The bound holds, but none of its cuts can be priced.
-            elif not self._price_or_reject(*least):
-                self._slower.append((least[1], least[0]))
-        return self._result(queue)
+            layout, floor_s = layouts[least.number], least.least_s
+            if not self._pricing.has_pieces(layout):
+                self._floors.append(floor_s)  # The bound holds, but none of its cuts can be priced.
+            elif not self._price_or_reject(layout, floor_s):
+                self._slower.append((floor_s, layout))
+        return self._result([(self._waits_s(each, layouts), layouts[each.number]) for each in queue.waiting])
+
+    def _queue(self, layouts: Sequence[Layout]) -> BestFirst:
+        """Returns the layouts by their lower bounds, which are sharpened as far as they are needed."""
+        bounds = dict[int, StepBound]()
+
+        def sharpened(choice: Bounded, next_s: float) -> Bounded:
+            layout, floor_s = layouts[choice.number], choice.least_s
+            if layout.chunks > 1:
+                return Bounded(self._waits_s(choice, layouts), True, choice.number)
+            if choice.number not in bounds:
+                bounds[choice.number] = self.bound(layout)
+            bound = bounds[choice.number]
+            bound.exceeds(self.most_pipeline_s(layout))
+            sharper_s = max(floor_s, self.together_s(layout, bound.low_s))
+            while not bound.sharp and sharper_s <= next_s:
+                bound.sharpen()
+                sharper_s = max(floor_s, self.together_s(layout, bound.low_s))
+            return Bounded(sharper_s, bound.sharp, choice.number)
+
+        return BestFirst([self.least_s(layout) for layout in layouts], sharpened)
+
+    def _waits_s(self, choice: Bounded, layouts: Sequence[Layout]) -> float:
+        """Returns the bound of a layout that waits; an interleaved one has that of its balanced cut."""
+        layout = layouts[choice.number]
+        if choice.is_sharp or layout.chunks == 1:
+            return choice.least_s
+        return max(choice.least_s, self.likely_s(layout))
 
     def _polishes(self, floor_s: float) -> bool:
         """Moves the cut of the best layout, as the search does in its end, where that may show that nothing
@@ -171,8 +149,7 @@ class BranchAndBound:
         self._candidates[at] = polished(best, self._pricing)
         return self._candidates[at] is not best
 
-    def _result(self, queue: _Queue) -> SearchResult:
-        waiting = queue.waiting
+    def _result(self, waiting: Sequence[tuple[float, Layout]]) -> SearchResult:
         floors = (*self._floors, *(floor_s for floor_s, _ in waiting))
         few = (*self._slower, *waiting) if self._asked <= MOST_COMPARED else ()
         return SearchResult(
@@ -184,10 +161,10 @@ class BranchAndBound:
 
     def floor_s(self, layouts: Iterable[Layout]) -> float:
         """Returns a lower bound over all cuts of these layouts, without pricing them."""
-        queue, least = _Queue(self, tuple(layouts)), None
-        while least is None and queue.layouts_wait:
+        queue, least = self._queue(tuple(layouts)), None
+        while least is None and not queue.is_empty:
             least = queue.pop()
-        return inf if least is None else least[1]
+        return inf if least is None else least.least_s
 
     def _is_finished(self, floor_s: float) -> bool:
         """Returns whether the search ends with the layouts that wait; a few are always priced."""

@@ -134,14 +134,14 @@ def in_blocks(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster)
 
 
 def fastest(
-    plans: Sequence[Plan], candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
+    plans: Sequence[Plan], models: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
 ) -> Plan:
     """Returns the fastest plan that fits of several degrees (the least first), with what each
     degree costs.
     """
-    rows = [_degree(plan, *candidates[plan.microbatches], cluster) for plan in plans]
+    rows = [_degree(plan, *models[plan.microbatches], cluster) for plan in plans]
     at = min(range(len(plans)), key=lambda at: (not rows[at].fits, rows[at].step_s))
-    return _with_degrees(plans[at], rows, *candidates[plans[at].microbatches], cluster)
+    return _with_degrees(plans[at], rows, *models[plans[at].microbatches], cluster)
 
 
 def _with_degrees(

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from heapq import heappop, heappush
 from itertools import product
 from math import inf
 from operator import itemgetter
@@ -39,6 +38,7 @@ from outsize.ir.offload import Bound, Degree
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
+from outsize.planner.bounds.best_first import BestFirst, Bounded
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
 from outsize.planner.costs.parallel_times import WeightCollectives
@@ -104,7 +104,7 @@ class HostedStages(NamedTuple):
 def or_round_robin(
     on_one_device: Callable[[], Plan | None],
     request: PlanRequest,
-    candidates: Mapping[int, Model],
+    models: Mapping[int, Model],
     cluster: Cluster,
     recompute: Sequence[Recompute],
 ) -> Plan | None:
@@ -114,10 +114,10 @@ def or_round_robin(
     `recompute`: the open options; all stages take the same one.
     """
     recomputes = [activation_policy(option).recomputes for option in recompute if option in WHOLE_STAGE]
-    several = _round_robin(request, candidates, cluster, recomputes)
+    several = _round_robin(request, models, cluster, recomputes)
     if several is None or several.expected is None:
         return on_one_device()
-    step_s, least_s = several.expected.step_s, _one_device_least_s(request, candidates)
+    step_s, least_s = several.expected.step_s, _one_device_least_s(request, models)
     comparison = DevicesInTurns(
         one_device_step_s=least_s, is_bound=True, devices=several.axes.pp, step_s=step_s
     )
@@ -131,46 +131,52 @@ def or_round_robin(
     return best.model_copy(update={"why": (*best.why, comparison)})
 
 
-def _one_device_least_s(request: PlanRequest, candidates: Mapping[int, Model]) -> float:
+def _one_device_least_s(request: PlanRequest, models: Mapping[int, Model]) -> float:
     """Returns the seconds in which one device computes a step, in the best number of microbatches."""
-    counts = [count for count in candidates if request.total_microbatches in (None, count)]
-    return min(count * float(UnitSeconds.of(candidates[count][1]).total.sum()) for count in counts)
+    counts = [count for count in models if request.total_microbatches in (None, count)]
+    return min(count * float(UnitSeconds.of(models[count][1]).total.sum()) for count in counts)
 
 
 def _round_robin(
-    request: PlanRequest, candidates: Mapping[int, Model], cluster: Cluster, recomputes: Sequence[bool]
+    request: PlanRequest, models: Mapping[int, Model], cluster: Cluster, recomputes: Sequence[bool]
 ) -> Plan | None:
     """Returns the fastest that fits; of those as fast, the one with fewest devices and stages.
 
     A plan's bound is its compute alone, then its step without copies; only what may win is played with them.
     """
-    known = cache(lambda count, cut: HostedStages.of(*candidates[count], cut, request.optimizer))
-    planned = cache(lambda pp, count, cut: _plan(request, candidates[count][0], cluster, pp, count, cut))
-    choices = sorted(_choices(request, candidates, cluster, recomputes), key=itemgetter(0))
-    queue = [(choice.least_s, place) for place, choice in enumerate(choices)]
-    estimates, fitting, best_s = dict[int, Candidate](), list[tuple[int, float]](), inf
+    known = cache(lambda count, cut: HostedStages.of(*models[count], cut, request.optimizer))
+    planned = cache(lambda pp, count, cut: _plan(request, models[count][0], cluster, pp, count, cut))
+    choices = sorted(_choices(request, models, cluster, recomputes), key=itemgetter(0))
+    unplayed, fitting, best_s = dict[int, Candidate](), list[tuple[int, float]](), inf
 
     def plan_at(place: int) -> Plan:
         choice = choices[place]
         changes = {"weights": choice.weights, "recompute": RECOMPUTE.name if choice.recomputes else KEEP.name}
         return planned(choice.pp, choice.microbatches, choice.cut).model_copy(update=changes)
 
-    while queue and queue[0][0] <= CLOSE * best_s:
-        least_s, place = heappop(queue)
-        choice = choices[place]
-        blocks = known(choice.microbatches, choice.cut)
-        if place in estimates:
-            played = _with_copies(estimates.pop(place), blocks, cluster)
+    def blocks_at(place: int) -> HostedStages:
+        return known(choices[place].microbatches, choices[place].cut)
+
+    def without_copies(choice: Bounded, _: float) -> Bounded:
+        place = choice.number
+        candidate = _without_copies(plan_at(place), blocks_at(place), cluster)
+        if not candidate.fits:
+            return Bounded(inf, True, place)
+        unplayed[place] = candidate
+        return Bounded(max(choice.least_s, candidate.step_s), True, place)
+
+    queue = BestFirst([choice.least_s for choice in choices], without_copies)
+    while queue.least_s < inf and queue.least_s <= CLOSE * best_s:
+        if (least := queue.pop()) is not None:
+            place = least.number
+            played = _with_copies(unplayed.pop(place), blocks_at(place), cluster)
             fitting.append((place, played.step_s))
             best_s = min(best_s, played.step_s)
-        elif (candidate := _without_copies(plan_at(place), blocks, cluster)).fits:
-            estimates[place] = candidate
-            heappush(queue, (max(least_s, candidate.step_s), place))
     close = [plan_at(place) for place, step_s in sorted(fitting) if step_s <= CLOSE * best_s]
     if not close:
         return None
     plan = min(close, key=lambda plan: (plan.axes.pp, len(plan.stages), OF_SEVERAL.index(plan.weights)))
-    return priced(plan, *candidates[plan.microbatches], cluster)
+    return priced(plan, *models[plan.microbatches], cluster)
 
 
 @final
@@ -188,7 +194,7 @@ class _Choice(NamedTuple):
 
 
 def _choices(
-    request: PlanRequest, candidates: Mapping[int, Model], cluster: Cluster, recomputes: Sequence[bool]
+    request: PlanRequest, models: Mapping[int, Model], cluster: Cluster, recomputes: Sequence[bool]
 ) -> Iterator[_Choice]:
     """Yields the plans that the request allows."""
     devices = len(cluster.devices)
@@ -198,11 +204,11 @@ def _choices(
     if not applicable or any(host_link(device) is None for device in cluster.devices):
         return
     sizes = [p for p in range(2, devices + 1) if request.stages == p or not (request.stages or devices % p)]
-    ends = cache(lambda count, most: block_ends(candidates[count][0], units_s(count), most))
-    units_s = cache(lambda count: UnitSeconds.of(candidates[count][1]))
+    ends = cache(lambda count, most: block_ends(models[count][0], units_s(count), most))
+    units_s = cache(lambda count: UnitSeconds.of(models[count][1]))
     optimizer = optimizer_bytes(request.optimizer)
-    moved_bytes = cache(lambda count: float(updated(candidates[count][0], optimizer).sum()))
-    for pp, (count, (graph, _)) in product(sizes, candidates.items()):
+    moved_bytes = cache(lambda count: float(updated(models[count][0], optimizer).sum()))
+    for pp, (count, (graph, _)) in product(sizes, models.items()):
         if graph.form == "tape" and request.total_microbatches in (None, count):
             seconds = units_s(count)
             update_s = moved_bytes(count) / pp / Host.of(cluster, pp).bytes_per_s
