@@ -34,8 +34,6 @@ OTHER_MEANINGS = {
         "planner/advice/overview.py",
     },
 }
-# These list an option for each axis.
-OPTIONS = {"cli/verbs/fit.py", "cli/verbs/plan.py"}
 
 
 def relative(path: Path) -> str:
@@ -77,8 +75,7 @@ def _record(side: ast.expr) -> str | None:
 
 def others() -> list[Path]:
     """All files but those that may name axes."""
-    outside = (path for path in sources(PACKAGE) if path != WORDS and not path.is_relative_to(HOME))
-    return [path for path in outside if relative(path) not in OPTIONS]
+    return [path for path in sources(PACKAGE) if path != WORDS and not path.is_relative_to(HOME)]
 
 
 def test_an_axis_is_named_in_its_record_alone() -> None:

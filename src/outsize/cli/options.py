@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, final
 
 import typer
 
+from outsize.axes.registry import LISTED
 from outsize.errors import BadOption
 from outsize.errors.words import value_here
 from outsize.files.strict_json import BadJson, read_text
@@ -151,25 +152,6 @@ Exact = Annotated[
         "host.",
     ),
 ]
-Replicas = Annotated[
-    int | None,
-    typer.Option("--dp-replicate", min=1, help="Number of replicas, each with its part of the batch."),
-]
-Shards = Annotated[
-    int | None,
-    typer.Option("--dp-shard", min=1, help="Number of replicas that share weights and states (FSDP)."),
-]
-Tensor = Annotated[
-    int | None, typer.Option("--tp", min=1, help="Number of devices that share the work of each layer.")
-]
-Context = Annotated[
-    int | None,
-    typer.Option("--cp", min=1, help="Number of devices that share each sequence, by its tokens."),
-]
-ExpertRanks = Annotated[
-    int | None,
-    typer.Option("--ep", min=1, help="Number of devices that share the experts; each has its own samples."),
-]
 SequenceParallel = Annotated[
     bool | None,
     typer.Option(
@@ -259,25 +241,31 @@ Json = Annotated[
 ]
 
 
+# A flag for each axis but the pipeline, whose flag is --stages: an axis that enters the registry has one.
+_AxisFlags: Any = make_dataclass(
+    "_AxisFlags",
+    [
+        (axis.name, Annotated[int | None, typer.Option(axis.flag, min=1, help=axis.help)], None)
+        for axis in LISTED
+        if not axis.cuts_stages
+    ],
+    frozen=True,
+)
+
+
 @final
 @dataclass(frozen=True)
-class MeshFlags:
+class MeshFlags(_AxisFlags):
     """The axes of a plan: their sizes, which others are searched, and whether bits are kept."""
 
     axes: Axes = None
     exact: Exact = False
-    dp_replicate: Replicas = None
-    dp_shard: Shards = None
-    tp: Tensor = None
-    cp: Context = None
-    ep: ExpertRanks = None
 
     @property
     def sizes(self) -> dict[str, int]:
         """Returns the sizes that are given."""
-        from outsize.api.records import AXES
-
-        return {axis: size for axis in AXES if (size := getattr(self, axis, None)) is not None}
+        sizes = {axis.name: getattr(self, axis.name, None) for axis in LISTED if not axis.cuts_stages}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     @property
     def asked(self) -> AxisSizes | None:

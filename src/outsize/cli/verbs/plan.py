@@ -23,6 +23,7 @@ from outsize.cli.model_input import (
     write_text,
 )
 from outsize.cli.screen import Screen
+from outsize.ir.plan import Axes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -129,7 +130,7 @@ def plan(
     if styles or units:
         adapted = inputs.adapted(lora)
         if styles:
-            _list_styles(screen, adapted, mesh.tp or 1)
+            _list_styles(screen, adapted, Axes(**mesh.sizes).product_parts)
         else:
             _list_units(screen, adapted, cluster, bool(measure))
         return

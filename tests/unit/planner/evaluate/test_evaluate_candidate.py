@@ -71,9 +71,9 @@ def test_a_rank_sends_the_next_stage_all_that_it_has(axes: Axes, cp: int) -> Non
     ("axes", "weights", "shares"),
     [
         ({}, "resident", 1),
-        ({"axes": {"dp_replicate": 2}}, "resident", 1),
-        ({"axes": {"dp_shard": 2}}, "resident", 2),
-        ({"axes": {"dp_shard": 2}}, "sharded", 2),
+        ({"dp_replicate": 2}, "resident", 1),
+        ({"dp_shard": 2}, "resident", 2),
+        ({"dp_shard": 2}, "sharded", 2),
     ],
 )
 def test_the_optimizer_of_an_accelerator_moves_its_bytes_after_the_last_backward(
