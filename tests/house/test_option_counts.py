@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 import outsize
+from house import ROOT
 from outsize.api import outlook
 from outsize.api.old_spellings import OLD
 from outsize.api.records import RECORDS, fields_of
 from outsize.cli.verbs.run import run
+from outsize.ir.answers.request import RequestOptions
 from outsize.ops.renting import rank_clusters
 
 MODEL = ("model", "args", "kwargs", "make", "folder")
@@ -71,3 +73,18 @@ def test_an_old_keyword_is_none_of_the_new() -> None:
         )
         if function is not None:
             assert not {row.name for row in rows} & {*keywords_of(function)}
+
+
+def test_every_field_of_a_request_arrives() -> None:
+    """`Request.layout` takes the fields of RequestOptions; these four are read by who makes the case."""
+    elsewhere = {"cluster", "lora", "measured", "progress"}
+    assert {*fields_of(outsize.Request)} - RequestOptions.__annotations__.keys() == elsewhere
+
+
+def test_the_page_says_each_keyword_and_each_field_in_the_words_of_its_record() -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    for function in (outsize.parallelize, outsize.plan):
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{function.__name__}` |"))
+        assert [name for name in keywords_of(function) if f"`{name}`" not in row] == []
+    for record in RECORDS:
+        assert [name for name in fields_of(record) if f"| `{name}` |" not in page] == []

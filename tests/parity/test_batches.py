@@ -252,7 +252,7 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], dict[str, 
 def test_batch_dims_are_found_by_trying_one_sample_more(layout: str) -> None:
     make, args, kwargs, dims = LAYOUTS[layout]
     found = _engine(make(), args, kwargs)
-    parts = found._parts(Batch(args, kwargs, (LABELS,)))
+    parts = found._split.of_batch(Batch(args, kwargs, (LABELS,)))
     assert parts[0].dims == dims
     assert [p.size for p in parts] == [2, 2, 2, 2]
 
@@ -301,8 +301,8 @@ def test_what_the_user_says_is_not_guessed_at() -> None:
         return outsize.parallelize(model, (x,), batch_dims=asked, **options)
 
     free, told = engine(None), engine({0: 1, "target": 1})
-    assert free._parts(Batch((x,), {}, (y,)))[0].args[0].shape == (3, 8, 5)
-    assert told._parts(Batch((x,), {}, (y,)))[0].args[0].shape == (6, 4, 5)
+    assert free._split.of_batch(Batch((x,), {}, (y,)))[0].args[0].shape == (3, 8, 5)
+    assert told._split.of_batch(Batch((x,), {}, (y,)))[0].args[0].shape == (6, 4, 5)
     assert torch.allclose(free.step(x, target=y).loss, told.step(x, target=y).loss)
 
 

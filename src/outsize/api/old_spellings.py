@@ -29,7 +29,6 @@ from outsize.api.records import (
     Ranks,
     Request,
     Watch,
-    fields_of,
     unknown_option,
 )
 from outsize.errors import BadOption
@@ -181,9 +180,10 @@ _WATCHED: Final = tuple(
         _in_callbacks,
         lambda field, value, beside: f"[{beside}outsize.Watch({field}={_typed(value)})]",
     )
-    for name in fields_of(Watch)
+    for name in ("hang_timeout", "on_hang", "publish", "total_steps")
 )
 _RARE: Final = ("bn", "sequence_parallel", "loss_pieces", "module_pieces")
+_OF_RANKS: Final = ("memory_share", "on_oom", "offload_folder", "backend", "own_batches", "seed")
 _ASKED_OF_A_RUN: Final = (*_RARE, "measured", "progress", "batch_size", "precision", "recompute", "exact")
 _RUN: Final = (
     *_MESH,
@@ -194,7 +194,7 @@ _RUN: Final = (
     *_moved(_same("clipping"), "clip_norm", Clip),
     *_moved({"checkpoint": "saves_in"}, "resume", Checkpoint),
     *_moved(_same("device_graphs", "captures"), "compiled", Compile),
-    *_moved(_same(*fields_of(Ranks)[1:]), "devices", Ranks),
+    *_moved(_same(*_OF_RANKS), "devices", Ranks),
 )
 _QUESTION: Final = (
     *_MESH,

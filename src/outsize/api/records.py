@@ -247,9 +247,9 @@ class Request(OptionRecord):
     batch_size: int | None = None
     """The samples of the global batch; by default those of the example."""
     microbatches: int | None = None
-    """How often the batch is split, for each replica."""
+    """Into how many microbatches the batch is split, for each replica."""
     stages: int | None = None
-    """How often the model is split; by default one stage per device."""
+    """Into how many stages the model is split; searched by default."""
     schedule: ScheduleName | Schedule | None = None
     """A name, "auto", or one of your own (`outsize.Schedule.from_csv(text)`), which fixes stages and
     microbatches."""

@@ -2,14 +2,14 @@
 
     weights      parameters the stage owns, its buffers, replicas of parameters owned by earlier stages
     gradients    one per trainable parameter owned; none before the first backward of a step
-    optimizer    state and master copies of those, see optimizer_states.py; temporaries of the
-                 optimizer's step
+    optimizer    state and master copies of those, see optimizer_states.py
     inputs       the batch, of which every device holds a whole copy; in inference also outputs and caches
     activations  per microbatch in flight: what autograd saves, and the received values; once, until the
                  optimizer's step: copies of weights in autocast's dtype
     boundary     per microbatch in flight: the values sent on (roots of the backward); receives posted
                  ahead and not yet used; gradients on their way in or out
-    workspace    what the microbatch being computed holds beyond that, see activations.py
+    workspace    what the microbatch being computed holds beyond that, see activations.py, or the
+                 temporaries of the optimizer's step
 
 The number of microbatches in flight never comes from a formula: the schedule's own actions are executed. On
 the stage that computes, a microbatch is

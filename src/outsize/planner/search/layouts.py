@@ -1,5 +1,5 @@
 """Lists the layouts to try for a request, by strategy: those of the given axes, those of all axes, and those
-with weights on the host. `STRATEGIES` is the table of them.
+with weights on the host. Each is a `LayoutFamily`.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def interleaved(search_loop: BranchAndBound, pricing: Pricing, layouts: Sequence
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class LayoutFamily:
     """Is one family of layouts.
 
     name     what its layouts have in common
@@ -223,24 +223,22 @@ class Strategy:
     bound: str
 
 
-PIPELINES: Final = Strategy(
+PIPELINES: Final = LayoutFamily(
     name="pipelines of the given axes",
     helps=lambda request, _: not request.weight_policy.on_host,
     layouts=_pipelines,
     bound="the critical path through its stages, with the recompute that memory forces",
 )
-MESHES: Final = Strategy(
+MESHES: Final = LayoutFamily(
     name="meshes of all axes that the request leaves open",
     helps=lambda request, cluster: request.opens_axes(cluster),
     layouts=_meshes,
     bound="that of pipelines, and the queue of its collectives of weights",
 )
-ON_HOST: Final = Strategy(
+ON_HOST: Final = LayoutFamily(
     name="weights on the host of one device",
     # Activations that are offloaded would share the link with weights, and no stage runs both.
     helps=lambda request, _: not request.activation_policy.offloads,
     layouts=_on_host,
     bound="the compute of all units, with the waits for their weights",
 )
-STRATEGIES: Final = (MESHES, PIPELINES, ON_HOST)
-"""The families of layouts that the search knows, in the order in which they are searched."""

@@ -13,8 +13,9 @@ Pipelines and meshes are searched one after the other, each to its end (which un
 a winner alone), and a mesh has to be faster by more than the error of a prediction (evaluate/ranking.py),
 because the results of a pipeline are bit-identical to one device. `exact` leaves out the meshes.
 
-What is tried is in three tables: the families of layouts (layouts.py:STRATEGIES), the finer choices for the
-best of them (improvements.py:IMPROVEMENTS), and what is given up where no pipeline fits (RELAXATIONS, below).
+What is tried: the families of layouts (layouts.py:LayoutFamily), which are asked by name below; the finer
+choices for the best of them, a table (improvements.py:IMPROVEMENTS); and what is given up where no pipeline
+fits, a table as well (RELAXATIONS, below).
 
 The gap says how far the plan is from the least lower bound: no allowed layout and cut makes a step shorter by
 more than that, except interleaved layouts that were not chosen, for which the balanced cut counts. It
