@@ -15,6 +15,7 @@ from outsize.api.options import TuneOptions, reads_options, request_of
 from outsize.api.planning import Args, Kwargs
 from outsize.api.problem import CostSource, asked_in, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run
+from outsize.capture.measure.units import Progress
 from outsize.device.accelerators import CPU, device_type
 from outsize.device.cores import usable_cores
 from outsize.device.malloc import keep_freed_memory
@@ -69,9 +70,7 @@ def tune(
             numbers="inference=True",
             next_step="outsize.plan(model, args, request=outsize.Request(inference=True))",
         )
-    asked.insist_on_none(
-        "tune", ("lora", "measured", "progress"), "leave it out: tune times the model as it is"
-    )
+    asked.insist_on_none("tune", ("lora", "measured"), "leave it out: tune times the model as it is")
     where = None if asked.cluster is None else cluster_of(asked.cluster)
     kind = device_type() if where is None or where.devices[0].kind != "cpu" else CPU
     world = join(kind)
@@ -94,7 +93,7 @@ def tune(
         request,
         where or cluster_of_run(world.device_type, world.machines or (world.world_size,)),
     )
-    tuner = task.tuner(options)
+    tuner = task.tuner(options, asked.progress)
     tried, seed = options.get("tried"), options.get("seed", 0)
     while (plan := _shared(world, Plan, tuner.next() if tuner else None)) is not None:
         measured = _step(world, case, plan, seed)
@@ -125,14 +124,14 @@ class _Task:
     request: PlanRequest
     cluster: Cluster
 
-    def tuner(self, options: TuneOptions) -> Tuner | None:
+    def tuner(self, options: TuneOptions, progress: Progress | None) -> Tuner | None:
         """Returns the tuner on rank 0, and None on others.
 
         It has the mean of the profiles of all ranks that have a core or a device of their own.
         """
         size, count = self.request.batch_size, self.request.microbatches
         profiled, between = counts_to_tune(size, self.world.world_size, count)
-        own = self._profiles([-(-size // c) for c in profiled], options)
+        own = self._profiles([-(-size // c) for c in profiled], options, progress)
         assert self.world.host is not None
         texts = all_gather_json(
             None if own is None else own.model_dump_json(), self.world.host, "measured units"
@@ -147,7 +146,9 @@ class _Task:
             candidates[count] = captured.graph, source.profile(case, captured.graph, self.cluster)
         return Tuner(self.request, candidates, self.cluster, options.get("trials", TRIALS))
 
-    def _profiles(self, sizes: Sequence[int], options: TuneOptions) -> ProfileSet | None:
+    def _profiles(
+        self, sizes: Sequence[int], options: TuneOptions, progress: Progress | None
+    ) -> ProfileSet | None:
         """Returns what this rank times, or None where another rank shares its device."""
         if self.world.rank and not _undisturbed(self.cluster):
             return None
@@ -155,7 +156,7 @@ class _Task:
             self.case.in_pieces(self.request.loss_pieces or 1, self.request.module_pieces or 1),
             sizes,
             options.get("how") or how_on(self.cluster),
-            options.get("progress") if self.world.rank == 0 else None,
+            progress if self.world.rank == 0 else None,
             needed=self.request.batch_size // (self.request.microbatches or 1),
             cluster=self.cluster,
         )
