@@ -12,7 +12,7 @@ record; a record beside an old keyword of its subject is an error.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
@@ -62,7 +62,14 @@ class Old:
 
     def new(self, value: Any, plain: Any = None) -> str:
         """Returns what to type for a value, beside the plain value of the keyword."""
-        return f"{self.keyword}={self.typed(self.field, value, '' if plain is None else '..., ')}"
+        return f"{self.keyword}={self.typed(self.field, value, _beside(plain))}"
+
+
+def _beside(plain: Any) -> str:
+    """Returns the beginning of what is typed beside the plain value of a keyword."""
+    if plain is None:
+        return ""
+    return f"{OTHERS!r}: 1, " if plain == "pp" else "..., "
 
 
 def _moved(names: Mapping[str, str], keyword: str, record: type[OptionRecord]) -> Iterator[Old]:
@@ -136,9 +143,9 @@ def _in_lora(plain: Any, fields: Fields) -> Any:
 
 
 def _in_callbacks(plain: Any, fields: Fields) -> Any:
-    if not isinstance(plain, list | tuple | None):
+    if not isinstance(plain, Iterable | None):
         return plain  # what is no list is refused by who reads it
-    given: list[Any] = list(plain or ())
+    given: list[Any] = list(() if plain is None else plain)
     if any(isinstance(one, Watch) for one in given):
         raise _both(fields, "callbacks=[..., outsize.Watch(...)]")
     return [*given, Watch(**fields)]
@@ -165,10 +172,12 @@ def _request_typed(field: str, value: Any, beside: str) -> str:
     return f"outsize.Request({field}={_typed(value)})"
 
 
-_MESH: Final = tuple(
-    Old(name, "axes", name, _in_axes, lambda field, value, _: f"{{{field!r}: {_typed(value)}}}")
-    for name in AXES
-)
+def _axes_typed(field: str, value: Any, beside: str) -> str:
+    others = beside if OTHERS in beside else ""
+    return f"{{{others}{field!r}: {_typed(value)}}}"
+
+
+_MESH: Final = tuple(Old(name, "axes", name, _in_axes, _axes_typed) for name in AXES)
 _WEIGHT_FILES: Final = (
     Old("weights", "weight_files", "weights", _renamed, lambda _, value, __: _typed(value)),
 )

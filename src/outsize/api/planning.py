@@ -29,6 +29,7 @@ from outsize.api.problem import (
     cluster_of,
     styled,
 )
+from outsize.api.records import Loss
 from outsize.capture.fakes.precision import check_precision
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.recording.fallbacks import LossFn
@@ -62,7 +63,7 @@ def capture(
     args: Args = (),
     kwargs: Kwargs | None = None,
     *,
-    loss_fn: LossFn | None = None,
+    loss_fn: LossFn | Loss | None = None,
     target: Any = None,
 ) -> ModelGraph:
     """Returns the model as units and values, for this example batch. Weights may be on meta.
@@ -73,7 +74,7 @@ def capture(
     ExampleRejected (with the model's own error).
     """
     batch = as_batch(args, kwargs, target)
-    return capture_model(model, batch.args, batch.kwargs, loss_fn, batch.target).graph
+    return capture_model(model, batch.args, batch.kwargs, Loss.of(loss_fn).function, batch.target).graph
 
 
 @reads_options()

@@ -19,6 +19,7 @@ from outsize.capture.measure.local_cluster import find_cluster
 from outsize.capture.measure.units import Progress
 from outsize.capture.models.lora import with_adapters
 from outsize.errors import BadOption
+from outsize.errors.arguments import shown
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
@@ -148,7 +149,14 @@ def asked_in(options: FitOptions, function: str = "plan") -> Request:
     Raises BadOption for what is no request, for a field that is given twice, and for times in an answer
     that estimates.
     """
-    asked = Request.of(options.get("request")).joined(dict(options))
+    request: Any = options.get("request")
+    if not isinstance(request, Request | None):
+        raise BadOption(
+            f"request is a {type(request).__name__}, no outsize.Request",
+            numbers=shown(request),
+            next_step="request=outsize.Request(stages=2, precision='bf16')",
+        )
+    asked = (request or Request()).joined(dict(options))
     if function == "fit":
         asked.insist_on_none(
             "fit", ("measured", "progress"), "leave it out: what a device holds is not timed"

@@ -178,6 +178,12 @@ def check(
         options.get("weight_files"),
         options.get("processes", False),
     )
+    if not isinstance(plan, Plan | None):
+        raise BadOption(
+            f"plan is a {type(plan).__name__}, no Plan",
+            numbers="what a check asks for itself: stages, microbatches, schedule, recompute, bn",
+            next_step="outsize.check(model, (x,), stages=2), or plan=outsize.plan(model, (x,), request=...)",
+        )
     if plan is not None:
         plan.check_runs()
     if plan is not None and not processes:

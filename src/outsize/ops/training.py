@@ -9,6 +9,7 @@ a run is watched or published.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,8 +18,8 @@ from torch import nn
 from outsize.api import running
 from outsize.api.options import ParallelizeOptions, reads_options
 from outsize.api.planning import Args, Kwargs
-from outsize.api.records import Request, Watch
-from outsize.errors import BadCheckpoint
+from outsize.api.records import Checkpoint, Request, Watch
+from outsize.errors import BadCheckpoint, BadOption
 from outsize.errors.arguments import path_of
 from outsize.ir.plan import Plan
 from outsize.ops.publish.publisher import Publisher
@@ -64,19 +65,31 @@ def parallelize(
       `outsize.Watch` among them says how the run is watched (`hang_timeout`, `on_hang`) and published
       (`publish`, `total_steps`).
 
-    `help(outsize.Ranks)` and the like explain each field; docs/options.md has them all on one page.
+    docs/options.md explains each field of each record on one page.
 
     Raises WorldMismatch, ModelMismatch, BadPlan, UnsupportedPlan, BadOption, BadWeights, UnknownDevice,
     BadCheckpoint.
     """
     given: Any = options.get("callbacks", ())
-    if isinstance(
-        given, Iterable
-    ):  # What is no list of callbacks is refused where the engine's options are read.
-        watch = next((one for one in given if isinstance(one, Watch)), Watch())
-        own = [one for one in given if not isinstance(one, Watch)]
-        options = {**options, "callbacks": [*own, *_observers(watch)]}
+    if isinstance(given, Iterable):  # What is no list is refused where the engine's options are read.
+        options = {**options, "callbacks": _with_observers(list(given))}
     return running.parallelize(model, args, kwargs, plan=plan, **options)
+
+
+def _with_observers(callbacks: list[Any]) -> list[Any]:
+    """Returns the user's callbacks, and who observes the run as the one Watch among them says.
+
+    Raises BadOption for several of them, since each says all of it.
+    """
+    watches = [one for one in callbacks if isinstance(one, Watch)]
+    if len(watches) > 1:
+        raise BadOption(
+            f"callbacks has {len(watches)} records of outsize.Watch, and a run is watched in one way",
+            numbers="; ".join(map(repr, watches)),
+            next_step="callbacks=[..., outsize.Watch(...)], with all fields in one",
+        )
+    watch = watches[0] if watches else Watch()
+    return [*(one for one in callbacks if one is not watch), *_observers(watch)]
 
 
 def _observers(watch: Watch) -> tuple[Callback, Callback]:
@@ -98,11 +111,21 @@ def resume(
 ) -> Engine:
     """Returns an engine that goes on from the newest complete checkpoint in `folder`, of any layout.
 
-    It is `parallelize(..., resume=folder)`, but for a folder without a checkpoint, which is an error.
-    `engine.steps` says where it goes on. Raises BadCheckpoint and as `parallelize`.
+    It is `parallelize(..., resume=folder)`, but for a folder without a checkpoint, which is an error;
+    `resume=outsize.Checkpoint(saves_in="elsewhere")` beside it says where the run saves.
+    `engine.steps` says where it goes on. Raises BadCheckpoint, BadOption and as `parallelize`.
     """
+    beside = Checkpoint.of(options.get("resume"))
+    if beside.folder is not None:
+        raise BadOption(
+            "outsize.resume has the folder as its first argument, and resume= names one as well",
+            numbers=f"{folder}, and {beside.folder}",
+            next_step='outsize.resume("run", model, (x,), resume=outsize.Checkpoint(saves_in="elsewhere"))',
+        )
     if newest_folder(path_of(folder, "folder", "outsize.resume('run', model, (x,), ...)")) is None:
         raise BadCheckpoint(
             f"no complete checkpoint in {folder}", next_step=f"ls {folder}; engine.save({str(folder)!r})"
         )
-    return parallelize(model, args, kwargs, plan=plan, **{**options, "resume": folder})
+    # A plain folder, where nothing else is said, takes the old keyword `checkpoint` beside it.
+    where = folder if beside == Checkpoint() else replace(beside, folder=folder)
+    return parallelize(model, args, kwargs, plan=plan, **{**options, "resume": where})

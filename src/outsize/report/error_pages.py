@@ -93,8 +93,8 @@ What to do
 _E107 = """
 BadWeights [E107]: weights on disk that are missing or do not fit the model.
 
-weight_files= takes a .safetensors file, an index (model.safetensors.index.json) or
-a folder with one of the two. The names in it are those of the model's own
+weight_files= takes a .safetensors file, an index (model.safetensors.index.json)
+or a folder with one of the two. The names in it are those of the model's own
 state_dict(); of tied weights one name is enough. Each process reads its own
 tensors only, and a tensor of another dtype is copied into the model's.
 
