@@ -34,6 +34,7 @@ AXES: Final = {
     "ep": r"\bep\b|expert",
     "dp_shard": r"\bdp_shard\b|\bshards?\b",
 }
+AXIS_NAMES: Final = frozenset({"dp_replicate", "dp_shard", "tp", "cp", "ep"})
 RECOMPUTE: Final = frozenset({"none", "selective", "full", "offload"})
 WEIGHTS: Final = frozenset({"resident", "sharded", "host", "host-optimizer", "host-activations"})
 FORM: Final = frozenset({"tape", "modules"})
@@ -141,6 +142,8 @@ def choices(tree: Tree) -> Iterator[Row]:
     for axis, pattern in AXES.items():
         found = sum(bool(re.search(pattern, text)) for text in tree.texts.values())
         yield f"axis `{axis}`: files in which it stands", str(found)
+    yield "an axis (but pp) named in a string: lines in files", spread(axis_strings(tree))
+    yield "an axis (but pp) read off a mesh, `axes.tp`: lines in files", spread(axis_reads(tree))
     for name, values in (("recompute", RECOMPUTE), ("weights", WEIGHTS), ("form", FORM)):
         lines = compared(tree, values)
         yield f"`{name}` compared with a literal: lines in files", spread(lines)
@@ -152,6 +155,28 @@ def choices(tree: Tree) -> Iterator[Row]:
     yield "nouns that were to go, and are there", f"{sum(name in names for name in GOING)} of {len(GOING)}"
     came = sum(not names.isdisjoint(name.split("|")) for name in COMING)
     yield "nouns that were to come, and are there", f"{came} of {len(COMING)}"
+
+
+def axis_strings(tree: Tree) -> set[tuple[Path, int]]:
+    """The lines on which a string is the name of an axis, but those of the records and of foreign words."""
+    found: set[tuple[Path, int]] = set()
+    for path, node in tree.nodes(ast.Constant):
+        assert isinstance(node, ast.Constant)
+        at_home = path.parent.name == "axes" or path.name in ("words.py", "old_spellings.py")
+        if node.value in AXIS_NAMES and not at_home:
+            found.add((path, node.lineno))
+    return found
+
+
+def axis_reads(tree: Tree) -> set[tuple[Path, int]]:
+    """The lines on which the size of an axis is read as an attribute of axes."""
+    found: set[tuple[Path, int]] = set()
+    for path, node in tree.nodes(ast.Attribute):
+        assert isinstance(node, ast.Attribute)
+        owner = ast.unparse(node.value)
+        if node.attr in AXIS_NAMES and owner.rpartition(".")[2] == "axes":
+            found.add((path, node.lineno))
+    return found
 
 
 def compared(tree: Tree, values: frozenset[str]) -> set[tuple[Path, int]]:
