@@ -144,7 +144,7 @@ def test_a_rank_without_memory_says_so_and_the_others_end(ranks_of: Servers) -> 
     assert full.startswith("OutOfMemoryError")
     where = r"no memory for \w+ \(stage \d, rank 1\); [\d,]+ bytes of tensors on sim:1"
     assert re.search(where, full)
-    assert "Next: more microbatches, or recompute='full'" in full
+    assert "Next: more microbatches, or outsize.Request(recompute='full')" in full
     assert later.startswith("RankFailed")
     assert "the other ranks wait in it; rank 1. Next: end all ranks" in later
     assert kept == "True"

@@ -116,7 +116,7 @@ def test_sizes_are_those_of_the_model_with_adapters() -> None:
 
 def test_errors_say_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(BadOption, match=r"lora_rank=0 makes no adapter; .*Next: lora_rank=8"):
+    with pytest.raises(BadOption, match=r"lora_rank=0 makes no adapter; .*Next: outsize\.Lora\(rank=8\)"):
         with_adapters(plain, 0)
     with pytest.raises(BadOption, match=r"where in Sequential .*layers of the model: 0, 2\. Next: --lora-t"):
         with_adapters(plain, RANK)

@@ -173,7 +173,7 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
         raise BadOption(
             f"schedule={FORWARD.name!r} has no backwards, and a training step wants them",
             numbers="inference=False",
-            next_step="inference=True, without schedule",
+            next_step="outsize.Request(inference=True), without schedule",
         )
     if fields.get("bn") == "sync":
         fields.setdefault("microbatches", 1)  # statistics of the whole batch want it in one piece

@@ -364,7 +364,9 @@ def _memory_room(asked: AskedRun, world: World, whole: Callable[[], Cluster]) ->
     """Returns how much memory plans may fill; None where a run ends for want of memory. Raises BadOption."""
     choice = world.on_oom if asked.ranks.on_oom is None else asked.ranks.on_oom
     if choice not in get_args(OnOutOfMemory):
-        raise BadOption(f"on_oom={choice!r} is unknown", next_step="on_oom='raise', or 'replan'")
+        raise BadOption(
+            f"on_oom={choice!r} is unknown", next_step="outsize.Ranks(on_oom='raise'), or 'replan'"
+        )
     if choice == "raise":
         return None
     return MemoryRoom.of(asked.checkpoint.folder, whole())

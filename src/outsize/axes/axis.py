@@ -110,6 +110,10 @@ class Axis:
         """Returns the option of the command line that asks for it."""
         return f"--{self.keyword.replace('_', '-')}"
 
+    def typed(self, size: int) -> str:
+        """Returns what a user types for so many ranks along it: `axes={'tp': 2} (--tp 2)`."""
+        return f"axes={{{self.name!r}: {size}}} ({self.flag} {size})"
+
     def same(self, *, of_experts: bool) -> bool:
         """Tells whether its ranks hold the same weights, or the same experts."""
         return self.same_experts if of_experts else self.same_weights

@@ -131,7 +131,7 @@ _VALUES: tuple[tuple[Callable[..., Any], str, Any, str, str], ...] = (
     (of_record, "device_graphs", "yes", "device_graphs='yes' says nothing", "device_graphs=True"),
     (of_record, "hang_timeout", -1, "a hang timeout of -1 s makes no sense", "--hang-timeout 10"),
     (of_record, "on_hang", "kill", "'kill' is unknown", "--on-hang end, or wait"),
-    (of_record, "on_oom", "retry", "on_oom='retry' is unknown", "on_oom='raise', or 'replan'"),
+    (of_record, "on_oom", "retry", "on_oom='retry' is unknown", "outsize.Ranks(on_oom='raise'), or 'replan'"),
     (planned, "microbatches", True, "microbatches=True makes no sense", "microbatches=2"),
     (engine, "stages", True, "stages=True makes no sense", "stages=2"),
     (of_record, "seed", "a", "seed='a' makes no sense", "seed=0"),

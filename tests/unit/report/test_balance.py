@@ -29,7 +29,7 @@ def test_an_error_of_memory_says_what_exceeds_the_plan_and_what_to_do() -> None:
     (note,) = routing_note(ExpertLoad((30, 6)))
     assert "1.67 times the mean rank's rows of experts, the plan counts 1.5" in note
     assert "rows by rank: 30, 6" in note
-    assert "Next: recompute='full' (--recompute full)" in note
+    assert "Next: outsize.Request(recompute='full') (--recompute full)" in note
     assert not [*routing_note(ExpertLoad((30, 10)))]
     assert not [*routing_note(None)]
 

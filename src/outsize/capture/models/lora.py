@@ -35,7 +35,7 @@ def with_adapters(model: nn.Module, rank: int, targets: Sequence[str] | str | No
         raise BadOption(
             f"lora_rank={rank} makes no adapter",
             numbers="the rank is the number of rows of its first factor",
-            next_step="lora_rank=8 (--lora-rank 8)",
+            next_step="outsize.Lora(rank=8) (--lora-rank 8)",
         )
     peft: Any = import_peft()
     chosen = targets if targets is None or isinstance(targets, str) else list(targets)
@@ -52,7 +52,7 @@ def with_adapters(model: nn.Module, rank: int, targets: Sequence[str] | str | No
             if targets is None
             else f"peft puts no adapter on {targets if isinstance(targets, str) else ', '.join(targets)}",
             numbers=f"linear layers of the model: {', '.join(layers[:_SHOWN]) or 'none'}",
-            next_step=f"--lora-targets {','.join(layers[:2]) or 'NAME,NAME'}, or lora_targets=[...]",
+            next_step=f"--lora-targets {','.join(layers[:2]) or 'NAME,NAME'}, or outsize.Lora(targets=[...])",
         ) from error
     return adapted
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal, Self, TypedDict, final
 from pydantic import model_validator
 
 from outsize.axes.registry import GROUP, LISTED, STAGES
+from outsize.axes.shard import SHARD
+from outsize.axes.tensor import TENSOR
 from outsize.errors import BadOption
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
@@ -200,14 +202,14 @@ class PlanRequest(AskedAxes):
             raise BadOption(
                 "sequence parallelism is between the ranks of tensor parallelism, and there is one",
                 numbers="sequence_parallel=True, tp=1",
-                next_step="tp=2, or leave sequence_parallel out",
+                next_step=f"{TENSOR.typed(2)}, or leave sequence_parallel out",
             )
         divides = self.weight_policy.shards_weights
         if divides and mesh.state_parts == 1 and not self.searches_axes:
             raise BadOption(
                 "weights='sharded' divides the weights among the ranks of dp_shard and cp, and there is one",
                 numbers="dp_shard 1, cp 1",
-                next_step="dp_shard=2 (--dp-shard 2), or leave out weights",
+                next_step=f"{SHARD.typed(2)}, or leave out weights",
             )
         return self
 

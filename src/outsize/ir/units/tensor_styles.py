@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Literal, final
 
+from outsize.axes.tensor import TENSOR
 from outsize.errors import BadOption
 from outsize.ir.base import Record
 
@@ -62,7 +63,7 @@ class TensorStyles(Record):
             raise BadOption(
                 f"tensor parallelism finds nothing to divide, tp={degree}",
                 numbers=f"{len(self.modules)} modules with weights, no product of a pair among them",
-                next_step="tp=1, and stages or replicas (`--stages`, `--dp-replicate`)",
+                next_step=f"{TENSOR.typed(1)}, and stages or replicas (`--stages`, `--dp-replicate`)",
             )
         wrong = [d for d in self.divided if d.size % degree]
         if not wrong:
@@ -72,7 +73,7 @@ class TensorStyles(Record):
         raise BadOption(
             f"{', '.join(f'{d.what}={d.size}' for d in wrong)} {_is(wrong)} not divided by tp={degree}",
             numbers=f"{_listed(fits)} divide{'s' * (len(fits) == 1)} all sizes" if fits else "no degree fits",
-            next_step=f"tp={near}",
+            next_step=TENSOR.typed(near),
         )
 
     def table(self) -> str:

@@ -244,7 +244,7 @@ class _InPieces(torch.autograd.Function):
             raise BadOption(
                 "a loss in pieces has no second derivative",
                 numbers=f"its {len(ctx.programs)} pieces are computed again outside of the backward's graph",
-                next_step="loss_pieces=1 (--loss-pieces 1)",
+                next_step="outsize.Request(loss_pieces=1) (--loss-pieces 1)",
             )
         operands = ctx.saved_tensors
         wanted = [n for n in range(len(operands)) if ctx.needs_input_grad[n + 2]]

@@ -41,6 +41,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import functional
 
+from outsize.axes.tensor import TENSOR
 from outsize.device.accelerators import widest_float
 from outsize.errors import BadOption
 from outsize.program.sharding.axis_group import AxisGroup
@@ -353,7 +354,7 @@ def local_box(weight: Tensor) -> LocalBox:
         if not isinstance(placement, Replicate) and type(placement) is not Shard:
             raise BadOption(
                 f"a tensor is divided over ranks as {placement}, which is no box of it",
-                next_step="tp= of outsize.parallelize, whose parts are known",
+                next_step=f"{TENSOR.typed(2)} of outsize.parallelize, whose parts are known",
             )
     mesh = weight.device_mesh
     _, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)

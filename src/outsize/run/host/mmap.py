@@ -45,7 +45,7 @@ class FileBackedMemory:
             raise BadOption(
                 f"{self._path} has no room for the weights, gradients and states of the host",
                 numbers=f"{size_bytes:,} bytes more; {error.strerror}",
-                next_step="offload_folder= on a disk with 16 bytes a parameter, or none: memory",
+                next_step="outsize.Ranks(offload_folder=...) on a disk with 16 bytes a parameter, or none",
             ) from None
         address = buffer.untyped_storage().data_ptr()
         self._known.add(address)

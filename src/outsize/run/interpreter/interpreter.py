@@ -243,7 +243,7 @@ def _full(action: Action, rank: int) -> str:
     numbers = ", ".join(f"{size:,} bytes of tensors on {device}" for device, size in held.items() if size)
     return (
         f"outsize: no memory for {action} (stage {action.stage}, rank {rank}); {numbers or 'on the CPU'}. "
-        "Next: more microbatches, or recompute='full'"
+        "Next: more microbatches, or outsize.Request(recompute='full')"
     )
 
 

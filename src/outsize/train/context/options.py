@@ -74,13 +74,13 @@ class EngineOptions:
             raise BadOption(
                 f"counting={self.counting!r} says nothing",
                 numbers=f"known: {', '.join(get_args(Counting))}",
-                next_step=f"counting={here!r}",
+                next_step=f"outsize.Loss(..., counting={here!r})",
             )
         scaler: Any = self.scaler
         if not (scaler is None or (hasattr(scaler, "unscale_") and hasattr(scaler, "update"))):
             raise BadOption(
                 f"scaler={scaler!r} is a {type(scaler).__name__}, no GradScaler",
-                next_step='scaler=torch.amp.GradScaler("cuda"), or leave it out: bf16 needs none',
+                next_step='outsize.Loss(..., scaler=torch.amp.GradScaler("cuda")), or none: bf16 needs none',
             )
 
     def _check_callbacks(self) -> None:

@@ -46,8 +46,9 @@ def routing_note(load: ExpertLoad | None) -> Iterator[str]:
         yield (
             "outsize: routing exceeds what the plan has memory for: the fullest rank got "
             f"{load.imbalance:.2f} times the mean rank's rows of experts, the plan counts {EXPERT_MARGIN}; "
-            f"rows by rank: {', '.join(map(str, load.rows))}. Next: recompute='full' (--recompute full), "
-            "more microbatches (--microbatches), or a larger weight of the router's balancing loss"
+            f"rows by rank: {', '.join(map(str, load.rows))}. "
+            "Next: outsize.Request(recompute='full') (--recompute full), more microbatches (--microbatches), "
+            "or a larger weight of the router's balancing loss"
         )
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import nn
 
+from outsize.axes.replicate import REPLICATE
 from outsize.device.memory_limit import free_bytes
 from outsize.errors import BadOption
 from outsize.ir.formatting import bytes_text
@@ -187,7 +188,7 @@ class OptimizerPlacing:
                 "step them alone",
                 numbers=f"weights, gradients and states of {len(trained)} weights: "
                 f"{bytes_text(needs_bytes)}; free: {bytes_text(max(least.values()))}",
-                next_step=f"dp_replicate={mesh.group.size()}, whose ranks have all weights; fewer "
+                next_step=f"{REPLICATE.typed(mesh.group.size())}, whose ranks have all weights; fewer "
                 "trained weights (LoRA); or an optimizer that treats each weight by itself (AdamW)",
             ).on_all_ranks()
         leader = next(at for at, each in enumerate(every) if each[:2] == [0, fitting[0]])

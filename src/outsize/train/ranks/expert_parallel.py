@@ -78,7 +78,7 @@ class ExpertRanks(AxisRanks):
             raise BadOption(
                 "experts that the first batch has divided are called in another way by this one",
                 numbers=f"{len(missing)} weights: {', '.join(missing[:2])}",
-                next_step="ep=1, or batches that call all experts as the first one does",
+                next_step=f"{EXPERT.typed(1)}, or batches that call all experts as the first one does",
             )
 
     def share(self, name: str) -> Share | None:

@@ -155,7 +155,7 @@ def _insist_on_backends(asked: str) -> None:
             raise BadOption(
                 f"this torch has no backend {name!r}",
                 numbers=f"it has {', '.join(known)}{built}",
-                next_step=f"backend={known[0]!r}, or leave it out",
+                next_step=f"outsize.Ranks(backend={known[0]!r}), or leave it out",
             )
 
 

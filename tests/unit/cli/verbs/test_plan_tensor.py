@@ -51,7 +51,11 @@ def test_memory_falls_with_what_is_divided_and_not_by_half(outsize: Outsize) -> 
 @pytest.mark.parametrize(
     ("model", "tp", "expected"),
     [
-        (LLAMA, "4", "num_key_value_heads=2 is not divided by tp=4; 2 divides all sizes. Next: tp=2"),
+        (
+            LLAMA,
+            "4",
+            "num_key_value_heads=2 is not divided by tp=4; 2 divides all sizes. Next: axes=",
+        ),
         ("torchvision:resnet18", "2", "tensor parallelism finds nothing to divide, tp=2"),
     ],
 )

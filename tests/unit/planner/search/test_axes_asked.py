@@ -66,7 +66,7 @@ def test_a_schedule_of_somebodys_own_runs_on_every_replica() -> None:
 
 def test_weights_are_sharded_over_replicas_that_are_asked_for() -> None:
     with pytest.raises(
-        BadOption, match=r"dp_shard and cp, and there is one; dp_shard 1, cp 1. Next: dp_shard=2"
+        BadOption, match=r"dp_shard and cp, and there is one; dp_shard 1, cp 1. Next: axes=.'dp_shard': 2. "
     ):
         request_of({"weights": "sharded", "axes": "pp"}, 8)
     assert request_of({"weights": "sharded"}, 8).weights == "sharded"

@@ -26,6 +26,7 @@ from typing import final
 
 from torch import nn
 
+from outsize.axes.context import CONTEXT
 from outsize.errors import BadOption
 from outsize.program.liveness import live
 from outsize.program.sharding.context_parallel.rules import follow_rows, is_causal, looks_up_by_row
@@ -174,14 +175,14 @@ class _RowWalk:
             raise BadOption(
                 "the sequences are too short for context parallelism: a rank would have no token",
                 numbers=f"{tokens} tokens in blocks of {-(-tokens // self._ranks)}, cp={self._ranks}",
-                next_step=f"cp={next(fitting)}",
+                next_step=CONTEXT.typed(next(fitting)),
             )
         if not self._sources:
             raise BadOption(
                 "context parallelism finds no sequence in this model: no embedding of (samples, tokens), "
                 "and no product or norm of (samples, tokens, width)",
                 numbers=f"cp={self._ranks}",
-                next_step="cp=1, or another axis (dp_replicate, tp, pp)",
+                next_step=f"{CONTEXT.typed(1)}, or another axis (dp_replicate, tp, pp)",
             )
         return SequenceRows(self._shares, self._steps, tuple(self._sources), self._tokens)
 
@@ -190,5 +191,5 @@ def _refused(instruction: Instruction, reason: str) -> BadOption:
     return BadOption(
         f"{instruction.name} cannot be computed by rows of the sequence: {reason}",
         numbers=instruction.where,
-        next_step="cp=1, or another axis (dp_replicate, tp, pp)",
+        next_step=f"{CONTEXT.typed(1)}, or another axis (dp_replicate, tp, pp)",
     )

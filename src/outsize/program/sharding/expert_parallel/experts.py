@@ -24,6 +24,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from outsize.axes.expert import EXPERT
 from outsize.errors import BadOption
 from outsize.program.sharding.opaque_modules import copied_with, runs_own_code
 from outsize.program.sharding.share import RankPosition, Share
@@ -101,7 +102,7 @@ def insist_on_experts(tape: Tape, model: nn.Module, ranks: int) -> dict[int, Exp
             "expert parallelism finds no experts in this model: no call experts(x (tokens, width), index "
             "(tokens, k), weight (tokens, k)) of a module whose weights all begin with a dim of experts",
             numbers=f"ep={ranks}",
-            next_step="ep=1, or another axis (dp_replicate, dp_shard, tp, pp)",
+            next_step=f"{EXPERT.typed(1)}, or another axis (dp_replicate, dp_shard, tp, pp)",
         )
     fewest = min(found.values(), key=lambda each: each.count)
     start, stop = RankPosition(ranks - 1, ranks).block(fewest.count)
@@ -109,7 +110,7 @@ def insist_on_experts(tape: Tape, model: nn.Module, ranks: int) -> dict[int, Exp
         raise BadOption(
             f"a rank would have none of the experts of {fewest.name}",
             numbers=f"{fewest.count} experts in blocks of {-(-fewest.count // ranks)}, ep={ranks}",
-            next_step=f"ep={max(1, ranks // 2)}",
+            next_step=EXPERT.typed(max(1, ranks // 2)),
         )
     return found
 

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol, final
 import torch
 from torch import Tensor
 
+from outsize.axes.tensor import TENSOR
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
 from outsize.program.values.wrapper_tensors import is_wrapper
@@ -165,7 +166,7 @@ class NamedOptimizer:
             raise BadOption(
                 f"{key!r} of {name} follows from this rank's part of the weight; other layouts have others",
                 numbers=f"state {list(state.shape)}, part {list(weight.shape)}",
-                next_step="tp=1, or an optimizer with a state for each element, such as AdamW",
+                next_step=f"{TENSOR.typed(1)}, or an optimizer with a state for each element, such as AdamW",
             )
         return self._held.placed(name, state, division)
 
