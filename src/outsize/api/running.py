@@ -305,7 +305,7 @@ def _saved_plan(
     return plan if ranks and is_here and not asked else None
 
 
-def _here(world: World, kind: str) -> Cluster | int | str:
+def _devices_of_this_run(world: World, kind: str) -> Cluster | int | str:
     """Returns a device for each process of the run; all of this machine for a process that is alone."""
     if kind == CPU:
         return world.world_size
@@ -387,7 +387,7 @@ def _cluster_here(
 ) -> Cluster:
     """Returns the cluster that a run without a plan is planned for. Raises BadOption and UnknownDevice."""
     stages = request_of(asked.request.layout, batch_size).stages
-    cluster = cluster_of(_cluster(asked.request.cluster, stages, devices, _here(world, kind)))
+    cluster = cluster_of(_cluster(asked.request.cluster, stages, devices, _devices_of_this_run(world, kind)))
     return MemoryShare.of(asked.ranks.memory_share, world).of_cluster(cluster)
 
 

@@ -74,7 +74,7 @@ class Trainer(transformers.Trainer, ABC):
         return self._engine
 
     @property
-    def _whole(self) -> nn.Module:
+    def _whole_model(self) -> nn.Module:
         assert isinstance(self.model, nn.Module)
         return self.model
 
@@ -128,7 +128,7 @@ class Trainer(transformers.Trainer, ABC):
         """Returns the optimizer that the arguments ask for, of this rank's parameters."""
         own = {id(parameter) for parameter in parameters}
         if self.optimizer is None:
-            whole: Any = self._whole
+            whole: Any = self._whole_model
             self.model: Any = OwnWeights(whole, own)  # transformers 5.0 takes no argument
             try:
                 return super().create_optimizer()
@@ -174,7 +174,7 @@ class Trainer(transformers.Trainer, ABC):
 
     def _trained(self, batches: list[Any], items: Any) -> Iterator[Tensor]:
         """Runs the batches as microbatches of one step; returns the loss of each, as training_step does."""
-        self._whole.train()
+        self._whole_model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         parts = [self._microbatch_of(self._prepare_inputs(inputs), items) for inputs in batches]
@@ -198,7 +198,7 @@ class Trainer(transformers.Trainer, ABC):
                 next_step="data_collator=transformers.default_data_collator, or another that returns a dict",
             )
         arguments = arguments_of_call(
-            self._whole, lambda model: self.compute_loss(model, dict(inputs), num_items_in_batch=items)
+            self._whole_model, lambda model: self.compute_loss(model, dict(inputs), num_items_in_batch=items)
         )
         return microbatch(*arguments.args, target=(dict(inputs), items), **arguments.kwargs)
 
@@ -294,14 +294,14 @@ class Trainer(transformers.Trainer, ABC):
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises BadCheckpoint where a checkpoint is of another model; transformers only logs that."""
         super()._issue_warnings_after_load(load_result)
-        every = dict(self._whole.named_parameters(remove_duplicate=False))
+        every = dict(self._whole_model.named_parameters(remove_duplicate=False))
         loaded = {id(weight) for name, weight in every.items() if name not in load_result.missing_keys}
         # A tied weight is saved under one of its names, and older versions saved buffers that are computed.
         missing = [n for n in load_result.missing_keys if n in every and id(every[n]) not in loaded]
-        foreign = {*load_result.unexpected_keys} - {name for name, _ in self._whole.named_buffers()}
+        foreign = {*load_result.unexpected_keys} - {name for name, _ in self._whole_model.named_buffers()}
         if missing or foreign:
             raise BadCheckpoint(
-                f"the checkpoint is of another model than this {type(self._whole).__name__}",
+                f"the checkpoint is of another model than this {type(self._whole_model).__name__}",
                 numbers=f"it lacks {len(missing)} weights of the model, and has {len(foreign)} that are none "
                 f"of it: {', '.join([*missing, *sorted(foreign)][:2])}",
                 next_step="build the model of its config.json, or train() without resume_from_checkpoint",
@@ -332,7 +332,7 @@ class Trainer(transformers.Trainer, ABC):
             options = {"compiled": self.args.torch_compile_backend, **options}
         with self.accelerator.autocast():
             return parallelize(
-                self._whole,
+                self._whole_model,
                 part.args,
                 part.kwargs,
                 target=part.target,

@@ -137,7 +137,7 @@ def arrows(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
     """
     ranks = sorted({span.rank for span in spans})
     pairs = [pair for rank in ranks for pair in numbered(s for s in spans if s.rank == rank)]
-    computes = {_whole(action): span for action, span in pairs if span.lane == "compute"}
+    computes = {_whole_backward(action): span for action, span in pairs if span.lane == "compute"}
     pairs_of_spans: list[tuple[Span, Span]] = []
     for action, span in pairs:
         if span.lane != "send" or action.kind not in SENDS:
@@ -149,7 +149,7 @@ def arrows(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
     return pairs_of_spans
 
 
-def _whole(action: Action) -> Action:
+def _whole_backward(action: Action) -> Action:
     """Returns B for I: of a split backward the input gradient is what waits for the message."""
     return replace(action, kind=Kind.B) if action.kind is Kind.I else action
 

@@ -89,7 +89,7 @@ def computed(copy: Action) -> Action:
 def places(row: Sequence[Action]) -> dict[int, int]:
     """Returns the place (a number) of each stage on the device, using as few places as possible."""
     loaded_together: dict[int, set[int]] = {a.stage: set() for a in row if a.kind is Kind.LOAD}
-    for loaded in _there(row):
+    for loaded in _loaded_after_each(row):
         for stage in loaded:
             loaded_together[stage] |= loaded - {stage}
     place_of: dict[int, int] = {}
@@ -143,7 +143,7 @@ def _move(action: Action, loaded: set[int]) -> None:
         loaded.discard(action.stage)
 
 
-def _there(row: Iterable[Action]) -> Iterator[set[int]]:
+def _loaded_after_each(row: Iterable[Action]) -> Iterator[set[int]]:
     """Yields which stages are loaded, after each action."""
     loaded: set[int] = set()
     for action in row:

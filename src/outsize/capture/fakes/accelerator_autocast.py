@@ -54,7 +54,7 @@ def accelerator_lists() -> Iterator[None]:
     """Lets the CPU's autocast compute in float32 what that of accelerators does, within the context."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        for names, policy in ((IN_FLOAT32, _casting), (TO_FLOAT32, _asking)):
+        for names, policy in ((IN_FLOAT32, _casting), (TO_FLOAT32, _kernel_asking_for_dtype)):
             for name in names:
                 op = _op_of(name)
                 if op is not None and not op.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, _KEY)):
@@ -78,7 +78,7 @@ def _casting(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _asking(op: Any) -> Callable[..., Any]:
+def _kernel_asking_for_dtype(op: Any) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
     place = names.index("dtype")
 

@@ -108,7 +108,7 @@ class Stopwatch:
         wholes: list[tuple[Seconds, Seconds]] = []
         inputs: list[tuple[Seconds, Seconds]] = []
         for _ in range(WARM_UP + repeats):
-            wholes.append(self._lap(self._whole))
+            wholes.append(self._lap(self._whole_backward))
             progress()
             inputs.append(self._lap(self._input_only))
             progress()
@@ -133,7 +133,7 @@ class Stopwatch:
                     backward(run, roots, grads)
             return run.forward, _by_unit(run.fired, start, self._clock())
 
-    def _whole(self, run: _ForwardRun, roots: list[Tensor], grads: list[Tensor]) -> None:
+    def _whole_backward(self, run: _ForwardRun, roots: list[Tensor], grads: list[Tensor]) -> None:
         torch.autograd.backward(roots, grads)
 
     def _input_only(self, run: _ForwardRun, roots: list[Tensor], grads: list[Tensor]) -> None:

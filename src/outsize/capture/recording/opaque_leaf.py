@@ -133,7 +133,7 @@ class _ProbeRun:
 
         Autograd is on: which results require grad depends on the module, and is known only from a real run.
         """
-        with observing_real_ops(self._see), self._asking():
+        with observing_real_ops(self._see), self._saved_tensors_hooks():
             clone = self._copy(module)
             args, kwargs = map_leaves(self._given, args), map_leaves(self._given, kwargs)
             with torch.random.fork_rng(devices=[]):
@@ -153,7 +153,7 @@ class _ProbeRun:
         saved = cost.saved_bytes - sum(outside.values())
         self.cost = replace(cost, saved_bytes=saved, saved_storages=frozenset())
 
-    def _asking(self) -> AbstractContextManager[object]:
+    def _saved_tensors_hooks(self) -> AbstractContextManager[object]:
         hooks = torch.autograd.graph.saved_tensors_hooks
         return hooks(self._keep, lambda tensor: tensor) if self._saved else nullcontext()
 

@@ -198,14 +198,14 @@ class ChainBound:
         if law is not None:
             passes = law.passes(m) * (forward + backward - self._total)
             row = passes + law.beyond_s(forward, backward, m, in_flight)
-        return _Option(self._alone[recompute], row.tolist(), self._held(in_flight, recompute))
+        return _Option(self._alone[recompute], row.tolist(), self._moments_of_a_stage(in_flight, recompute))
 
     @cached_property
     def _alone(self) -> tuple[list[float], list[float]]:
         """Returns the seconds of a microbatch, without and with recompute."""
         return self._total.tolist(), (self._forward + self._total).tolist()
 
-    def _held(self, in_flight: int, recompute: bool) -> Sequence[list[float]]:
+    def _moments_of_a_stage(self, in_flight: int, recompute: bool) -> Sequence[list[float]]:
         """Returns the moments of a stage; a second backward finds gradients of weights, and under 1f1b as
         much in flight.
         """

@@ -274,12 +274,14 @@ def played_step(
     if shards:
         uses = frozenset(_uses(case, cut, [layout.ranks[stage] for stage in stage_of]))
         for part, stage in enumerate(stage_of):
-            seconds |= _collective_seconds(part, _held(*parts[part], layout), pipeline.collectives[stage])
+            seconds |= _collective_seconds(
+                part, _weights_and_gradients_bytes(*parts[part], layout), pipeline.collectives[stage]
+            )
         places = zip(stage_of, parts, strict=True)
         costs = tuple(_beside_gathers(pipeline, (s, p), *own, seconds) for p, (s, own) in enumerate(places))
     elif not layout.hosted and layout.axes.weight_holders > 1:
         buckets = tuple(_buckets(*own, c) for own, c in zip(parts, pipeline.collectives, strict=True))
-        held = [_held(*own, layout) for own in parts]
+        held = [_weights_and_gradients_bytes(*own, layout) for own in parts]
         costs = tuple(_beside_buckets(pipeline, *of) for of in zip(stages, costs, buckets, held, strict=True))
     for part, (own, run) in enumerate(parts):
         if own.copies is not None:
@@ -402,7 +404,7 @@ Held = tuple[int, int]
 """Bytes of the whole weights and gradients of a part."""
 
 
-def _held(case: PricedModel, run: Run, layout: Layout) -> Held:
+def _weights_and_gradients_bytes(case: PricedModel, run: Run, layout: Layout) -> Held:
     """Returns the bytes of a part; the tables of sharded weights hold a share of them."""
     whole, ranges = layout.weight_parts, case.ranges
     return whole * int(ranges.weights[run] - ranges.buffers[run]), whole * int(ranges.gradients[run])
@@ -442,7 +444,7 @@ def _beside_gathers(
     """
     (stage, part), cost = place, stage_cost(case, *run)
     once = pipeline.layout.weight_policy.gathers_once
-    weights, gradients = _held(case, run, pipeline.layout)
+    weights, gradients = _weights_and_gradients_bytes(case, run, pipeline.layout)
     share = 1 / pipeline.layout.microbatches
     uses, device = share if once else 1.0, pipeline.device(stage)
     gather_s, reduce_s = (seconds[kind, part, -1] * uses for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))

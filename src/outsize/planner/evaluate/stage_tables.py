@@ -98,7 +98,7 @@ class StageTables:
     def _case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         policy = activation_policy(recompute)
         if layout.hosted:
-            whole, blocks = self._whole(layout, device), self._units.blocks(layout, device)
+            whole, blocks = self._undivided_case(layout, device), self._units.blocks(layout, device)
             return hosted(whole, blocks, self.ends(layout), layout, self._groups.cluster, recompute)
         if policy.keeps_all or policy.lists_units:
             key = *spread_key(layout), layout.shards, device.kind, recompute, self._arranged_ends.get(layout)
@@ -110,7 +110,7 @@ class StageTables:
 
     def _divided(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns the tables with what each device of a group holds of a rank's bytes."""
-        whole, seconds = self._whole(layout, device), self._units.seconds(layout, device)
+        whole, seconds = self._undivided_case(layout, device), self._units.seconds(layout, device)
         if activation_policy(recompute).lists_units:
             whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
         styled, gathered = self._units.graph(layout).tensor is not None, self._gathered(layout)
@@ -137,7 +137,7 @@ class StageTables:
         left = layout.axes.product_parts if graph.tensor is None else 1
         return UnshardedBytes.of(graph, self._optimizer, self.ends(layout), left)
 
-    def _whole(self, layout: Layout, device: Device) -> PricedModel:
+    def _undivided_case(self, layout: Layout, device: Device) -> PricedModel:
         """Returns the case of the model as one tensor-parallel rank runs it: bytes are divided from here."""
         key = *model_key(layout), style_of(device.kind), self._arranged_ends.get(layout)
         return self._cache.once(("undivided case", *key), lambda: self._undivided(layout, device))
@@ -155,7 +155,7 @@ class StageTables:
         """Returns the same when all units are recomputed block by block."""
 
         def made() -> PricedModel:
-            whole = self._whole(layout, device)
+            whole = self._undivided_case(layout, device)
             graph, profile = self._units.of_rank(layout)
             gradients = owned_gradients(graph, self._optimizer)
             ranges = block_ranges(whole.ranges, graph, profile, gradients, self.ends(layout))

@@ -134,7 +134,7 @@ class StageBytes:
     def leaving(self) -> tuple[int, ...]:
         """Returns for each unit the bytes of the values made up to it that will be sent."""
         sent = [s for s in self.stores if s.made >= 0 and s.last >= self.units]
-        return tuple(_over(self.units, ((s.made, self.units, s.size_bytes) for s in sent)).tolist())
+        return tuple(_sum_of_spans(self.units, ((s.made, self.units, s.size_bytes) for s in sent)).tolist())
 
     @cached_property
     def _made_by(self) -> list[list[StageStorage]]:
@@ -151,8 +151,8 @@ class StageBytes:
         inner = [self.stores[place] for place in self.inner]
         pairs = [(store, _saved_from(store, start_of, n)) for store in inner]
         own = np.array([0 if k in start_of else self.own[k] for k in range(n)], np.int64)
-        saved_bytes = np.cumsum(own) + _over(n, ((at, n, s.size_bytes) for s, at in pairs))
-        alive = _over(n, ((s.made, min(s.last + 1, at), s.size_bytes) for s, at in pairs))
+        saved_bytes = np.cumsum(own) + _sum_of_spans(n, ((at, n, s.size_bytes) for s, at in pairs))
+        alive = _sum_of_spans(n, ((s.made, min(s.last + 1, at), s.size_bytes) for s, at in pairs))
         forward = saved_bytes + alive + np.array(self.leaving) + np.array(self.workspace)
         acting = {
             k: SegmentBytes(self.backward[k], self.first_backward[k]) for k in range(n) if k not in start_of
@@ -196,7 +196,7 @@ def _saved_from(store: StageStorage, start_of: Mapping[int, int], never: int) ->
     return min((*outside, *(a for a in reading if store.made < a)), default=never)
 
 
-def _over(n: int, spans: Iterable[tuple[int, int, int]]) -> NDArray[np.int64]:
+def _sum_of_spans(n: int, spans: Iterable[tuple[int, int, int]]) -> NDArray[np.int64]:
     """Returns for each of n units the sum of the sizes whose span (first, end, size) covers it."""
     steps = np.zeros(n + 1, np.int64)
     for first, end, size in spans:
@@ -255,5 +255,5 @@ def _gradients(
     )
     held = held_backward(n + 2, memories, unit_bytes, np.zeros(n + 3, np.int64))[1 : n + 1, n + 1]
     ends = ((m, max((u for u in m.used if u <= n), default=-1)) for m in memories if m.gradient)
-    crossing = _over(n + 1, ((m.made, last, m.size_bytes) for m, last in ends if m.made < last))
+    crossing = _sum_of_spans(n + 1, ((m.made, last, m.size_bytes) for m, last in ends if m.made < last))
     return held, crossing

@@ -359,12 +359,12 @@ def _case(plan: Plan, layout: Layout, blocks: HostedStages, cluster: Cluster) ->
     if not layout.hosted:
         return whole
     host, after_s = Host.of(cluster, layout.axes.pp), np.zeros(layout.stages)
-    for own in _own(layout):
+    for own in _stages_of_each_rank(layout):
         after_s[own] = blocks.updated[own].sum() / host.bytes_per_s
     return replace(whole, ranges=_on_device(whole, blocks.held, layout), after_s=np.diag(after_s, 1))
 
 
-def _own(layout: Layout) -> list[list[int]]:
+def _stages_of_each_rank(layout: Layout) -> list[list[int]]:
     """Returns the stages of each rank."""
     return [list(layout.stages_on(rank)) for rank in range(layout.axes.pp)]
 
@@ -381,7 +381,7 @@ def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout)
         if flow.step:
             tied_weights[flow.producer] += flow.size_bytes
             tied_gradients[flow.producer] += flow.size_bytes * flow.gradient
-    for own in _own(layout):
+    for own in _stages_of_each_rank(layout):
         own_weights, own_gradients = (held[0] - tied_weights)[own], (held[1] - tied_gradients)[own]
         places = int(own_weights.sum()) if stay else two_places(own_weights)
         weights[own] = _shares(places + int(tied_weights[own].sum()), len(own))
@@ -390,7 +390,7 @@ def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout)
     nothing, backward = np.zeros_like(ranges.saved), ranges.backward - ranges.gradients
     casts = single_units(ranges.casts).copy()
     if whole.activation_policy.recomputes and not stay:  # They leave with the weights.
-        for own in _own(layout):
+        for own in _stages_of_each_rank(layout):
             casts[own] = _shares(two_places(casts[own]), len(own))
     return replace(
         ranges,
@@ -412,9 +412,9 @@ def _bound(layout: Layout, case: PricedModel, held: WeightAndGradientBytes, clus
     link, compute_s = Host.of(cluster, layout.axes.pp).link, case.activation_policy.compute_s
     costs = np.array([compute_s(c.forward_s, c.backward_s) for c in case.base.units])
     copies_in, copies_out = layout.weight_policy.copies(1)  # Layer by layer.
-    weights, gradients = (max(int(size[own].sum()) for own in _own(layout)) for size in held)
+    weights, gradients = (max(int(size[own].sum()) for own in _stages_of_each_rank(layout)) for size in held)
     return Bound(
-        compute_s=layout.microbatches * max(float(costs[own].sum()) for own in _own(layout)),
+        compute_s=layout.microbatches * max(float(costs[own].sum()) for own in _stages_of_each_rank(layout)),
         to_device_s=copies_in * link.seconds(weights),
         to_host_s=copies_out * link.seconds(gradients),
         optimizer_s=0.0 if case.after_s is None else float(case.after_s.max()),

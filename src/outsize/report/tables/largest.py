@@ -38,7 +38,7 @@ def largest_table(found: Largest) -> Group:
 
 def _why(found: Largest) -> str:
     """Returns how full the fullest device is, and what the next size lacks."""
-    held = _held(found.fit) if found.fit is not None else ""
+    held = _fullest_device(found.fit) if found.fit is not None else ""
     if found.next_value is None:
         return f"{held}; larger sizes were not tried, or the model does not take them"
     lacking = found.lacking_bytes
@@ -50,7 +50,7 @@ def _why(found: Largest) -> str:
     return "; ".join(filter(None, (held, f"{found.next_value:,} {reason}")))
 
 
-def _held(fit: Fit) -> str:
+def _fullest_device(fit: Fit) -> str:
     """Returns `P95 78.1 of 79.2 GiB on cuda:0`, of the fullest device."""
     fullest = max(fit.devices, key=lambda device: device.share)
     unit, size = byte_unit(fullest.memory_bytes)

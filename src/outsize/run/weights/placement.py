@@ -95,7 +95,7 @@ def holders_of_cut(cut: Cut) -> Holders:
 
 def module_owners(model: nn.Module, holders: Holders) -> dict[int, int]:
     """Maps id(module) to the stage that runs it; absent modules, such as the model, run on every rank."""
-    holders_of = _held(model, holders)
+    holders_of = _holders_by_tensor(model, holders)
     owners: dict[int, int] = {}
     for module in model.modules():
         asked = [holders_of[id(t)] for t in (*module.parameters(), *module.buffers()) if id(t) in holders_of]
@@ -109,10 +109,10 @@ def weight_sources(model: nn.Module, holders: Holders) -> dict[int, int]:
     """Maps id(weight) to the stage that sends its values to the others; weights that all ranks hold are
     absent.
     """
-    return {key: min(stages) for key, stages in _held(model, holders).items()}
+    return {key: min(stages) for key, stages in _holders_by_tensor(model, holders).items()}
 
 
-def _held(model: nn.Module, holders: Holders) -> dict[int, frozenset[int]]:
+def _holders_by_tensor(model: nn.Module, holders: Holders) -> dict[int, frozenset[int]]:
     named = [*model.named_parameters(), *model.named_buffers()]
     return {id(t): holders[name] for name, t in named if name in holders}
 

@@ -33,7 +33,7 @@ def memory_notes(
         if is_accelerator(device):
             stages_of.setdefault(device, []).append(stage)
     for device, stages in stages_of.items():
-        held = _held(device, model, optimizer)
+        held = _bytes_by_cause(device, model, optimizer)
         text = f"outsize: {device} ({stages_text(stages)}) holds {_listed(held)}"
         if rows:
             text += f"; the plan expected {_listed(_expected([rows[stage] for stage in stages]))}"
@@ -63,7 +63,7 @@ def noting_what_follows(follows: Callable[[], str] | None) -> Iterator[None]:
         raise
 
 
-def _held(device: torch.device, model: nn.Module, optimizer: Optimizer | None) -> list[int]:
+def _bytes_by_cause(device: torch.device, model: nn.Module, optimizer: Optimizer | None) -> list[int]:
     """Returns the bytes that are on the device now, by cause."""
     weights = [*model.parameters(), *model.buffers()]
     gradients = (p.grad for p in model.parameters() if p.grad is not None)

@@ -105,7 +105,7 @@ class OwnedStep:
                     with only(groups, self._stepped(groups)):
                         self._own_step()
                 with torch.no_grad():
-                    self._parts.scatter(names, self._part, self._whole)
+                    self._parts.scatter(names, self._part, self._whole_weight)
             finally:
                 self._release()
         if self._alone is not None:
@@ -170,7 +170,7 @@ class OwnedStep:
         gradient = self._model_weight(name).grad
         return torch.zeros_like(self._part(name)) if gradient is None else local_of(gradient)
 
-    def _whole(self, name: str) -> Tensor:
+    def _whole_weight(self, name: str) -> Tensor:
         return self._wholes[name].detach()
 
     def _whole_gradient(self, name: str) -> Tensor:
@@ -216,7 +216,7 @@ class OwnedStep:
         for name in names:
             if self._parts.is_own(name):
                 self._materialize(name, with_gradients)
-        self._parts.gather(names, self._part, self._whole)
+        self._parts.gather(names, self._part, self._whole_weight)
         if with_gradients:
             self._parts.gather(names, self._part_of_gradient, self._whole_gradient)
 

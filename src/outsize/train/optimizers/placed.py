@@ -73,7 +73,7 @@ class OptimizerPlacing:
         crew, make = self.held.crew, partial(self._made, factory)
         mesh = crew.mesh
         if mesh is None or mesh.group.size() == 1:
-            return PlacedOptimizer(make(self._own()))
+            return PlacedOptimizer(make(self._weights_of_this_rank()))
         axes = self.plan.axes
         is_divided = axes.divides_weights or self.plan.shards
         is_spread = is_divided or axes.pp > 1
@@ -90,15 +90,15 @@ class OptimizerPlacing:
         if of_each:
             return self._with_owners(mesh, make)
         if coupling.draws:
-            return PlacedOptimizer(self._drawing_alike(mesh, make(self._own())))
-        return PlacedOptimizer(make(self._own()))
+            return PlacedOptimizer(self._drawing_alike(mesh, make(self._weights_of_this_rank())))
+        return PlacedOptimizer(make(self._weights_of_this_rank()))
 
     def _made(self, factory: MakeOptimizer, weights: list[nn.Parameter]) -> Any:
         """Returns the factory's optimizer over weights that the model has while it is called."""
         with self.ownership.without_foreign_loss():
             return made_optimizer(factory, weights, list(self.model.parameters()), self.held.crew.device)
 
-    def _own(self) -> list[nn.Parameter]:
+    def _weights_of_this_rank(self) -> list[nn.Parameter]:
         """Returns the weights of a rank that steps what it has."""
         return self.ownership.trained()
 

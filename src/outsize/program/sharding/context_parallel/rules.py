@@ -360,7 +360,7 @@ def _with_result(call: RuleInput, shape: Shape) -> list[Any]:
     return metas
 
 
-def _over(call: RuleInput) -> RankStep:
+def _sum_or_mean(call: RuleInput) -> RankStep:
     """Handles sums and means: over the rows, they are the sums of all ranks' parts."""
     share, ndim = call.alone(), len(call.shape(call.args[0]))
     dims = call.arg(1, "dim", call.instruction.kwargs.get("axis"))
@@ -540,7 +540,7 @@ RULES: Final[Mapping[RowRule, Rule]] = {
     "einsum": _einsum,
     "cross entropy": _cross_entropy,
     "averaged": _averaged,
-    "summed": _over,
+    "summed": _sum_or_mean,
     "chosen": _chosen,
     "picked": _picked,
     "viewed": _view,
