@@ -100,10 +100,10 @@ def test_a_plan_that_is_made_by_itself_is_for_the_processes_of_the_run(
     group: Any = object()
     for machines in ((2,), (4, 4)):
         world = World(0, sum(machines), 0, group, host=group, device_type="cuda", machines=machines)
-        here = running._here(world, "cuda")
+        here = running._devices_of_this_run(world, "cuda")
         assert isinstance(here, Cluster)
         assert len(here.devices) == sum(machines)
-    assert running._here(World(0, 1, 0, None), "cuda") == "local"
+    assert running._devices_of_this_run(World(0, 1, 0, None), "cuda") == "local"
 
 
 def plan_for(cluster: str, **options: Any) -> Plan:
