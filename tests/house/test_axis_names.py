@@ -25,10 +25,6 @@ WORDS = PACKAGE / "errors" / "words.py"
 OTHER_MEANINGS = {
     # The answer of `axes` that no axis beside the pipeline is searched; over what a curve is drawn.
     "pp": {
-        "api/old_spellings.py",
-        "api/problem.py",
-        "api/records.py",
-        "cli/options.py",
         "ir/answers/curve.py",
         "ir/answers/request.py",
         "planner/advice/overview.py",

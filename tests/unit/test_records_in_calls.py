@@ -87,5 +87,5 @@ def test_capture_takes_a_loss_as_every_function_does() -> None:
 
 
 def test_an_old_axis_where_no_other_is_searched_says_so() -> None:
-    with pytest.warns(OldSpelling, match=r"axes=\{'others': 1, 'tp': 1\}"):
+    with pytest.warns(OldSpelling, match=r"axes=\{'tp': 1, 'others': 1\}"):
         outsize.plan(net(), (X,), **LOSS, cluster="2xcpu", axes="pp", tp=1)

@@ -27,7 +27,7 @@ _COMPILED: Final[dict[Any, str | None]] = {True: BACKEND, False: None, AUTO: Non
 @final
 @dataclass(frozen=True)
 class AskedRun:
-    """What a call of `parallelize` asks for.
+    """Holds what a call of `parallelize` asks for.
 
     There is a `plan`, or a `request` of one, which is then not empty; `example` has what belongs to the
     example batch.

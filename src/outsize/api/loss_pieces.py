@@ -107,7 +107,7 @@ RELAXATIONS: Final[tuple[Relaxation[_Pieces[Any], tuple[Any, Plan]], ...]] = (
         finds=lambda asked: asked.found(asked.sizes.pieces),
     ),
 )
-"""What is given up where the loss in one piece has no plan on any axes; logits that are small stay whole."""
+"""Lists what is given up where a loss in one piece has no plan on any axes; small logits stay whole."""
 
 
 def _told(plan: Plan, sizes: LossBytes | None) -> Plan:

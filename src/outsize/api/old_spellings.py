@@ -15,11 +15,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, final, get_args
 
 from outsize.api.records import (
     AXES,
-    OTHERS,
     Checkpoint,
     Clip,
     Compile,
@@ -29,11 +28,13 @@ from outsize.api.records import (
     Ranks,
     Request,
     Watch,
+    mesh_asked,
     unknown_option,
 )
 from outsize.errors import BadOption
 from outsize.errors.arguments import shown
 from outsize.errors.words import nearest, spoken
+from outsize.ir.answers.request import AxisSearch
 from outsize.policies.weights import weight_policies
 from outsize.program.source_line import warn_user
 
@@ -51,25 +52,25 @@ class Old:
     """A keyword argument `name` that is now the `field` of what `keyword` takes.
 
     `joined(plain, fields)` returns what the keyword takes for its plain value and the old fields,
-    `typed(field, value, beside)` what to type.
+    `typed(field, value, plain)` what to type.
     """
 
     name: str
     keyword: str
     field: str
     joined: Callable[[Any, Fields], Any]
-    typed: Callable[[str, Any, str], str]
+    typed: Callable[[str, Any, Any], str]
 
     def new(self, value: Any, plain: Any = None) -> str:
         """Returns what to type for a value, beside the plain value of the keyword."""
-        return f"{self.keyword}={self.typed(self.field, value, _beside(plain))}"
+        return f"{self.keyword}={self.typed(self.field, value, plain)}"
 
 
 def _beside(plain: Any) -> str:
     """Returns the beginning of what is typed beside the plain value of a keyword."""
     if plain is None:
         return ""
-    return f"{OTHERS!r}: 1, " if plain == "pp" else "..., "
+    return "..., "
 
 
 def _moved(names: Mapping[str, str], keyword: str, record: type[OptionRecord]) -> Iterator[Old]:
@@ -82,8 +83,8 @@ def _moved(names: Mapping[str, str], keyword: str, record: type[OptionRecord]) -
         made: Any = record.of(plain)
         return replace(made, **fields)
 
-    def typed(field: str, value: Any, beside: str) -> str:
-        return f"outsize.{record.__name__}({beside}{field}={_typed(value)})"
+    def typed(field: str, value: Any, plain: Any) -> str:
+        return f"outsize.{record.__name__}({_beside(plain)}{field}={_typed(value)})"
 
     for name, field in names.items():
         yield Old(name, keyword, field, joined, typed)
@@ -126,9 +127,8 @@ def _in_axes(plain: Any, fields: Fields) -> Any:
     if isinstance(plain, Mapping):
         raise _both(fields, "axes={...}")
     given = {name: size for name, size in fields.items() if size is not None}
-    if plain in (None, "all"):
-        return given or plain
-    return given | {OTHERS: 1} if plain == "pp" and given else plain
+    # What is no answer of `axes` is refused by who reads it.
+    return mesh_asked(given, plain) if plain is None or plain in get_args(AxisSearch) else plain
 
 
 def _in_lora(plain: Any, fields: Fields) -> Any:
@@ -166,15 +166,14 @@ def _renamed(plain: Any, fields: Fields) -> Any:
     return value
 
 
-def _request_typed(field: str, value: Any, beside: str) -> str:
+def _request_typed(field: str, value: Any, _: Any) -> str:
     if field.startswith("lora_"):
         return f"outsize.Request(lora=outsize.Lora({field.removeprefix('lora_')}={_typed(value)}))"
     return f"outsize.Request({field}={_typed(value)})"
 
 
-def _axes_typed(field: str, value: Any, beside: str) -> str:
-    others = beside if OTHERS in beside else ""
-    return f"{{{others}{field!r}: {_typed(value)}}}"
+def _axes_typed(field: str, value: Any, plain: Any) -> str:
+    return repr(mesh_asked({field: value}, plain if plain in get_args(AxisSearch) else None))
 
 
 _MESH: Final = tuple(Old(name, "axes", name, _in_axes, _axes_typed) for name in AXES)
@@ -187,7 +186,7 @@ _WATCHED: Final = tuple(
         "callbacks",
         name,
         _in_callbacks,
-        lambda field, value, beside: f"[{beside}outsize.Watch({field}={_typed(value)})]",
+        lambda field, value, plain: f"[{_beside(plain)}outsize.Watch({field}={_typed(value)})]",
     )
     for name in ("hang_timeout", "on_hang", "publish", "total_steps")
 )

@@ -20,7 +20,7 @@ from outsize.capture.measure.units import Progress
 from outsize.capture.models.lora import with_adapters
 from outsize.errors import BadOption
 from outsize.errors.arguments import shown
-from outsize.ir.answers.request import PlanRequest
+from outsize.ir.answers.request import NONE_SEARCHED, PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
@@ -197,7 +197,7 @@ def asked_of(case: TrainingCase, asked: Request) -> PlanRequest:
             numbers=f"{request.mesh(1).beyond_pp or 'no other axis'}, microbatches={request.microbatches}",
             next_step="leave out microbatches and all axes but stages (--stages)",
         )
-    return request.model_copy(update={"microbatches": 1, "axes": "pp"})
+    return request.model_copy(update={"microbatches": 1, "axes": NONE_SEARCHED})
 
 
 def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = False) -> ModelGraph:

@@ -21,7 +21,7 @@ from outsize.axes.registry import LISTED
 from outsize.errors import BadOption
 from outsize.errors.arguments import shown
 from outsize.errors.words import nearest, spoken
-from outsize.ir.answers.request import AxisSearch, Objective, RequestOptions
+from outsize.ir.answers.request import NONE_SEARCHED, AxisSearch, Objective, RequestOptions
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +171,7 @@ class Checkpoint(OptionRecord):
 @final
 @dataclass(frozen=True)
 class Ranks(OptionRecord):
-    """What the ranks of a run have: devices, their memory, how they talk, their batches and draws;
+    """Says what the ranks of a run have: devices, their memory, how they talk, their batches and draws;
     `devices=` takes a list of devices or this record.
     """
 
@@ -235,7 +235,7 @@ class Lora(OptionRecord):
 @final
 @dataclass(frozen=True)
 class Request(OptionRecord):
-    """What is asked of a plan; None leaves the choice to the planner.
+    """Says what is asked of a plan; None leaves the choice to the planner.
 
     `outsize.plan`, `fit` and the like take it as `request=`, and `parallelize`, which may be given a plan
     as well, as `plan=`. The fields that are used daily are keywords of these functions, too; a field is
@@ -333,6 +333,13 @@ class Request(OptionRecord):
         return cast("RequestOptions", own | axes_options(self.axes))
 
 
+def mesh_asked(sizes: Mapping[str, Any], searched: AxisSearch | None) -> AxisSizes | None:
+    """Returns the sizes of axes, and which of the others are searched, as one value of `axes`."""
+    if not sizes:
+        return searched
+    return {**sizes, OTHERS: 1} if searched == NONE_SEARCHED else dict(sizes)
+
+
 def axes_options(axes: Any) -> dict[str, Any]:
     """Returns the axes of a mesh as options of a PlanRequest. Raises BadOption for what is none."""
     if not isinstance(axes, Mapping):
@@ -348,7 +355,7 @@ def axes_options(axes: Any) -> dict[str, Any]:
             numbers=f"{OTHERS}={shown(others)}",
             next_step=f"axes={{..., {OTHERS!r}: 1}}, or leave {OTHERS!r} out",
         )
-    return {**sizes, "axes": "pp"} if others == 1 else sizes
+    return {**sizes, "axes": NONE_SEARCHED} if others == 1 else sizes
 
 
 def _no_axis(name: Any) -> BadOption:

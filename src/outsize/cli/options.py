@@ -270,9 +270,9 @@ class MeshFlags(_AxisFlags):
     @property
     def asked(self) -> AxisSizes | None:
         """Returns the axes as `plan` and `fit` take them."""
-        from outsize.api.records import OTHERS
+        from outsize.api.records import mesh_asked
 
-        return self.sizes | ({OTHERS: 1} if self.axes == "pp" else {}) if self.sizes else self.axes
+        return mesh_asked(self.sizes, self.axes)
 
 
 NO_MESH: Final = MeshFlags()

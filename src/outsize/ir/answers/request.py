@@ -10,7 +10,7 @@ the public functions only that record is passed on.
 from __future__ import annotations
 
 from abc import ABC
-from typing import TYPE_CHECKING, Literal, Self, TypedDict, final
+from typing import TYPE_CHECKING, Final, Literal, Self, TypedDict, final
 
 from pydantic import model_validator
 
@@ -27,6 +27,7 @@ from outsize.policies.weights import RESIDENT, WeightPolicy, Weights, weight_pol
 
 AxisSearch = Literal["pp", "all"]
 """Says which axes that are not given are searched: "all" every one that runs, "pp" none of them."""
+NONE_SEARCHED: Final[AxisSearch] = "pp"
 
 
 Objective = Literal["time", "cost"]
@@ -149,7 +150,7 @@ class PlanRequest(AskedAxes):
     @property
     def without_axis_search(self) -> PlanRequest:
         """Returns this request for the given axes alone; raises BadOption where it needs other axes."""
-        return PlanRequest.model_validate(self.model_dump() | {"axes": "pp"})
+        return PlanRequest.model_validate(self.model_dump() | {"axes": NONE_SEARCHED})
 
     def opens_axes(self, cluster: Cluster) -> bool:
         """Returns whether the cluster has layouts beyond the given axes.

@@ -368,7 +368,7 @@ RELAXATIONS: Final[tuple[Relaxation[Attempt, Plan], ...]] = (
         tells_why=True,
     ),
 )
-"""What is given up where no pipeline fits the given axes, in this order; the first that has a plan is taken.
+"""Lists what is given up where no pipeline fits the given axes, in order; the first that has a plan is taken.
 
 A loss in pieces is tried after all of these, because the model is captured again for it
 (api/loss_pieces.py:RELAXATIONS).
