@@ -31,7 +31,6 @@ from outsize.ir.plan import Stage
 from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress_units
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.candidate import lower_along
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import StageMemory, account_stages
@@ -110,7 +109,7 @@ def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
         return _selective(plan, graph, profile)
     tables = PricedModel.of(graph, profile, plan.microbatches, plan.optimizer, plan.recompute).ranges
     schedule = build(plan.schedule, len(plan.stages), plan.microbatches)
-    return account_stages(tables, graph, bounds, lower_along(edges_between(graph, bounds), schedule))
+    return account_stages(tables, graph, bounds, edges_between(graph, bounds).lowered(schedule))
 
 
 def some_again(case: Case, plan: outsize.Plan, draw: random.Random, every: bool = False) -> outsize.Plan:

@@ -1,5 +1,9 @@
 """Defines Message, what a send and its receive share, and which messages a schedule needs.
 
+The rule of what is sent over an edge, and which actions make and use it, is in this file alone: the passes
+over rows of actions and the planner's network of arrays (planner/simulation/critical_path.py) ask it. Which
+values cross an edge is the question of planner/costs/stage_edges.py.
+
 Message(Kind.F, 0, 2, 5)   activations of microbatch 5 from stage 0 to stage 2
 producer  0F5              .send     0SEND_F5@2      on the rank of stage 0
 consumer  2F5              .receive  2RECV_F5@0      on the rank of stage 2
@@ -9,8 +13,8 @@ The producer and consumer of a gradient follow from the schedule: B, or I where 
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import NamedTuple, final
+from collections.abc import Iterator, Mapping, Set
+from typing import Final, NamedTuple, final
 
 from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import Action, Kind, Schedule
@@ -21,6 +25,32 @@ Wire = tuple[int, int, Kind]
 
 SENDS = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
 RECEIVES = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
+PRODUCERS: Final[Mapping[Kind, tuple[Kind, ...]]] = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
+"""Maps the kind of a message to the kinds of action that make it, and use it: a stage has one of them for a
+microbatch. Gradients of weights (W) are not sent.
+"""
+
+
+@final
+class EdgeMessages(NamedTuple):
+    """What goes over one edge in a step: a message for each microbatch, or one with microbatch 0 (`once`)."""
+
+    kind: Kind
+    source: int
+    destination: int
+    once: bool
+
+
+def edge_messages(forward_edges: Edges, backward_edges: Edges, step_edges: Edges) -> Iterator[EdgeMessages]:
+    """Yields what is sent over each edge (source stage, destination stage), sorted.
+
+    Forward and backward edges carry one message for each microbatch, step edges one for microbatch 0 unless a
+    forward edge covers them.
+    """
+    for edge in sorted({*forward_edges, *step_edges}):
+        yield EdgeMessages(Kind.F, *edge, edge not in forward_edges)
+    for edge in sorted(backward_edges):
+        yield EdgeMessages(Kind.B, *edge, False)
 
 
 @final
@@ -68,11 +98,12 @@ class Ends:
         return self._at(message.destination, message)
 
     def _at(self, stage: int, message: Message) -> Action:
-        if message.kind is Kind.B and self._split:
-            split = Action(stage, Kind.I, message.microbatch)
+        whole, *halves = PRODUCERS[message.kind]
+        for half in halves if self._split else ():
+            split = Action(stage, half, message.microbatch)
             if split in self._split:
                 return split
-        return Action(stage, message.kind, message.microbatch)
+        return Action(stage, whole, message.microbatch)
 
 
 def message_of(action: Action) -> Message:
@@ -87,17 +118,17 @@ def messages(
 ) -> tuple[Message, ...]:
     """Returns every message of a step, sorted; those between stages of one rank too.
 
-    Edges are (source stage, destination stage). Forward and backward edges carry one message for each
-    microbatch, step edges one for microbatch 0 unless a forward edge covers them. Raises InvalidSchedule when
-    an edge names a stage that the schedule does not have, or joins one to itself.
+    What an edge carries is said by `edge_messages`. Raises InvalidSchedule when an edge names a stage that
+    the schedule does not have, or joins one to itself.
     """
     for edge in sorted({*forward_edges, *backward_edges, *step_edges}):
         _check_edge(schedule, edge)
-    microbatches = range(schedule.microbatches)
-    forward = {Message(Kind.F, *edge, m) for edge in forward_edges for m in microbatches}
-    backward = {Message(Kind.B, *edge, m) for edge in backward_edges for m in microbatches}
-    step_messages = {Message(Kind.F, *edge, 0) for edge in step_edges}
-    return tuple(sorted(forward | backward | step_messages))
+    sent = (
+        Message(kind, source, destination, microbatch)
+        for kind, source, destination, once in edge_messages(forward_edges, backward_edges, step_edges)
+        for microbatch in range(1 if once else schedule.microbatches)
+    )
+    return tuple(sorted(sent))
 
 
 def _check_edge(schedule: Schedule, edge: tuple[int, int]) -> None:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from outsize.ir.graph import PIECE, ModelGraph, Unit, Value, Work
 from outsize.ir.profile import Profile, UnitCost
+from outsize.planner.costs.stage_edges import crossing_bytes
 from outsize.planner.costs.unit_times import UnitSeconds
 
 # The name of a unit up to the first number, which is its place in a list of modules: `layers.7`.
@@ -81,16 +82,6 @@ def coarse_profile(profile: Profile, ends: Sequence[int]) -> Profile:
     """Returns the costs of the pieces."""
     units = tuple(_added(profile.units[a:b]) for a, b in pairwise(ends))
     return profile.model_copy(update={"units": units})
-
-
-def crossing_bytes(graph: ModelGraph) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Returns, for each cut 0..n, the bytes of the values that cross it."""
-    steps = [0] * (len(graph.units) + 2)
-    for value in graph.values:
-        if value.consumers:
-            steps[value.producer + 1] += value.size_bytes
-            steps[value.consumers[-1] + 1] -= value.size_bytes
-    return np.array(list(accumulate(steps))[:-1], np.int64)
 
 
 def _merged(index: int, units: Sequence[Unit]) -> Unit:

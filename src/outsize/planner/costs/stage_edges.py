@@ -1,6 +1,7 @@
-"""Computes the edges between stages (which stage sends what to which) once the cuts are known.
+"""Which bytes cross between stages once the cuts are known, and how long do they take?
 
-The law, the same one that `run/stage/cut.py` follows when it cuts the real tape:
+When a message is sent, and by which action, is the question of schedules/message.py. The law of what
+crosses, the same one that `run/stage/cut.py` follows when it cuts the real tape:
 
 1. A *flow* is something made by one unit and needed by later ones: a value of the graph, or a parameter
    with several users, which its first user owns.
@@ -13,7 +14,9 @@ The law, the same one that `run/stage/cut.py` follows when it cuts the real tape
         stage 0 ──x──> 1             x used by 1 and 3:   forward  0->1, 0->3
               └──x────────────> 3                         backward 3->1, 1->0
 
-Everything of one (source, destination) pair travels in one message.
+Everything of one (source, destination) pair travels in one message, priced by Hockney's model of a link
+(`Link.seconds`, ir/hardware/links.py). Complexity: O(users of all flows). Oracles: the run's own edges in
+tests/parity/test_edges_agree.py, and tests/unit/planner/costs/test_stage_edges.py by hand.
 """
 
 from __future__ import annotations
@@ -22,12 +25,19 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import final
 
+import numpy as np
+
+from outsize.ir.cluster import Link
 from outsize.ir.graph import ModelGraph
+from outsize.ir.schedule import Kind, Schedule
+from outsize.schedules.lower import lower
 
 Edge = tuple[int, int]
+Along = tuple[frozenset[Edge], frozenset[Edge], frozenset[Edge]]
+"""Holds the edges that carry values, gradients, and what is sent once a step."""
 
 
 @final
@@ -54,6 +64,38 @@ class Edges:
     forward: Mapping[Edge, int]
     backward: Mapping[Edge, int]
     step: Mapping[Edge, int]
+
+    @property
+    def along(self) -> Along:
+        """Returns the edges without their bytes."""
+        return frozenset(self.forward), frozenset(self.backward), frozenset(self.step)
+
+    def lowered(self, schedule: Schedule) -> Schedule:
+        """Returns the compute-only schedule with the transfers of these edges."""
+        return lower(schedule, *self.along)
+
+    def message_bytes(self, microbatches: int) -> dict[Kind, Mapping[Edge, int]]:
+        """Returns the bytes of a message over each edge, of values and of gradients.
+
+        What crosses once a step travels with the values where some cross, too: there it is spread over the
+        step's messages.
+        """
+        values = dict(self.step)
+        for edge, size in self.forward.items():
+            values[edge] = size + self.step.get(edge, 0) // microbatches
+        return {Kind.F: values, Kind.B: self.backward}
+
+    def message_s(
+        self, microbatches: int, link: Callable[[int, int], Link], parts: int = 1
+    ) -> dict[tuple[Kind, int, int], float]:
+        """Returns the seconds of a message over each edge on `link(source, destination)`, of which each of so
+        many ranks that divide its tokens sends a part.
+        """
+        return {
+            (kind, source, destination): link(source, destination).seconds(-(-size // parts))
+            for kind, sizes in self.message_bytes(microbatches).items()
+            for (source, destination), size in sizes.items()
+        }
 
 
 def flows(graph: ModelGraph) -> tuple[Flow, ...]:
@@ -93,6 +135,16 @@ def edges_among(all_flows: Iterable[Flow], stage_of: Callable[[int], int]) -> Ed
             if flow.gradient:
                 backward[later, earlier] += flow.size_bytes
     return Edges(_sorted(forward), _sorted(backward), _sorted(step))
+
+
+def crossing_bytes(graph: ModelGraph) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Returns, for each cut 0..n, the bytes of the values that cross it."""
+    steps = [0] * (len(graph.units) + 2)
+    for value in graph.values:
+        if value.consumers:
+            steps[value.producer + 1] += value.size_bytes
+            steps[value.consumers[-1] + 1] -= value.size_bytes
+    return np.array(list(accumulate(steps))[:-1], np.int64)
 
 
 def _shared_parameters(graph: ModelGraph) -> list[Flow]:

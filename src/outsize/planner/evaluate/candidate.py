@@ -21,9 +21,8 @@ from outsize.ir.cluster import Device
 from outsize.ir.findings import FullestDevice, SlowestStage, UntrainedStages, WholeTensorUpdate
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, StageFigures
-from outsize.ir.schedule import Schedule
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.stage_edges import Edge, Edges
+from outsize.planner.costs.stage_edges import Along
 from outsize.planner.evaluate.plan_findings import fullest_device, slowest_stage, untrained_stages
 from outsize.planner.evaluate.played_step import PlayedStep, edges_along, played_step, stage_cost
 from outsize.planner.layout.layout import Layout, ScheduleKey
@@ -37,7 +36,6 @@ from outsize.planner.memory.headroom import Load, in_use, peak_margin
 from outsize.planner.memory.in_flight_states import states_along_edges, states_by_rank, states_by_stage
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.simulation.simulate import StageCost
-from outsize.schedules.lower import lower
 
 # Autocast reads four bytes of a weight for two bytes of its copy.
 MOVED_PER_COPY: Final = 3
@@ -185,13 +183,7 @@ class Candidate:
         return sum(self.memories[stage].peak_bytes for stage in self.layout.stages_on(rank))
 
 
-def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
-    """Returns the compute-only schedule with the transfers of these edges."""
-    return lower(schedule, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
-
-
 Run = tuple[int, int]
-Along = frozenset[Edge]
 
 
 def _memories(
@@ -203,15 +195,12 @@ def _memories(
     if layout.chunks == 1 and not layout.actions:
         states = states_by_stage(*key.without_actions)
         return tuple(_account(*of) for of in zip(cases, runs, states, strict=True))
-    stage_edges = frozenset[Edge](), frozenset[Edge]()
-    if layout.actions:
-        edges = edges_along(pipeline.case, tuple(bounds))
-        stage_edges = frozenset({*edges.forward, *edges.step}), frozenset(edges.backward)
+    along = edges_along(pipeline.case, tuple(bounds)).along if layout.actions else None
     worst_states: dict[int, InFlightState] = {}
     for rank in range(layout.axes.pp):
         own = layout.stages_on(rank)
         cases_and_runs = tuple(cases[s] for s in own), tuple(runs[s] for s in own)
-        worst_states |= dict(zip(own, _worst_states(*cases_and_runs, key, stage_edges, rank), strict=True))
+        worst_states |= dict(zip(own, _worst_states(*cases_and_runs, key, along, rank), strict=True))
     return tuple(_account(*of, (worst_states[s],)) for s, of in enumerate(zip(cases, runs, strict=True)))
 
 
@@ -227,17 +216,16 @@ def _worst_states(
     cases: tuple[PricedModel, ...],
     runs: tuple[Run, ...],
     schedule_key: ScheduleKey,
-    along: tuple[Along, Along],
+    along: Along | None,
     rank: int,
 ) -> tuple[InFlightState, ...]:
     """Returns the joint state in which the stages of a device hold most together."""
     here = (case.ranges.of_run(*run) for case, run in zip(cases, runs, strict=True))
     parts = np.array([component_table(ranges, schedule_key.microbatches) for ranges in here])
-    along_edges = bool(schedule_key.actions)
     by_rank = (
-        states_along_edges(schedule_key, along)
-        if along_edges
-        else states_by_rank(*schedule_key.without_actions)
+        states_by_rank(*schedule_key.without_actions)
+        if along is None
+        else states_along_edges(schedule_key, along)
     )
     return by_rank[rank].at(int(np.argmax(by_rank[rank].bytes_at(parts))))
 

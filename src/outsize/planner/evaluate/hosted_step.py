@@ -21,11 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Final, final
 
 from outsize.ir.hardware.links import Link
-from outsize.ir.schedule import Schedule
+from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.costs.stage_edges import Edges
-from outsize.planner.evaluate.candidate import lower_along
-from outsize.planner.evaluate.played_step import forward_bytes
 from outsize.planner.layout.layout import Layout
 from outsize.planner.offload.host_traffic import layerwise
 from outsize.planner.simulation.host_copies import CopyCosts
@@ -75,13 +73,14 @@ class HostedStep:
         """Returns the lowered schedule with its copies."""
         policy = self.layout.weight_policy
         room = self.layout.stages if policy.stays_loaded else ROOM
-        lowered = lower_along(self.edges, planned(*self.layout.schedule_key(microbatches)))
+        lowered = self.edges.lowered(planned(*self.layout.schedule_key(microbatches)))
         loaded = with_loads(lowered, max(room, ROOM))
         return with_value_copies(loaded) if policy.values_on_host else loaded
 
     def _played(self, microbatches: int) -> Timeline:
-        down, up = forward_bytes(self.edges, microbatches), self.edges.backward
-        return simulate(self.schedule(microbatches), self.costs, down, up, self.link, self.copies)
+        sizes = self.edges.message_bytes(microbatches)
+        schedule = self.schedule(microbatches)
+        return simulate(schedule, self.costs, sizes[Kind.F], sizes[Kind.B], self.link, self.copies)
 
     def _longer(self, factor: float) -> HostedStep:
         """Returns the step of microbatches that are longer and larger by a factor."""

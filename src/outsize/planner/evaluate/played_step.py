@@ -41,16 +41,18 @@ from typing import Final, final
 
 import numpy as np
 
+from outsize.ir.cluster import Link
 from outsize.ir.hardware.devices import Device, host_link
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Span, Timeline
 from outsize.planner.costs.efficiency import CPU, default_of
 from outsize.planner.costs.parallel_times import WeightCollectives
-from outsize.planner.costs.stage_edges import Edge, Edges, Flow, edges_of
+from outsize.planner.costs.stage_edges import Along, Edge, Edges, Flow, edges_of
 from outsize.planner.layout.layout import Layout, ScheduleKey
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.simulation.critical_path import COLLECTIVES, LAST, Cost, MoveWaits, Network
 from outsize.planner.simulation.simulate import StageCost
+from outsize.schedules.message import PRODUCERS
 from outsize.schedules.offload import with_activation_copies
 from outsize.schedules.planned import planned
 from outsize.schedules.refine import divided, pieces_of_stages
@@ -63,7 +65,6 @@ BLOCKS_PLAYED: Final = 1024
 FILLED: Final = 3
 _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
 Run = tuple[int, int]
-Along = frozenset[Edge]
 Bucket = tuple[float, float]
 """The share of the last backward after which a bucket is complete, and the seconds of its all-reduce."""
 
@@ -192,9 +193,8 @@ class PlayedStep:
         return max(max(ends), max((span.end_s for span in reduced), default=0.0))
 
     def _network(self, microbatches: int) -> Network:
-        key, edges = self.layout.schedule_key(microbatches), self.edges
-        along = frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step)
-        return _network(key, along, self.counts, self.moves)
+        key = self.layout.schedule_key(microbatches)
+        return _network(key, self.edges.along, self.counts, self.moves)
 
     def _seconds(self, microbatches: int, free: Callable[[Cost], bool]) -> Mapping[Cost, float]:
         """Returns the seconds of every kind of node, as it is played."""
@@ -203,17 +203,14 @@ class PlayedStep:
 
     def _own_seconds(self, microbatches: int) -> dict[Cost, float]:
         """Returns the seconds of every kind of node by itself."""
-        cp, seconds = self.layout.axes.token_parts, dict(self.move_s)
+        seconds = dict(self.move_s)
         for part, cost in enumerate(self.costs):
             seconds |= {(kind, part, -1): cost.seconds(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
-        for kind, sizes in (
-            (Kind.F, forward_bytes(self.edges, microbatches)),
-            (Kind.B, self.edges.backward),
-        ):
-            for (source, destination), size in _shares(sizes, cp).items():
-                link = self.pipeline.link(self.stage_of[source], self.stage_of[destination])
-                seconds[kind, source, destination] = link.seconds(size)
-        return seconds
+        return seconds | self.edges.message_s(microbatches, self._link, self.layout.axes.token_parts)
+
+    def _link(self, source: int, destination: int) -> Link:
+        """Returns the link between two parts."""
+        return self.pipeline.link(self.stage_of[source], self.stage_of[destination])
 
     def _apart(self, spans: Iterable[Span]) -> Iterator[Span]:
         """Yields the spans of compute without the copies of messages, and those of the messages with them."""
@@ -236,8 +233,7 @@ class PlayedStep:
         for cost in filter(is_message, seconds):
             kind, source, destination = cost
             if ranks[self.stage_of[source]] != ranks[self.stage_of[destination]]:
-                makers = (Kind.F,) if kind is Kind.F else (Kind.B, Kind.I)
-                for maker in makers:
+                for maker in PRODUCERS[kind]:
                     copied[maker, source, -1] += seconds[cost]
                 copied[cost] = 0.0
         return copied
@@ -333,16 +329,6 @@ def _sent_gradients(flows: Sequence[Flow], first: int, end: int) -> set[int]:
     return {unit for consumers in tied for unit in consumers if first <= unit < end}
 
 
-def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
-    """Returns the bytes per forward message; a step edge on the same stages is spread over the step's
-    messages.
-    """
-    merged = dict(edges.step)
-    for edge, size in edges.forward.items():
-        merged[edge] = size + edges.step.get(edge, 0) // microbatches
-    return merged
-
-
 def simulated_microbatches(layout: Layout, parts: int | None = None) -> int:
     """Returns how many microbatches are played: all of them, or enough to extrapolate; `parts`: blocks with
     collectives.
@@ -378,9 +364,7 @@ def _blocks(case: PricedModel, bounds: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 @lru_cache(maxsize=64)
-def _network(
-    schedule_key: ScheduleKey, along: tuple[Along, Along, Along], counts: tuple[int, ...], moves: _Moves
-) -> Network:
+def _network(schedule_key: ScheduleKey, along: Along, counts: tuple[int, ...], moves: _Moves) -> Network:
     """Returns the events of one step; the same for all cuts that send along the same edges."""
     return Network.of(_moving(schedule_key, counts, moves), *along, moves.waits if moves.any else None)
 
@@ -494,8 +478,3 @@ def _buckets(case: PricedModel, run: Run, collectives: WeightCollectives) -> lis
             found.append((share, collectives.reduce_s(held, last=True)))
             held = 0
     return found
-
-
-def _shares(sizes: Mapping[Edge, int], cp: int) -> Mapping[Edge, int]:
-    """Divides the bytes of each edge over the devices of a context-parallel group (each sends its part)."""
-    return {edge: -(-size // cp) for edge, size in sizes.items()}

@@ -18,10 +18,9 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes, made_for
 from outsize.planner.costs.cache import Cache, Key
-from outsize.planner.costs.coarsening import crossing_bytes
 from outsize.planner.costs.device_scaling import on_kind
 from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, routed_times, split_times
-from outsize.planner.costs.stage_edges import flows
+from outsize.planner.costs.stage_edges import crossing_bytes, flows
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.evaluate.device_groups import DeviceGroups
 from outsize.planner.layout.expert_parallel import experts_share, of_expert_rank

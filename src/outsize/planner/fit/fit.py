@@ -56,7 +56,7 @@ from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress
 from outsize.planner.costs.forward_times import batch_s, token_s
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.candidate import check_enough, lower_along
+from outsize.planner.evaluate.candidate import check_enough
 from outsize.planner.fit.from_plan import CHANGES_SHOWN, sure
 from outsize.planner.fit.nearest import device_part, widened
 from outsize.planner.memory.account import StageMemory, account_stages
@@ -213,7 +213,7 @@ class _Judge:
         case = self.case(setting)
         bounds = self._extents(setting, self.room).least_full_cut()
         schedule = build(setting.schedule, setting.stages, setting.microbatches)
-        lowered = lower_along(edges_between(case.graph, bounds), schedule)
+        lowered = edges_between(case.graph, bounds).lowered(schedule)
         return case, bounds, account_stages(case.ranges, case.graph, bounds, lowered)
 
     def _extents(self, setting: Setting, cluster: Cluster) -> ChainFeasibility:

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import ScheduleName
 from outsize.planner.bounds.step_time import PrefixTimes, prefix
-from outsize.planner.costs.stage_edges import flows
+from outsize.planner.costs.stage_edges import crossing_bytes, flows
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.planner.heterogeneous.probe import Cuts, Probe, fractional_s
 from outsize.schedules.families import family_of
@@ -376,17 +376,15 @@ class Crossing:
     def of(cls, graph: ModelGraph) -> Self:
         """Computes the bytes of one microbatch, on one device."""
         units = len(graph.units)
-        received, sent, steps = np.zeros(units + 1), np.zeros(units + 1), np.zeros(units + 2)
+        received, sent = np.zeros(units + 1), np.zeros(units + 1)
         for value in (v for v in graph.values if v.consumers):
             sent[value.producer + 1] += value.size_bytes
             received[list(value.consumers)] += value.size_bytes
-            steps[value.producer + 1] += value.size_bytes
-            steps[value.consumers[-1] + 1] -= value.size_bytes
         tied = sum(flow.size_bytes for flow in flows(graph) if flow.step)
         largest_workspace = max(
             (u.workspace_bytes + u.backward_workspace_bytes for u in graph.units), default=0
         )
-        crossing = np.cumsum(steps)[:-1]
+        crossing = crossing_bytes(graph).astype(np.float64)
         return cls(
             received, sent, crossing, largest_workspace + tied + 4 * float(crossing.max()) + graph.input_bytes
         )

@@ -13,14 +13,13 @@ from typing import Final
 
 from outsize.ir.plan import ScheduleName
 from outsize.ir.schedule import Schedule
+from outsize.planner.costs.stage_edges import Along
 from outsize.planner.layout.layout import ScheduleKey
 from outsize.planner.memory.account import InFlightState, JointStates, joint_states, peak_states
 from outsize.schedules.builders import build, row_of
 from outsize.schedules.families import family_of
 from outsize.schedules.lower import in_chain, lower
 from outsize.schedules.planned import planned
-
-Edges = frozenset[tuple[int, int]]
 
 # Five microbatches of a turn are simulated; each further one behaves as the third.
 SIMULATED_TURN: Final = 5
@@ -82,9 +81,9 @@ def _with_more_in_flight(state: InFlightState, microbatches: int) -> InFlightSta
 
 
 @lru_cache(maxsize=64)
-def states_along_edges(schedule_key: ScheduleKey, edges: tuple[Edges, Edges]) -> tuple[JointStates, ...]:
-    """Returns the joint states where the plan has the actions, over its own edges (forward, backward)."""
-    lowered = lower(planned(*schedule_key), *edges)
+def states_along_edges(schedule_key: ScheduleKey, along: Along) -> tuple[JointStates, ...]:
+    """Returns the joint states where the plan has the actions, over its own edges."""
+    lowered = lower(planned(*schedule_key), *along)
     return tuple(joint_states(lowered, rank) for rank in range(lowered.ranks))
 
 

@@ -56,7 +56,8 @@ from outsize.ir.hardware.devices import HOST_BYTES_PER_S, host_link
 from outsize.ir.hardware.links import Link
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
-from outsize.planner.costs.coarsening import coarse_graph, coarse_profile, crossing_bytes, pieces
+from outsize.planner.costs.coarsening import coarse_graph, coarse_profile, pieces
+from outsize.planner.costs.stage_edges import crossing_bytes
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import OptimizerBytes, ParameterBytes, optimizer_bytes

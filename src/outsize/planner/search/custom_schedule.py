@@ -14,7 +14,6 @@ from outsize.ir.plan import Plan, stages_from_units
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.candidate import lower_along
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.strategies.parallel_branches import even_runs
 from outsize.schedules.check import check, check_waits
@@ -35,9 +34,9 @@ def with_schedule(
         plan = plan.model_copy(update={"stages": stages_from_units(graph, units, devices)})
     made = plan.model_copy(update={"schedule": CUSTOM_NAME, "actions": written(schedule), "alternatives": ()})
     edges = edges_between(graph, made.bounds(graph))
-    forward, backward, step = frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step)
+    forward, backward, step = edges.along
     check_waits(schedule, forward, backward)
-    check(lower_along(edges, schedule), forward, backward, step)
+    check(edges.lowered(schedule), forward, backward, step)
     return price(made, graph, profile, cluster)
 
 

@@ -40,13 +40,12 @@ from numpy.typing import NDArray
 from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span
-from outsize.schedules.message import Message
+from outsize.schedules.message import PRODUCERS, Edges, Message, edge_messages
 
 Cost = tuple[Kind, int, int]
 """(kind, stage, -1) of an action, (REDUCE_GRAD, stage, LAST) of a stage's last one; (F or B, source,
 destination) of a transfer."""
 Label = tuple[int, Lane, Action]
-Edges = Set[tuple[int, int]]
 Nodes = NDArray[np.int64]
 CODES: Final = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 COLLECTIVES: Final = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
@@ -301,15 +300,12 @@ class _Rows:
         self._at[self.code, self.stage, self._microbatch] = np.arange(len(actions))
 
     def at(self, kind: Kind, stage: int) -> Nodes:
-        """Returns who makes or uses the messages of each microbatch; the gradients of a split backward belong
-        to I.
-        """
-        actions = self._at[CODES[kind], stage]
-        return (
-            np.where(actions == NOBODY, self._at[CODES[Kind.I], stage], actions)
-            if kind is Kind.B
-            else actions
-        )
+        """Returns who makes or uses the messages of each microbatch."""
+        whole, *halves = PRODUCERS[kind]
+        actions = self._at[CODES[whole], stage]
+        for half in halves:
+            actions = np.where(actions == NOBODY, self._at[CODES[half], stage], actions)
+        return actions
 
     def chain(self) -> Nodes:
         """Returns the arcs along the rows."""
@@ -322,14 +318,10 @@ Sent = tuple[Kind, tuple[int, int], Nodes]
 
 
 def _messages(rows: _Rows, forward: Edges, backward: Edges, step: Edges) -> Iterator[Sent]:
-    """Yields messages between ranks; step edges carry one, with microbatch 0, unless a forward edge covers
-    them.
-    """
-    down, up = [(Kind.F, edge) for edge in sorted(forward | step)], [(Kind.B, e) for e in sorted(backward)]
-    for kind, (source, destination) in down + up:
+    """Yields the messages of each edge between ranks."""
+    for kind, source, destination, once in edge_messages(forward, backward, step):
         if rows.rank_of[source] != rows.rank_of[destination]:
             ends = np.array([rows.at(kind, source), rows.at(kind, destination)])
-            once = kind is Kind.F and (source, destination) not in forward
             yield kind, (source, destination), ends[:, :1] if once else ends
 
 

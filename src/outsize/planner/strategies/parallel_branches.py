@@ -30,7 +30,7 @@ from outsize.ir.findings import ComposedSchedule
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, Plan, stages_from_units
 from outsize.ir.profile import Profile
-from outsize.ir.schedule import Schedule
+from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.stage_graph import in_stages
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.stage_edges import Edge, Edges, edges_among, edges_of, flows
@@ -38,7 +38,7 @@ from outsize.planner.costs.unit_times import fastest
 from outsize.planner.dag.stage_levels import Placed, by_branches, stages_of
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.candidate import Candidate, expected, reasons
-from outsize.planner.evaluate.played_step import forward_bytes, stage_cost
+from outsize.planner.evaluate.played_step import stage_cost
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import as_alternative
 from outsize.planner.layout.layout import Layout, grouped
@@ -271,12 +271,14 @@ class _Composer:
 
     def _messages(self, ranks: Sequence[int], edges: Edges, room: Cluster) -> tuple[Seconds, Seconds]:
         """Returns the seconds of a message over each edge: of values, and of gradients."""
+        seconds = edges.message_s(self._count, lambda a, b: room.link(ranks[a], ranks[b]))
         forward, backward = (
             {
-                (a, b): room.link(ranks[a], ranks[b]).seconds(size) if ranks[a] != ranks[b] else 0.0
-                for (a, b), size in sizes.items()
+                (a, b): message_s if ranks[a] != ranks[b] else 0.0
+                for (of, a, b), message_s in seconds.items()
+                if of is kind
             }
-            for sizes in (forward_bytes(edges, self._count), edges.backward)
+            for kind in (Kind.F, Kind.B)
         )
         return forward, backward
 

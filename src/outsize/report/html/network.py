@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from outsize.ir.formatting import bytes_text, seconds_text
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
+from outsize.planner.costs.stage_edges import crossing_bytes
 from outsize.report.html.svg import Svg, percent
 from outsize.report.palette import STAGES
 
@@ -68,7 +69,7 @@ def _crossing(svg: Svg, graph: ModelGraph, bounds: Sequence[int]) -> None:
     out.
     """
     count, top = len(graph.units), HEAD + WORK + GAP
-    sizes = crossing_bytes(graph)
+    sizes: list[int] = crossing_bytes(graph)[1:-1].tolist()
     largest = max(sizes, default=0) or 1
     for cut, size in enumerate(sizes, 1):
         svg.add(
@@ -81,19 +82,6 @@ def _crossing(svg: Svg, graph: ModelGraph, bounds: Sequence[int]) -> None:
             class_="crossing chosen" if cut in bounds else "crossing",
         )
     svg.add("text", f"crosses, at most {bytes_text(largest)}", x="0", y=top - 4, class_="tick halo")
-
-
-def crossing_bytes(graph: ModelGraph) -> list[int]:
-    """Returns the bytes that cross each boundary before unit 1, 2 and so on: one pass over the values."""
-    change = [0] * (len(graph.units) + 1)
-    for value in graph.values:
-        change[value.producer + 1] += value.size_bytes
-        change[value.consumers[-1] + 1] -= value.size_bytes
-    sizes, alive = list[int](), 0
-    for cut in range(1, len(graph.units)):
-        alive += change[cut]
-        sizes.append(alive)
-    return sizes
 
 
 def _modules(svg: Svg, graph: ModelGraph) -> None:

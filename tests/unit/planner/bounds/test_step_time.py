@@ -17,7 +17,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
-from outsize.planner.evaluate.candidate import Candidate, lower_along
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, StagePrices
@@ -66,7 +66,7 @@ def computed_s(model: Model, schedule: str, bounds: Sequence[int], microbatches:
         for a, b in pairwise(bounds)
     ]
     built = build(schedule, len(costs), microbatches)
-    return bound_s(lower_along(edges_between(graph, bounds), built), costs)
+    return bound_s(edges_between(graph, bounds).lowered(built), costs)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

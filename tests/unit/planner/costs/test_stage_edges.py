@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from planner_graphs import graph_of, parameter, unit, value
 
+from outsize.ir.cluster import Link
 from outsize.ir.graph import ModelGraph
-from outsize.planner.costs.stage_edges import Flow, edges_between, flows
+from outsize.ir.schedule import Kind
+from outsize.planner.costs.stage_edges import Edges, Flow, crossing_bytes, edges_between, flows
 
 
 def skip_graph(grad: bool = True) -> ModelGraph:
@@ -65,3 +67,27 @@ def test_one_stage_has_no_edges() -> None:
     assert not edges.forward
     assert not edges.backward
     assert not edges.step
+
+
+def test_what_crosses_each_boundary() -> None:
+    values = [value(0, 0, (1, 3), 12), value(1, 1, (2,), 8), value(2, 2, (), 4)]
+    graph = graph_of([unit(i) for i in range(4)], values)
+    assert crossing_bytes(graph).tolist() == [0, 12, 20, 12, 0]
+    for cut, size in enumerate(crossing_bytes(graph)[1:-1], 1):
+        crossing = (v for v in values[:2] if v.producer < cut <= v.consumers[-1])
+        assert size == sum(v.size_bytes for v in crossing)
+
+
+def test_a_weight_that_travels_with_values_is_spread_over_the_messages() -> None:
+    edges = Edges({(0, 1): 10}, {(1, 0): 11}, {(0, 1): 8, (0, 2): 6})
+    assert edges.message_bytes(4) == {Kind.F: {(0, 1): 12, (0, 2): 6}, Kind.B: {(1, 0): 11}}
+    assert edges.along == ({(0, 1)}, {(1, 0)}, {(0, 1), (0, 2)})
+
+
+def test_seconds_of_a_message_are_those_of_its_link_and_of_a_ranks_part() -> None:
+    def link(source: int, destination: int) -> Link:
+        return Link(name="wire", latency_s=1.0, bytes_per_s=10.0 if source < destination else 1.0)
+
+    edges = Edges({(0, 1): 10}, {(1, 0): 11}, {})
+    assert edges.message_s(4, link) == {(Kind.F, 0, 1): 2.0, (Kind.B, 1, 0): 12.0}
+    assert edges.message_s(4, link, parts=2) == {(Kind.F, 0, 1): 1.5, (Kind.B, 1, 0): 7.0}

@@ -12,7 +12,7 @@ from outsize.ir.cluster import GIB, make_cluster
 from outsize.ir.plan import Axes
 from outsize.ir.schedule import COMPUTE, Action, Kind
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.candidate import Candidate, lower_along
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import InFlightState, Phase, peak_table
@@ -55,7 +55,7 @@ def test_a_device_holds_what_its_stages_hold_together(ranks: int, chunks: int) -
     assert pipeline is not None
     bounds = tuple(range(0, 2 * stages + 1, 2))
     priced = Candidate.of(pipeline, bounds, (0,) * stages)
-    lowered = lower_along(edges_between(model[0], bounds), build("interleaved", stages, m, ranks))
+    lowered = edges_between(model[0], bounds).lowered(build("interleaved", stages, m, ranks))
     for rank, row in enumerate(lowered.actions):
         most = worst(row, list(pairwise(bounds)), pipeline.case.ranges, m)
         assert priced.held_bytes(rank) == most

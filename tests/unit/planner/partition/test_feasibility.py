@@ -13,7 +13,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.candidate import Candidate, lower_along
+from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import account_stages
@@ -30,9 +30,8 @@ def devices(count: int, memory_bytes: int) -> Cluster:
 
 def peak(case: PricedModel, schedule: ScheduleName, bounds: tuple[int, ...]) -> int:
     """Of the fullest stage, by the account of the real edges."""
-    lowered = lower_along(
-        edges_between(case.graph, bounds), build(schedule, len(bounds) - 1, case.microbatches)
-    )
+    built = build(schedule, len(bounds) - 1, case.microbatches)
+    lowered = edges_between(case.graph, bounds).lowered(built)
     return max(m.peak_bytes for m in account_stages(case.ranges, case.graph, bounds, lowered))
 
 
