@@ -76,7 +76,7 @@ def work(folder: Path) -> None:
     )
     engine.step(**batch)
     executor: Any = engine._executor  # pyright: ignore[reportPrivateUsage]  the counter of collectives
-    sent = executor.variants._options.context.group.group.sent
+    sent = executor.variants._options.context.group.group.collectives.sent
     before, seconds = dict(sent), list[float]()
     for _ in range(STEPS):
         start = time.perf_counter()

@@ -27,7 +27,7 @@ from outsize.ir.plan import Plan, ScheduleName
 from outsize.ops.doctor.models import TIED
 from outsize.program.sharding.share import Share
 from outsize.program.tree import map_leaves
-from outsize.run.collectives.tensor_parallel import TensorParallelGroup
+from outsize.run.collectives.mesh_collectives import MeshCollectives
 from outsize.run.transport.groups import RankGroup
 from outsize.run.transport.process_group import ProcessTransport, TransportGroups
 from outsize.train.check.compare import (
@@ -284,9 +284,9 @@ def overlapped(world: World, *, sequence: bool, how: dict[str, Any]) -> dict[str
     names = ("begin_total", "begin_total_part")
 
     def counted(name: str) -> Callable[..., Any]:
-        begin = getattr(TensorParallelGroup, name)
+        begin = getattr(MeshCollectives, name)
 
-        def call(self: TensorParallelGroup, *args: Any, **kwargs: Any) -> Any:
+        def call(self: MeshCollectives, *args: Any, **kwargs: Any) -> Any:
             begun.append(name)
             return begin(self, *args, **kwargs)
 
@@ -296,7 +296,7 @@ def overlapped(world: World, *, sequence: bool, how: dict[str, Any]) -> dict[str
     for overlaps in (True, False):
         with ExitStack() as stack:
             for name in names:
-                stack.enter_context(patch.object(TensorParallelGroup, name, counted(name)))
+                stack.enter_context(patch.object(MeshCollectives, name, counted(name)))
             if not overlaps:
                 stack.enter_context(patch.object(StageFactory, "_overlaps", lambda _: False))
             stack.enter_context(_precision(world, autocast))
@@ -477,7 +477,7 @@ def gathered(world: World) -> dict[str, Any]:
     import simdev
 
     device, size = device_of(world), world.world_size
-    group = TensorParallelGroup(init_device_mesh(world.device_type, (size,)))
+    collectives = MeshCollectives(init_device_mesh(world.device_type, (size,)))
     found: dict[str, Any] = {}
     shares = {
         "rows": Share(0, (8,)),
@@ -489,10 +489,10 @@ def gathered(world: World) -> dict[str, Any]:
         whole = (
             torch.arange(share.size * 12.0).view(-1, 12) if share.dim == 0 else torch.arange(30.0).view(5, 6)
         )
-        part = group.part(whole.to(device), share)
-        group.whole(part, share)  # makes the communicator
+        part = collectives.part(whole.to(device), share)
+        collectives.whole(part, share)  # makes the communicator
         simdev.reset_counters()
-        ours = group.whole(part, share)
+        ours = collectives.whole(part, share)
         found[name] = (simdev.launches(), torch.equal(ours.cpu(), whole))
     return found
 

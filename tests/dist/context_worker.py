@@ -195,7 +195,7 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
         "generated": not trained
         or tokens is None
         or torch.equal(tokens, alone_tokens(alone, trained, batch)),
-        "sent": dict(engine._executor.variants._options.context.group.group.sent),  # pyright: ignore
+        "sent": dict(engine._executor.variants._options.context.group.group.collectives.sent),  # pyright: ignore
     }
 
 

@@ -209,7 +209,7 @@ def split(engine: Engine, batch: Batch) -> tuple[list[float], Numbers, Sent, Num
         found = engine.step(*batch.args, update=bool(step % 2), loss_scale=0.5, **batch.kwargs)
         losses.append(found.loss.item())
         if step == 0:
-            kinds = tensor.group.sent
+            kinds = tensor.group.collectives.sent
             sent = {
                 "summed": kinds["all_reduce"],
                 "gathered": kinds["all_gather"] + kinds["reduce_scatter"],

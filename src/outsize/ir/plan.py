@@ -427,18 +427,8 @@ class Plan(Record):
                 words = {"limited_by", "margins"}
                 document["expected"] = {name: v for name, v in expected.items() if name not in words}
         plan = super().of_document(document)
-        plan._check_ranks()
+        _check_ranks(plan)
         return plan
-
-    def _check_ranks(self) -> None:
-        """Raises BadPlan where a rank of the pipeline has no stage, or a stage no rank."""
-        on_ranks = {*self.ranks} if self.stages else set[int]()
-        if len(on_ranks) != self.axes.pp or max(on_ranks) >= self.axes.pp:  # a set of pp numbers may not fit
-            raise BadPlan(
-                f"the plan has {self.axes.pp} ranks of a pipeline, and stages for {len(on_ranks)} of them",
-                numbers=f"axes.pp {self.axes.pp}, {len(self.stages)} stages, schedule {self.schedule!r}",
-                next_step="outsize plan MODEL --out plan.json",
-            )
 
     @field_validator("actions")
     @classmethod
@@ -593,7 +583,7 @@ class Plan(Record):
                 if stage_of[unit] >= 0:
                     raise _not_once(names[unit], f"it is in stage {stage_of[unit]} and in stage {number}")
                 stage_of[unit] = number
-            self._check_recomputed(number, [names[unit] for unit in units])
+            _check_recomputed(self, number, [names[unit] for unit in units])
         if -1 in stage_of:
             missing = [name for name, at in zip(names, stage_of, strict=True) if at < 0]
             raise _not_once(missing[0], f"{len(missing)} of {len(names)} units are in none")
@@ -621,25 +611,37 @@ class Plan(Record):
         """
         return in_stages(self.owners(graph))
 
-    def _check_recomputed(self, number: int, names: list[str]) -> None:
-        """Raises BadPlan unless a stage's `recomputed` patterns fit its policy and its units, given
-        by name.
-        """
-        patterns, how = self.stages[number].recomputed, self.recompute_of(number)
-        if bool(patterns) != self.activation_policy(number).lists_units:
-            raise BadPlan(
-                f"stage {number} says recompute {how!r} and {'names' if patterns else 'names no'} units",
-                numbers=f'{len(patterns)} patterns in `recomputed`, where "selective" alone has some',
-                next_step=f'in stage {number}: recompute "selective" and some units, or `recomputed` []',
-            )
-        try:
-            expand(patterns, names)
-        except KeyError as error:
-            raise BadPlan(
-                f"stage {number} is to recompute {error.args[0]!r}, which is none of its units",
-                numbers=f"its {len(names)} units are {names[0]!r} to {names[-1]!r}",
-                next_step="outsize plan MODEL --units to list them, or take it out of `recomputed`",
-            ) from None
+
+def _check_ranks(plan: Plan) -> None:
+    """Raises BadPlan where a rank of the pipeline has no stage, or a stage no rank."""
+    on_ranks = {*plan.ranks} if plan.stages else set[int]()
+    if len(on_ranks) != plan.axes.pp or max(on_ranks) >= plan.axes.pp:  # a set of pp numbers may not fit
+        raise BadPlan(
+            f"the plan has {plan.axes.pp} ranks of a pipeline, and stages for {len(on_ranks)} of them",
+            numbers=f"axes.pp {plan.axes.pp}, {len(plan.stages)} stages, schedule {plan.schedule!r}",
+            next_step="outsize plan MODEL --out plan.json",
+        )
+
+
+def _check_recomputed(plan: Plan, number: int, names: list[str]) -> None:
+    """Raises BadPlan unless a stage's `recomputed` patterns fit its policy and its units, given
+    by name.
+    """
+    patterns, how = plan.stages[number].recomputed, plan.recompute_of(number)
+    if bool(patterns) != plan.activation_policy(number).lists_units:
+        raise BadPlan(
+            f"stage {number} says recompute {how!r} and {'names' if patterns else 'names no'} units",
+            numbers=f'{len(patterns)} patterns in `recomputed`, where "selective" alone has some',
+            next_step=f'in stage {number}: recompute "selective" and some units, or `recomputed` []',
+        )
+    try:
+        expand(patterns, names)
+    except KeyError as error:
+        raise BadPlan(
+            f"stage {number} is to recompute {error.args[0]!r}, which is none of its units",
+            numbers=f"its {len(names)} units are {names[0]!r} to {names[-1]!r}",
+            next_step="outsize plan MODEL --units to list them, or take it out of `recomputed`",
+        ) from None
 
 
 def _units_of(number: int, stage: Stage, names: list[str]) -> list[int]:

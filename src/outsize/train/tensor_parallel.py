@@ -104,7 +104,7 @@ def tensor_parallel(
 def traffic(model: nn.Module) -> Mapping[str, int]:
     """Returns the bytes of all collectives of a divided model so far, by kind of collective."""
     forward = model.__dict__["forward"]
-    return dict(forward.together.sent)
+    return dict(forward.together.collectives.sent)
 
 
 @final

@@ -29,7 +29,8 @@ from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, StagePrices
 from outsize.planner.partition.stage_weights import Demand
-from outsize.policies.activations import Recompute, by_units, whole_stage
+from outsize.planner.search.step_floors import StepFloors
+from outsize.policies.activations import Recompute
 
 # One search prices at most this many layouts; the gap accounts for the others.
 MOST_PRICED: Final = 24
@@ -86,6 +87,7 @@ class BranchAndBound:
         most_s: float = inf,
     ) -> None:
         self._pricing, self._recompute = pricing, tuple(recompute)
+        self.floors = StepFloors(pricing, self._recompute)
         self._compares, self._most_s = compares, most_s
         self._candidates: list[Candidate] = []
         self._rejected: list[Pipeline] = []
@@ -118,23 +120,23 @@ class BranchAndBound:
             if layout.chunks > 1:
                 return Bounded(self._waits_s(choice, layouts), True, choice.number)
             if choice.number not in bounds:
-                bounds[choice.number] = self.bound(layout)
+                bounds[choice.number] = self.floors.bound(layout)
             bound = bounds[choice.number]
             bound.exceeds(self.most_pipeline_s(layout))
-            sharper_s = max(floor_s, self.together_s(layout, bound.low_s))
+            sharper_s = max(floor_s, self.floors.together_s(layout, bound.low_s))
             while not bound.sharp and sharper_s <= next_s:
                 bound.sharpen()
-                sharper_s = max(floor_s, self.together_s(layout, bound.low_s))
+                sharper_s = max(floor_s, self.floors.together_s(layout, bound.low_s))
             return Bounded(sharper_s, bound.sharp, choice.number)
 
-        return BestFirst([self.least_s(layout) for layout in layouts], sharpened)
+        return BestFirst([self.floors.least_s(layout) for layout in layouts], sharpened)
 
     def _waits_s(self, choice: Bounded, layouts: Sequence[Layout]) -> float:
         """Returns the bound of a layout that waits; an interleaved one has that of its balanced cut."""
         layout = layouts[choice.number]
         if choice.is_sharp or layout.chunks == 1:
             return choice.least_s
-        return max(choice.least_s, self.likely_s(layout))
+        return max(choice.least_s, self.floors.likely_s(layout))
 
     def _polishes(self, floor_s: float) -> bool:
         """Moves the cut of the best layout, as the search does in its end, where that may show that nothing
@@ -191,41 +193,6 @@ class BranchAndBound:
         """Returns whether the layouts are so few that all are priced for comparison, none is pruned."""
         return self._compares and self._asked <= MOST_COMPARED
 
-    def refuted(self, layout: Layout) -> bool:
-        """Returns whether it is seen at once that nothing fits, block by block recompute included."""
-        pricing = self._pricing
-        return pricing.bounds.refuted(layout, self._unselective) and (
-            not self._by_blocks(layout) or pricing.bounds.refuted(layout, self._recompute)
-        )
-
-    def _by_blocks(self, layout: Layout) -> bool:
-        return by_units(self._recompute) and self._pricing.by_blocks(layout)
-
-    @property
-    def _unselective(self) -> tuple[Recompute, ...]:
-        return whole_stage(self._recompute)
-
-    def least_s(self, layout: Layout) -> float:
-        """Returns a lower bound that needs only sums; infinite where nothing can fit."""
-        if not self._pricing.bounds.may_fit(layout, self._recompute):
-            return inf
-        return self.together_s(layout, self._pricing.bounds.least_s(layout))
-
-    def bound(self, layout: Layout) -> StepBound:
-        """Returns a lower bound of the pipeline's seconds that can be sharpened."""
-        return self._pricing.bounds.bound(layout, self._recompute)
-
-    def likely_s(self, layout: Layout) -> float:
-        """Returns the step of a balanced cut with its collectives; infinite where nothing can fit."""
-        if not self._pricing.bounds.may_fit(layout, self._recompute):
-            return inf
-        return self.together_s(layout, self._pricing.bounds.balanced_s(layout))
-
-    def together_s(self, layout: Layout, pipeline_s: float) -> float:
-        """Adds the optimizer's seconds to the bound of the pipeline or of the replicas' collectives."""
-        together_s = max(pipeline_s, self._pricing.bounds.collectives_s(layout))
-        return together_s + self._pricing.bounds.update_s(layout)
-
     def _price_or_reject(self, layout: Layout, floor_s: float) -> bool:
         """Prices or rejects a layout; returns False where it was given up because it cannot win."""
         most_s = inf if self._prices_all else self._cutoff_s()
@@ -233,11 +200,11 @@ class BranchAndBound:
             self._floors.append(floor_s)
             return True
         if self._pricing.unequal:  # Not all orders of unequal devices are tried.
-            floor_s = max(floor_s, self._floor_below(layout, most_s))
+            floor_s = max(floor_s, self.floors.below_s(layout, most_s))
             self._floors.append(floor_s)
             if self._is_pruned(floor_s):
                 return False
-        return self._reject(layout) if self.refuted(layout) else self._cut(layout, floor_s, most_s)
+        return self._reject(layout) if self.floors.refuted(layout) else self._cut(layout, floor_s, most_s)
 
     def _reject(self, layout: Layout) -> bool:
         self._rejected.extend(islice(self._pricing.pipelines(layout, self._recompute), 1))
@@ -264,18 +231,12 @@ class BranchAndBound:
             self._rejected.append(pipeline)
         return best is not None or least_s == inf
 
-    def _floor_below(self, layout: Layout, most_s: float) -> float:
-        """Returns the bound of a layout of unequal devices, which is not sought above `most_s`."""
-        if layout.chunks > 1:
-            return self._pricing.bounds.balanced_s(layout)
-        return self.together_s(layout, self._pricing.bounds.floor_s(layout, self._recompute, most_s))
-
     def _best_of(
         self, tables: Sequence[StagePrices], floor_s: float, most_s: float
     ) -> tuple[Candidate | None, float]:
         """Returns the best cut of a layout, and a lower bound of all its cuts: infinite where none fits."""
         layout = tables[0].pipeline.layout
-        known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
+        known_s = max(floor_s, tables[0].floor_below(most_s)) if self.floors.is_sharp(layout) else floor_s
         if known_s < inf and self._is_pruned(known_s):
             return None, known_s
         tried = [self._priced(candidate, most_s) for candidate in tables]
@@ -295,9 +256,9 @@ class BranchAndBound:
         self, layout: Layout, floor_s: float, most_s: float, demand: Demand | None
     ) -> list[StagePrices]:
         """Returns the tables; block by block recompute is tried where only it may help."""
-        by_blocks = self._by_blocks(layout)
-        if not by_blocks or not self._pricing.bounds.refuted(layout, self._unselective):
-            tables = self._stage_prices(layout, self._unselective, floor_s, demand)
+        by_blocks = self.floors.by_blocks(layout)
+        if not by_blocks or not self._pricing.bounds.refuted(layout, self.floors.unselective):
+            tables = self._stage_prices(layout, self.floors.unselective, floor_s, demand)
             if not by_blocks or not all(each.may_gain(most_s) for each in tables):
                 return tables
         return self._stage_prices(layout, self._recompute, floor_s, demand)
@@ -322,10 +283,6 @@ class BranchAndBound:
             return inf
         if (busy_s := pipeline.busy_s(cut)) > most_s:
             return busy_s
-        known_s = tables.floor_s if self._exact(pipeline.layout) else 0.0
+        known_s = tables.floor_s if self.floors.is_sharp(pipeline.layout) else 0.0
         candidate = Candidate.of(pipeline, cut.bounds, cut.choices, known_s)
         return candidate.least_s if most_s < inf and candidate.least_s > most_s else candidate
-
-    def _exact(self, layout: Layout) -> bool:
-        """Returns whether its tables give a bound that no cut of it beats."""
-        return layout.chunks == 1 and self._pricing.stages.exact(layout) and not self._pricing.unequal

@@ -33,7 +33,7 @@ from outsize.planner.layout.layout import (
     weight_modes,
 )
 from outsize.planner.layout.tensor_parallel import divides
-from outsize.planner.search.branch_and_bound import BranchAndBound
+from outsize.planner.search.step_floors import StepFloors
 from outsize.policies.weights import SHARDED, Weights
 from outsize.schedules.families import CHUNKED, DEFAULT, FORWARD, SEQUENTIAL, family_of, searched
 
@@ -188,7 +188,7 @@ def _ranks(request: PlanRequest, units: int, cluster: Cluster) -> int:
     return stages
 
 
-def interleaved(search_loop: BranchAndBound, pricing: Pricing, layouts: Sequence[Layout]) -> Iterator[Layout]:
+def interleaved(floors: StepFloors, pricing: Pricing, layouts: Sequence[Layout]) -> Iterator[Layout]:
     """Yields the meshes again with several stages on a device whose balanced cut is shortest that way: such
     cuts take long to price. Meshes that do not fit with one stage on a device are left out.
     """
@@ -200,9 +200,9 @@ def interleaved(search_loop: BranchAndBound, pricing: Pricing, layouts: Sequence
             for each in pipelines(layout.axes, counts, (CHUNKED.name,), units)
         )
         if chunked:
-            found.append((min(map(search_loop.likely_s, chunked)), place, chunked))
+            found.append((min(map(floors.likely_s, chunked)), place, chunked))
     in_order = sorted(each for each in found if each[0] < inf)
-    fitting = (chunked for _, place, chunked in in_order if not search_loop.refuted(layouts[place]))
+    fitting = (chunked for _, place, chunked in in_order if not floors.refuted(layouts[place]))
     yield from chain.from_iterable(islice(fitting, MOST_MESHES))
 
 

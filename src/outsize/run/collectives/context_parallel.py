@@ -39,7 +39,7 @@ Function = Callable[..., Tensor]
 
 @final
 class ContextParallelGroup(AxisGroup):
-    """Runs the collectives over one dim of a mesh; `group.sent` counts bytes by kind of collective.
+    """Runs the collectives over one dim of a mesh; `group.collectives` counts the bytes of each kind.
 
     `share` says how the divided argument is divided, and `function` is the model's own. Gradients of whole
     values are sums over ranks. `ends_graphs`: compiled stages call the collectives outside of their graphs.
@@ -58,7 +58,7 @@ class ContextParallelGroup(AxisGroup):
 
     def cut(self, x: Tensor, share: Share) -> Tensor:
         """Returns this rank's rows of a whole value."""
-        return Paired.apply(x, self.group.part, self._between_zeros, share)
+        return Paired.apply(x, self.group.collectives.part, self._between_zeros, share)
 
     def end(self, loss: Tensor) -> Tensor:
         """Returns the whole loss, whose gradient begins as 1 / ranks on each rank."""
@@ -117,7 +117,7 @@ class ContextParallelGroup(AxisGroup):
         summed = self.total(function(logits, target, **options, reduction="sum"))
         if reduction == "sum":
             return summed
-        return summed / self.group.total(counted_targets(target, **options).to(summed.dtype))
+        return summed / self.group.collectives.total(counted_targets(target, **options).to(summed.dtype))
 
     def average(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
         """Computes a loss that is a mean (or sum) over all elements from this rank's."""
@@ -142,7 +142,7 @@ class ContextParallelGroup(AxisGroup):
 
     def total(self, x: Tensor) -> Tensor:
         """Returns the sum of all ranks' x."""
-        return Paired.apply(x, self.group.total, self.group.total)
+        return Paired.apply(x, self.group.collectives.total, self.group.collectives.total)
 
     def _causal_mask(self, share: Share, keys: int, device: torch.device) -> Tensor:
         rows = torch.cat([torch.arange(*rows, device=device) for rows in self.place.ranges(share)])

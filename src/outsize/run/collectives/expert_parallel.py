@@ -83,7 +83,7 @@ class ExpertParallelGroup(AxisGroup):
         self._ends_graphs = ends_graphs
         self.group, self._alike = TensorParallelGroup(mesh), alike
         self.place, self._ranks = self.group.place, mesh.get_group()
-        self.sent: Counter[str] = self.group.sent
+        self.sent: Counter[str] = self.group.collectives.sent
         self.counts: dict[str, RowCounts] = {}
         self._load = [0] * self.place.ranks
 
@@ -101,7 +101,7 @@ class ExpertParallelGroup(AxisGroup):
         rows = Share(0, (len(x),))
         x, index, weight = (
             self._alike.cut(x, rows),
-            self._alike.part(index, rows),
+            self._alike.collectives.part(index, rows),
             self._alike.cut(weight, rows),
         )
         return self._alike.gather(self._of_rows(call, x, index, weight), rows)

@@ -24,7 +24,6 @@ tests/dist/test_tensor_parallel.py, the numbers of one process.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,123 +47,48 @@ from outsize.program.sharding.axis_group import AxisGroup
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.sharding.tensor_parallel.calls import ColumnProduct
 from outsize.run.collectives.attention import by_heads, one_mask
-from outsize.run.collectives.functions import ColumnProducts, Entry, InFlight, Paired, lowered
+from outsize.run.collectives.functions import ColumnProducts, Entry, Paired, lowered
+from outsize.run.collectives.mesh_collectives import MeshCollectives, part_of
 
 
 @final
 class TensorParallelGroup(AxisGroup):
-    """Runs collectives over one dim of a mesh; `sent` counts bytes of whole tensors by kind of collective.
+    """Computes with gradients what ranks along one dim of a mesh compute together, by their `collectives`.
 
-    The bytes are counted as in planner/costs/collectives.py: the input of an all_reduce and a reduce_scatter,
-    the output of an all_gather. `ends_graphs`: compiled stages call the collectives outside of their graphs.
+    `ends_graphs`: compiled stages call it outside of their graphs.
     """
 
     def __init__(self, mesh: DeviceMesh, *, ends_graphs: bool = False) -> None:
         self.mesh, self._ends_graphs = mesh, ends_graphs
-        self.place = RankPosition(mesh.get_local_rank(), mesh.size())
-        self.sent: Counter[str] = Counter()
-        self._group = mesh.get_group()
+        self.collectives = MeshCollectives(mesh)
+        self.place = self.collectives.place
 
     def collective(self, name: str) -> Callable[..., Any]:
         return named_collective(self, name, ends_graph=self._ends_graphs)
 
-    def total(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Returns the sum (or reduction by `op`) of all ranks' x, without gradients."""
-        x = x.detach().clone(memory_format=torch.contiguous_format)
-        self.sent["all_reduce"] += x.numel() * x.element_size()
-        dist.all_reduce(x, op, self._group)
-        return x
-
-    def part(self, x: Tensor, share: Share) -> Tensor:
-        """Returns a copy of this rank's shard of the whole x."""
-        return _part(x, share, self.place)
-
-    def whole(self, x: Tensor, share: Share) -> Tensor:
-        """Gathers all shards into the whole tensor, without gradients."""
-        places = [RankPosition(rank, self.place.ranks) for rank in range(self.place.ranks)]
-        sizes = [place.size(share) for place in places]
-        shape, is_even = [*x.shape], len(set(sizes)) == 1
-        shape[share.dim] = max(sizes)
-        mine = x.detach().contiguous() if is_even else x.new_zeros(shape)
-        if not is_even:
-            mine.narrow(share.dim, 0, x.shape[share.dim]).copy_(x.detach())
-        parts = x.new_empty([len(places) * shape[0], *shape[1:]])
-        # The first name is that of torch 2.13, the second that of earlier versions.
-        send = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        send(parts, mine, group=self._group)
-        shape[share.dim] = share.size
-        self.sent["all_gather"] += math.prod(shape) * x.element_size()
-        if is_even and share.dim == 0 and len(share.parts) == 1:  # the ranks' parts in a row
-            return parts
-        gathered = x.new_empty(shape)
-        for place, part in zip(places, parts.unflatten(0, (len(places), -1)), strict=True):
-            done = 0
-            for start, stop in place.ranges(share):
-                piece = part.narrow(share.dim, done, stop - start)
-                gathered.narrow(share.dim, start, stop - start).copy_(piece)
-                done += stop - start
-        return gathered
-
-    def total_part(self, x: Tensor, share: Share) -> Tensor:
-        """Returns this rank's shard of the sum of all ranks' x, without gradients."""
-        return self._total_part(x, share, is_async=False).wait()
-
-    def begin_total(self, x: Tensor) -> InFlight:
-        """Begins to add up all ranks' x, in place."""
-        self.sent["all_reduce"] += x.numel() * x.element_size()
-        return InFlight(dist.all_reduce(x, group=self._group, async_op=True), (x,), x)
-
-    def begin_total_part(self, x: Tensor, share: Share) -> InFlight:
-        """Begins to add up all ranks' x, of which this rank gets its shard."""
-        return self._total_part(x, share, is_async=True)
-
-    def _total_part(self, x: Tensor, share: Share, *, is_async: bool) -> InFlight:
-        parts = self._in_rows(x.detach(), share)
-        self.sent["reduce_scatter"] += x.numel() * x.element_size()
-        mine = torch.empty_like(parts[0])
-        # The first name is that of torch 2.13, the second that of earlier versions.
-        send = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work = send(mine, parts.flatten(0, 1), group=self._group, async_op=is_async)
-        return InFlight(work, (parts, mine), mine.narrow(share.dim, 0, self.place.size(share)))
-
-    def _in_rows(self, x: Tensor, share: Share) -> Tensor:
-        """Returns the ranks' shards one after the other, padded to equal sizes: (ranks, ..., shard, ...)."""
-        places = [RankPosition(rank, self.place.ranks) for rank in range(self.place.ranks)]
-        sizes = [place.size(share) for place in places]
-        if len(set(sizes)) == len(share.parts) == 1:
-            return x.unflatten(share.dim, (len(places), sizes[0])).movedim(share.dim, 0).contiguous()
-        shape = [len(places), *x.shape]
-        shape[share.dim + 1] = max(sizes)
-        parts = x.new_zeros(shape)
-        for place, into, size in zip(places, parts, sizes, strict=True):
-            into.narrow(share.dim, 0, size).copy_(_part(x, share, place))
-        return parts
-
-    # -- with gradients ------------------------------------------------------------------------------
-
     def enter(self, x: Tensor) -> Tensor:
         """Returns x, whose gradient is the sum of all ranks' gradients."""
-        return Paired.apply(x, _same, self.total)
+        return Paired.apply(x, _same, self.collectives.total)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Returns the sum of all ranks' x."""
-        return Paired.apply(x, self.total, _same)
+        return Paired.apply(x, self.collectives.total, _same)
 
     def cut(self, x: Tensor, share: Share) -> Tensor:
         """Returns this rank's shard of x."""
-        return Paired.apply(x, self.part, self.whole, share)
+        return Paired.apply(x, self.collectives.part, self.collectives.whole, share)
 
     def gather(self, x: Tensor, share: Share) -> Tensor:
         """Returns the whole of which each rank has a shard."""
-        return Paired.apply(x, self.whole, self.part, share)
+        return Paired.apply(x, self.collectives.whole, self.collectives.part, share)
 
     def scatter(self, x: Tensor, share: Share) -> Tensor:
         """Returns this rank's shard of the sum of all ranks' x."""
-        return Paired.apply(x, self.total_part, self.whole, share)
+        return Paired.apply(x, self.collectives.total_part, self.collectives.whole, share)
 
     def collect(self, x: Tensor, share: Share) -> Tensor:
         """Returns the whole, whose gradient is the sum of all ranks' gradients."""
-        return Paired.apply(x, self.whole, self.total_part, share)
+        return Paired.apply(x, self.collectives.whole, self.collectives.total_part, share)
 
     def columns(
         self, x: Tensor, share: Share | None, products: tuple[ColumnProduct, ...]
@@ -180,12 +104,12 @@ class TensorParallelGroup(AxisGroup):
 
     def _entry(self, share: Share | None) -> Entry:
         if share is None:
-            return Entry(_same, self.total, self.begin_total)
+            return Entry(_same, self.collectives.total, self.collectives.begin_total)
         one = {"share": share}
         return Entry(
-            partial(self.whole, **one),
-            partial(self.total_part, **one),
-            partial(self.begin_total_part, **one),
+            partial(self.collectives.whole, **one),
+            partial(self.collectives.total_part, **one),
+            partial(self.collectives.begin_total_part, **one),
             gathers=True,
         )
 
@@ -234,7 +158,7 @@ class TensorParallelGroup(AxisGroup):
         q, k, v = (by_heads(each, module) for each in made)
         mask, causal = one_mask(q, k, *masks)
         if mask is not None and mask.ndim == 4 and mask.shape[1] == module.num_heads:
-            mask = self.part(mask, Share(1, (module.num_heads,)))
+            mask = self.collectives.part(mask, Share(1, (module.num_heads,)))
         p = module.dropout if module.training else 0.0
         share_of_heads, kernel = Share(1, (module.num_heads,)), functional.scaled_dot_product_attention
         out = self.attention(share_of_heads, kernel, q, k, v, mask, p, causal)
@@ -305,7 +229,7 @@ class TensorParallelGroup(AxisGroup):
 
     def parameter(self, weight: Tensor, share: Share | None) -> nn.Parameter:
         """Returns the weight as a DTensor of which this rank has its shard, or with None all."""
-        local = weight.detach() if share is None else self.part(weight.detach(), share)
+        local = weight.detach() if share is None else self.collectives.part(weight.detach(), share)
         sharded = DTensor.from_local(
             local, self.mesh, [_placement(share)], run_check=False, shape=weight.shape, stride=weight.stride()
         )
@@ -451,13 +375,8 @@ def drawn_mask(
     whole = x.new_ones([sizes.get(dim, x.shape[dim]) for dim in order])
     mask = dropout(whole, p).permute([order.index(dim) for dim in range(x.ndim)])
     for share, place in divided:
-        mask = _part(mask, share, place)
+        mask = part_of(mask, share, place)
     return mask
-
-
-def _part(x: Tensor, share: Share, place: RankPosition) -> Tensor:
-    pieces = [x.narrow(share.dim, start, stop - start) for start, stop in place.ranges(share)]
-    return torch.cat(pieces, share.dim)
 
 
 def _nothing(index: Tensor, weight: Tensor) -> Tensor:
@@ -478,12 +397,12 @@ class _CrossEntropy(torch.autograd.Function):
         ((start, stop),) = group.place.ranges(share)
         lowest = torch.finfo(logits.dtype).min
         top = logits.amax(1) if stop > start else logits.new_full(target.shape, lowest)
-        top = group.total(top, dist.ReduceOp.MAX)
+        top = group.collectives.total(top, dist.ReduceOp.MAX)
         powers = (logits - top[:, None]).exp()
         is_local = (target >= start) & (target < stop)
         at = (target - start).masked_fill(~is_local, 0)[:, None]
         there = (logits - top[:, None]).gather(1, at)[:, 0] if stop > start else torch.zeros_like(top)
-        sums, there = group.total(torch.stack([powers.sum(1), there.masked_fill(~is_local, 0)]))
+        sums, there = group.collectives.total(torch.stack([powers.sum(1), there.masked_fill(~is_local, 0)]))
         ctx.save_for_backward(powers / sums[:, None], at, is_local)
         return sums.log() - there
 

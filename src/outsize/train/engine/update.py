@@ -37,7 +37,7 @@ from outsize.train.crew.grad_clip import clip_by_global_norm, speculation_for
 from outsize.train.crew.grad_scaler import Scaling
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.loop_agreement import LoopAgreement, UpdateWatch
-from outsize.train.optimizers.owned_step import OwnedStep
+from outsize.train.optimizers.owned_weights import OwnedWeights
 from outsize.train.optimizers.placed import OptimizerPlacing
 from outsize.train.ranks.divided_weights import DividedWeights
 
@@ -63,7 +63,7 @@ class WeightUpdate:
         if options.optimizer is not None:
             self.tried = ownership.only_trying(options.optimizer)
         self.optimizer: Optimizer | None = None
-        self.owned: OwnedStep | None = None  # It steps whole weights, where ranks own these.
+        self.owned: OwnedWeights | None = None  # Whole weights that are stepped, where ranks own these.
         self._trained_of_loss = frozenset[str]()
         self._loop = None if run.host_group is None else LoopAgreement(run.host_group)
         self._watch = UpdateWatch()

@@ -36,6 +36,7 @@ from outsize.train.checkpoint.weights import HeldWeights
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.optimizers.coupling import Coupling, CouplingTrial, MakeOptimizer, WeightKind
 from outsize.train.optimizers.owned_step import OwnedStep, replace_step
+from outsize.train.optimizers.owned_weights import OwnedWeights
 from outsize.train.optimizers.shared_draws import SharedDraws
 from outsize.train.ranks.mesh import Mesh
 
@@ -44,10 +45,10 @@ _REACHES: Final = ("elementwise", "per weight", "all weights")
 
 @final
 class PlacedOptimizer(NamedTuple):
-    """The user's optimizer on a rank; `owned` steps it where weights have owners, else None."""
+    """The user's optimizer on a rank; `owned` are whole weights where ranks own these, else None."""
 
     optimizer: Any
-    owned: OwnedStep | None = None
+    owned: OwnedWeights | None = None
 
 
 @final
@@ -149,7 +150,7 @@ class OptimizerPlacing:
         own = {id(weight) for weight in self.ownership.trained()}
         kinds = [kind for kind, p in zip(self._kinds(), self.model.parameters(), strict=True) if id(p) in own]
         owned = OwnedStep(self.held, group, balanced(kinds, group.size()))
-        return PlacedOptimizer(owned.made(make), owned)
+        return PlacedOptimizer(owned.made(make), owned.weights)
 
     def _with_one_owner(
         self, mesh: Mesh, make: Callable[[list[nn.Parameter]], Any], coupling: Coupling
@@ -168,7 +169,7 @@ class OptimizerPlacing:
         device = self.held.crew.gradient_device
         draws = SharedDraws(mesh.group.host, leader, device) if coupling.draws else None
         owned = OwnedStep(self.held, group, dict.fromkeys(names, owner), alone=owner, draws=draws)
-        return PlacedOptimizer(owned.made(make), owned)
+        return PlacedOptimizer(owned.made(make), owned.weights)
 
     def _fitting(self, mesh: Mesh, rank: int, coupling: Coupling) -> tuple[int, int]:
         """Returns the rank of each replica's group that owns all weights, and of the run that leads it.

@@ -101,7 +101,7 @@ class DividedWeights:
                 empty = torch.empty_like(values, device="meta")
                 whole_parameters[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
                 vars(whole_parameters[id(weight)]).update(vars(weight))
-                parts[id(weight)] = like(weight, self.group_of(name).part(values.detach(), share))
+                parts[id(weight)] = like(weight, self.group_of(name).collectives.part(values.detach(), share))
             self._whole_parameters.append((table, key, whole_parameters[id(weight)]))
         replace(self._model, parts)
 
@@ -131,7 +131,7 @@ class DividedWeights:
         added = list(norms)
         for ranks in self._along:
             is_part = [ranks.share(name) is not None for name in names]
-            added = with_added_squares(added, is_part, ranks.group.total)
+            added = with_added_squares(added, is_part, ranks.group.collectives.total)
         return added
 
     def gathered(self, name: str, value: Tensor) -> Tensor:
@@ -139,7 +139,11 @@ class DividedWeights:
         call this.
         """
         share = self.share(name)
-        return value if share is None else self.group_of(name).whole(value.to(self._device), share).cpu()
+        return (
+            value
+            if share is None
+            else self.group_of(name).collectives.whole(value.to(self._device), share).cpu()
+        )
 
     def shown(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors by name; for a part, one of the whole's shape, without values."""

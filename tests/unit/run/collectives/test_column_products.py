@@ -158,7 +158,7 @@ def test_a_value_of_which_no_product_has_a_gradient_is_sent_as_it_is(group: Tens
     given = torch.ones_like(entered)
     (slope,) = torch.autograd.grad(entered, x, given)
     assert torch.equal(slope, given)
-    assert group.sent == {"all_reduce": given.nbytes}
+    assert group.collectives.sent == {"all_reduce": given.nbytes}
 
 
 def test_nothing_is_kept_for_weights_that_are_frozen(group: TensorParallelGroup) -> None:

@@ -35,6 +35,6 @@ def test_under_autocast_a_loss_of_divided_logits_is_in_float32_as_torchs_own(
 def test_a_sum_is_counted_once_by_what_it_takes(group: TensorParallelGroup) -> None:
     group.reduce(torch.ones(3, 5))
     entered = group.enter(torch.ones(2, 2, requires_grad=True))
-    assert group.sent == {"all_reduce": 60}
+    assert group.collectives.sent == {"all_reduce": 60}
     entered.sum().backward()
-    assert group.sent == {"all_reduce": 60 + 16}
+    assert group.collectives.sent == {"all_reduce": 60 + 16}
