@@ -160,7 +160,7 @@ def broad_batch(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.checkpoints.ResumeNote")
+@pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.loop.attached.ResumeNote")
 def test_the_next_start_goes_on_with_a_plan_that_holds_less(tmp_path: Path) -> None:
     first = broad(tmp_path)
     assert first.plan.microbatches == 1

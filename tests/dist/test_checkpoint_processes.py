@@ -30,7 +30,7 @@ from outsize.train.engine.factory import make_engine
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.checkpoints.ResumeNote"),
+    pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.loop.attached.ResumeNote"),
 ]
 NAME, MICROBATCHES = "gpt2", 4
 SEVERAL = {

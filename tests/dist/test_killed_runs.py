@@ -23,7 +23,7 @@ from outsize.train.world.join import join
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.checkpoints.ResumeNote"),
+    pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.loop.attached.ResumeNote"),
 ]
 TOY = """
 import torch

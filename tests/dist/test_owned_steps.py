@@ -129,7 +129,7 @@ def other_half(
     return said
 
 
-@pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.checkpoints.ResumeNote")
+@pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.loop.attached.ResumeNote")
 @pytest.mark.parametrize(("first", "then"), [("shards", "stages"), ("stages and shards", "shards")])
 def test_states_of_owners_go_on_in_another_layout(
     tmp_path: Path, expected: dict[str, Found], first: str, then: str

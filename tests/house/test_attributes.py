@@ -27,7 +27,7 @@ OF_OTHERS = {
     # The program's own record of a thread, and generators of NumPy.
     "capture/guards/consumed.py": {"state"},
     "capture/recording/intercept.py": {"function"},
-    "train/checkpoint/generators.py": {"state"},
+    "train/checkpoint/loop/generators.py": {"state"},
     # Modules, graphs and optimizers of torch.
     "capture/graph/shortened.py": {"_modules"},
     "capture/recording/python_random.py": {"seed"},

@@ -24,8 +24,6 @@ LARGE = {
     "Recorder": "not divided yet",
     "Notes": "not divided yet",
     "Ownership": "not divided yet",
-    "Checkpoints": "not divided yet",
-    "_StylePass": "not divided yet",
     "_Handlers": "not divided yet",
     "Crew": "not divided yet",
     "StageExecutor": "not divided yet",

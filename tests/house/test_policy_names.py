@@ -48,7 +48,7 @@ OTHER_MEANINGS = {
         "run/weights/load.py",
         "schedules/offload.py",
         "train/batch/loss_denominators.py",
-        "train/checkpoint/checkpoints.py",
+        "train/checkpoint/loop/attached.py",
         "train/checkpoint/weights.py",
         "train/crew/apply_named.py",
         "train/engine/by_modules.py",

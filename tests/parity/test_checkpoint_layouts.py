@@ -26,7 +26,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.checkpoints.ResumeNote")
+@pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.loop.attached.ResumeNote")
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.sample(every=2, first=1)
 def test_random_pairs_of_layouts_resume_to_the_bit(number: int, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.errors import TooManyStages
 from outsize.ir.answers.request import LayoutOptions
 from outsize.ir.plan import Plan
-from outsize.train.checkpoint.checkpoints import ResumeNote
+from outsize.train.checkpoint.loop.attached import ResumeNote
 
 BATCH = 8
 

@@ -44,7 +44,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import outsize
 from outsize.capture.models.load import import_torchvision
-from outsize.train.checkpoint.loaders.loader_states import LoaderNote
+from outsize.train.checkpoint.loop.loader_states import LoaderNote
 
 RESULTS: Final = Path(__file__).parent / "results" / "loaders.json"
 PACKAGES: Final = ("torch", "torchdata", "datasets", "webdataset", "litdata", "mosaicml-streaming")

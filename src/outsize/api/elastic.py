@@ -27,7 +27,8 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Plan
 from outsize.planner.search.search import search
 from outsize.program.source_line import warn_user
-from outsize.train.checkpoint.checkpoints import ResumeNote, layout_of
+from outsize.train.checkpoint.checkpoints import layout_of
+from outsize.train.checkpoint.loop.attached import ResumeNote
 from outsize.train.measure.training_case import TrainingCase
 from outsize.train.world.model_facts import digest_of, facts_of
 

@@ -51,7 +51,8 @@ from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import SplitTable
 from outsize.train.batch.wrapped_models import insist_on_unwrapped
 from outsize.train.check.check import Question, enough_steps, verify
-from outsize.train.checkpoint.checkpoints import ResumeNote, newest_checkpoint
+from outsize.train.checkpoint.checkpoints import newest_checkpoint
+from outsize.train.checkpoint.loop.attached import ResumeNote
 from outsize.train.checkpoint.weights import CheckpointWeights
 from outsize.train.context.options import EngineOptions, RankOptions
 from outsize.train.crew.devices import cluster_of as cluster_of_places

@@ -33,8 +33,9 @@ from outsize.program.replaying.replay import resolve
 from outsize.program.sharding.tensor_parallel.explain_styles import explain
 from outsize.program.sharding.tensor_parallel.local_tape import local_tape
 from outsize.program.sharding.tensor_parallel.overlap import overlapped
+from outsize.program.sharding.tensor_parallel.roles import Role
 from outsize.program.sharding.tensor_parallel.sequence import in_sequence
-from outsize.program.sharding.tensor_parallel.styles import Derived, Role, derive
+from outsize.program.sharding.tensor_parallel.styles import Derived, derive
 from outsize.program.tape import Tape
 from outsize.program.weights.lookup import weight_named
 from outsize.program.weights.of_loss import with_loss

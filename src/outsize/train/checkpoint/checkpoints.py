@@ -15,28 +15,24 @@ facts of each rank as JSON, and publishes the folder when all have written their
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, final
-from zlib import crc32
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, IterableDataset
 
 from outsize.errors import BadOption
 from outsize.errors.arguments import insist_on_whole_number
 from outsize.ir.plan import Plan
 from outsize.program.source_line import warn_user
-from outsize.program.values.tensor_bits import flat_bytes
 from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import published, step_of
 from outsize.run.checkpoint.overwrite import MappedWriter, begin_over
@@ -47,13 +43,8 @@ from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.background import BackgroundSaves, WrittenSave
 from outsize.train.checkpoint.copies import copy_rule
-from outsize.train.checkpoint.generators import (
-    LoopGenerators,
-    States,
-    generator_states,
-    set_generator_states,
-)
-from outsize.train.checkpoint.loaders.loader_states import CountedLoader
+from outsize.train.checkpoint.loop.attached import OWN, AttachedObjects, Facts, ResumeNote, digest
+from outsize.train.checkpoint.loop.generators import RunGenerators
 from outsize.train.checkpoint.module_states import ModuleStates, merged_states, restore_modules
 from outsize.train.checkpoint.optimizers.optimizer_documents import groups_of
 from outsize.train.checkpoint.optimizers.optimizer_states import (
@@ -74,16 +65,6 @@ from outsize.train.checkpoint.weights import (
 )
 
 _version = cache(version)
-RANDOM: Final = "random"
-ALSO: Final = "also"
-OWN: Final = "optimizer"
-A_LOADER: Final = "engine.state.batches(DataLoader(dataset, batch_size=32))"
-Facts = dict[str, Any]
-
-
-@final
-class ResumeNote(UserWarning):
-    """Says once how a run goes on from a checkpoint: from the beginning, or by another plan."""
 
 
 @final
@@ -117,28 +98,17 @@ class Moment:
 
 
 @final
-@dataclass(slots=True)
-class _Attached:
-    """Objects of the user that are saved too, and loaders, in the order in which they were met."""
-
-    objects: dict[str, Any] = field(default_factory=dict)
-    loaders: list[CountedLoader] = field(default_factory=list)
-
-
-@final
 class Checkpoints:
     """Saves and restores the state of one engine, on all ranks of its run together."""
 
     def __init__(self, held: HeldWeights, settings: RunSettings, steps: Callable[[], int]) -> None:
         """Takes `steps`, which tells how many steps the engine has taken."""
         self._held, self._settings, self._steps = held, settings, steps
-        self._attached, self._background, self._mapped = _Attached(), BackgroundSaves(), MappedWriter()
-        self._loop, self._at_begin = LoopGenerators(), States()
-        self._resumed: CheckpointReader | None = None
+        self._background, self._mapped = BackgroundSaves(), MappedWriter()
+        self._generators = RunGenerators(held)
+        self.attached = AttachedObjects(held, self._generators, steps)
         self._code: dict[str, str] = {}
         self._is_tried = False
-        self._unclaimed: list[str] = []
-        self._restored: list[tuple[NamedOptimizer, Facts]] = []
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -201,10 +171,11 @@ class Checkpoints:
         modules = ModuleStates(self._held)
         states = shared_facts(group, modules.states)
         # A digest is of the tensors too, which ranks do not tell: what is equal everywhere is written once.
-        apart = [name for name in self._attached.objects if len({c["digests"].get(name) for c in cards}) > 1]
+        apart = [name for name in self.attached.objects if len({c["digests"].get(name) for c in cards}) > 1]
         chunks = [
             *_chunks(parts),
-            *self._own_chunks(tensors, apart),
+            *_whole_chunks(self._generators.tensors()),
+            *_whole_chunks(self.attached.named(tensors, apart)),
             *modules.chunks(states),
         ]
         if mapped is None or not self._code:  # It is the same in all copies.
@@ -226,13 +197,9 @@ class Checkpoints:
         self._background.finish()
 
     def _optimizers(self, moment: Moment) -> dict[str, NamedOptimizer]:
-        own, found = moment.optimizer, dict[str, NamedOptimizer]()
-        if own is not None:
-            found[OWN] = NamedOptimizer(own, moment.whole or self._held, OWN)
-        for name, each in self._attached.objects.items():
-            if isinstance(each, Optimizer):
-                found[f"{OWN}s/{name}"] = NamedOptimizer(each, self._held, f"{OWN}s/{name}")
-        return found
+        own = moment.optimizer
+        found = {} if own is None else {OWN: NamedOptimizer(own, moment.whole or self._held, OWN)}
+        return found | self.attached.optimizers()
 
     def _card(
         self,
@@ -255,20 +222,13 @@ class Checkpoints:
         facts = {name: optimizer.facts() for name, optimizer in optimizers.items()}
         for optimizer in optimizers.values():
             parts += optimizer.parts()  # It raises for what cannot be saved, before a folder is made.
-        states: Facts = {}
-        for name, each in self._attached.objects.items():
-            if not isinstance(each, Optimizer):
-                states[name] = written(each.state_dict(), name, tensors)
-        loaders = [
-            written(loader.state_dict(), f"loader{number}", tensors)
-            for number, loader in enumerate(self._attached.loaders)
-        ]
-        digests = {name: _digest(name, state, tensors) for name, state in states.items()}
+        states, loaders = self.attached.states(tensors), self.attached.positions(tensors)
+        digests = {name: digest(name, state, tensors) for name, state in states.items()}
         return {"optimizers": facts, "also": states, "loaders": loaders, "digests": digests}
 
     def _warn_of_schedulers(self, optimizer: Optimizer | None) -> None:
         scheduled = optimizer is not None and any("initial_lr" in g for g in groups_of(optimizer))
-        if scheduled and not self._attached.objects and self._held.crew.global_rank == 0:
+        if scheduled and not self.attached.objects and self._held.crew.global_rank == 0:
             warn_user(
                 "the optimizer's learning rate scheduler is not saved: "
                 "engine.state.attach(scheduler=scheduler)",
@@ -283,24 +243,6 @@ class Checkpoints:
                 "the same layout only",
                 ResumeNote,
             )
-
-    def _own_chunks(self, tensors: Mapping[str, Tensor], apart: Sequence[str]) -> list[Chunk]:
-        """Returns the generators of this rank, and the tensors of attached objects that it writes."""
-        rank = self._held.crew.global_rank
-        named = {f"{RANDOM}/{rank}/{name}": t for name, t in generator_states(self._devices()).items()}
-        named |= {f"{RANDOM}/{rank}/begin/{name}": t for name, t in self._at_begin.items()}
-        for number, loader in enumerate(self._attached.loaders):
-            named |= {f"{RANDOM}/{rank}/loader{number}/{n}": t for n, t in loader.generators().items()}
-        for name, tensor in tensors.items():
-            is_apart = _owner(name) not in self._attached.objects or _owner(name) in apart
-            if is_apart or rank == 0:
-                named[_stored_name(name, rank if is_apart else None)] = tensor
-        return [Chunk(name, tuple(t.shape), (0,) * t.ndim, t) for name, t in named.items()]
-
-    def _devices(self) -> list[torch.device]:
-        crew = self._held.crew
-        found = [crew.device, *(crew.device_of(stage) for stage in crew.stages)]
-        return list(dict.fromkeys(device for device in found if device is not None))
 
     def _values(self, cards: Sequence[Facts], apart: Sequence[str]) -> Facts:
         settings = self._settings
@@ -351,37 +293,22 @@ class Checkpoints:
             for part in self._held.parts():
                 part.fill(saved)
         restore_modules(self._held.model, values.get("modules", {}), saved)
-        self._resumed, self._restored = saved, []
+        self.attached.go_on(saved)
         if OWN in optimizers:
-            self._restore_optimizer(optimizers[OWN], OWN)
+            self.attached.restore_optimizer(optimizers[OWN], OWN)
         if settings.scaler is not None and values["scaler"]:
             settings.scaler.load_state_dict(read(values["scaler"], saved.read))
-        self._restore_generators(saved)
-        self._unclaimed = [*values["also"], *(n.partition("/")[2] for n in values["optimizers"] if n != OWN)]
-        for number, _ in enumerate(self._attached.loaders):
-            self._place_loader(number)
-        for name in self._attached.objects:
-            self._restore_object(name)
-
-    def _restore_generators(self, saved: CheckpointReader) -> None:
-        """Sets generators to where the run began, for the code before its loop; and to the save in the loop.
-
-        Where the loop is not over `engine.state.batches`, nobody knows where it begins, so it is here.
-        """
-        states, self._at_begin = self._random(saved, ""), self._random(saved, "begin/")
-        if self._at_begin and any(saved.values["loaders"]):
-            set_generator_states(self._at_begin, self._devices())
-            self._loop.hold(states, self._devices())
-        else:
-            set_generator_states(states, self._devices())
+        self._generators.restore(saved)
+        self.attached.restore()
 
     def begin(self) -> None:
         """Notes the states of generators where the run begins; all code before its loop draws from there."""
-        self._at_begin = self._at_begin or generator_states(self._devices())
+        self._generators.begin()
 
     def begin_loop(self) -> None:
-        """Sets generators to the states of the save, where a run goes on and no loader has done so."""
-        self._loop.begin()
+        """Begins the loop of a run: it draws on from the save, and what was not attached by now is told."""
+        self.attached.warn_of_unclaimed()
+        self._generators.loop.begin()
 
     @torch.no_grad()
     def load_weights(self, files: WeightFiles) -> None:
@@ -399,34 +326,6 @@ class Checkpoints:
 
         shared_facts(self._group, load)
 
-    def _restore_optimizer(self, optimizer: NamedOptimizer, name: str) -> None:
-        assert self._resumed is not None
-        saved = self._resumed.values["optimizers"]
-        if name in saved:
-            optimizer.restore(saved[name], self._resumed)
-            self._restored.append((optimizer, saved[name]))
-        elif self._held.crew.global_rank == 0:
-            own = "" if name == OWN else f" {name.partition('/')[2]!r}"
-            there = ", ".join(each["class"] for each in saved.values()) or "none"
-            warn_user(
-                f"{self._resumed.folder} has no optimizer{own}, so {optimizer.kind} starts anew (step "
-                f"{self._resumed.step}; optimizers: {there}). Next: "
-                f"weight_files={str(self._resumed.folder)!r} "
-                "without resume=, if that is meant",
-                ResumeNote,
-            )
-
-    def _random(self, saved: CheckpointReader, below: str) -> dict[str, Tensor]:
-        """Returns generators as this rank had them; those of rank 0 where fewer ranks have saved."""
-        rank = self._held.crew.global_rank
-        prefix = f"{RANDOM}/{rank if rank < saved.values['ranks'] else 0}/{below}"
-        names = (name for name in saved.names() if name.startswith(prefix))
-        return {
-            name.removeprefix(prefix): saved.read(name)
-            for name in names
-            if "/" not in name.removeprefix(prefix)
-        }
-
     def _note(self, saved: CheckpointReader) -> None:
         """Says on rank 0 what is not as it was when the checkpoint was saved."""
         before, now = Plan.of_document(saved.values["plan"]), self._settings.plan
@@ -442,88 +341,6 @@ class Checkpoints:
                 ResumeNote,
             )
 
-    # -- what else is saved ------------------------------------------------------------------------------
-
-    def attach(self, objects: Mapping[str, Any]) -> None:
-        """Saves these objects too; where the run goes on from a checkpoint, sets them to their saved states.
-
-        Raises BadOption for an object without `state_dict` and `load_state_dict`.
-        """
-        for name, each in objects.items():
-            if isinstance(each, type) or not (
-                hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
-            ):
-                raise BadOption(
-                    f"{name} is a {type(each).__name__}, whose state cannot be saved",
-                    next_step="an object with state_dict() and load_state_dict(state)",
-                )
-            self._attached.objects[name] = each
-            if self._resumed is not None:
-                self._restore_object(name)
-
-    def _restore_object(self, name: str) -> None:
-        each, saved = self._attached.objects[name], self._resumed
-        assert saved is not None
-        self._unclaimed = [other for other in self._unclaimed if other != name]
-        if isinstance(each, Optimizer):
-            self._restore_optimizer(NamedOptimizer(each, self._held, f"{OWN}s/{name}"), f"{OWN}s/{name}")
-            return
-        state = saved.values["also"].get(name)
-        if state is None:
-            warn_user(f"{saved.folder} has no {name!r}; it starts anew", ResumeNote)
-            return
-        rank, ranks = self._held.crew.global_rank, 0 if "same" in state else len(state["by_rank"])
-        if ranks and ranks != _ranks(self._group):
-            raise BadOption(
-                f"{name!r} had a state of its own on each rank, so it goes on with as many ranks only",
-                numbers=f"{ranks} ranks saved it, there are {_ranks(self._group)} now",
-                next_step=f"run with {ranks} ranks, or leave {name}= out of attach()",
-            )
-        text = state["by_rank"][rank] if ranks else state["same"]
-        each.load_state_dict(
-            read(text, lambda part: saved.read(_stored_name(part, rank if ranks else None)).clone())
-        )
-        # What a scheduler's constructor has changed, loading its state does not undo.
-        for optimizer, facts in self._restored:
-            optimizer.restore_groups(facts)
-
-    def warn_of_unclaimed(self) -> None:
-        """Says once, at the first step, which objects of the checkpoint were not attached again."""
-        if self._unclaimed and self._held.crew.global_rank == 0:
-            names = ", ".join(f"{name}=..." for name in self._unclaimed)
-            warn_user(
-                f"the checkpoint has more than was asked for: engine.state.attach({names})",
-                ResumeNote,
-            )
-        self._unclaimed = []
-
-    def counted(self, loader: Iterable[Any], *, trial: bool = True) -> CountedLoader:
-        """Returns the loader with its position, which is saved; the same one for the same loader.
-
-        A `trial` finds out whether a run can go on within its batches. Raises BadOption for what has none.
-        """
-        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-            raise BadOption(f"a {type(loader).__name__} gives no batches", next_step=A_LOADER)
-        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-            raise BadOption(f"a {type(loader).__name__} gives samples, not batches", next_step=A_LOADER)
-        for known in self._attached.loaders:
-            if known.loader is loader:
-                return known
-        self._attached.loaders.append(CountedLoader(loader, self._steps, self._loop, trial=trial))
-        if self._resumed is not None:
-            self._place_loader(len(self._attached.loaders) - 1)
-        return self._attached.loaders[-1]
-
-    def _place_loader(self, number: int) -> None:
-        saved, rank = self._resumed, self._held.crew.global_rank
-        assert saved is not None
-        by_rank, loader = saved.values["loaders"], self._attached.loaders[number]
-        source = rank if rank < len(by_rank) else 0
-        positions = by_rank[source]
-        if number < len(positions):
-            position = read(positions[number], lambda name: saved.read(_stored_name(name, source)).clone())
-            loader.load_state_dict(position, self._random(saved, f"loader{number}/"))
-
 
 def _chunks(parts: Iterable[HeldPart]) -> list[Chunk]:
     """Returns the chunks of those parts that this rank writes."""
@@ -533,6 +350,11 @@ def _chunks(parts: Iterable[HeldPart]) -> list[Chunk]:
         if part.at.writes
         for region, memory in part.regions()
     ]
+
+
+def _whole_chunks(tensors: Mapping[str, Tensor]) -> list[Chunk]:
+    """Returns the chunks of tensors that one rank writes as a whole."""
+    return [Chunk(name, tuple(t.shape), (0,) * t.ndim, t) for name, t in tensors.items()]
 
 
 def insist_on_keep(keep: int | None) -> None:
@@ -597,26 +419,6 @@ def newest_checkpoint(root: str | Path, group: dist.ProcessGroup | None) -> Chec
     readers = list[CheckpointReader]()
     shared_facts(group, lambda: readers.append(CheckpointReader(Path(name))))
     return readers[0]
-
-
-def _ranks(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
-
-
-def _owner(tensor: str) -> str:
-    """Returns the name of the attached object that a tensor is of."""
-    return tensor.partition("#")[0].partition(".")[0]
-
-
-def _stored_name(tensor: str, rank: int | None) -> str:
-    return f"{ALSO}/{'all' if rank is None else rank}/{tensor}"
-
-
-def _digest(name: str, state: Any, tensors: Mapping[str, Tensor]) -> str:
-    """Returns a text that is equal where an object has the same state."""
-    own = (tensor for key, tensor in tensors.items() if _owner(key) == name)
-    sums = [crc32(flat_bytes(t.cpu()).numpy().tobytes()) for t in own]
-    return f"{crc32(json.dumps(state, sort_keys=True).encode()):08x} {sums}"
 
 
 def layout_of(plan: Plan) -> str:

@@ -25,7 +25,7 @@ from outsize.train.checkpoint.checkpoints import (
     newest_checkpoint,
 )
 from outsize.train.checkpoint.interval import SaveInterval
-from outsize.train.checkpoint.loaders.loader_states import CountedLoader
+from outsize.train.checkpoint.loop.loader_states import CountedLoader
 from outsize.train.checkpoint.progress import SaveProgress
 from outsize.train.checkpoint.timer import SaveRule, StepSaver
 from outsize.train.checkpoint.weights import HeldWeights
@@ -54,7 +54,6 @@ class EngineState:
     def begin_step(self) -> None:
         """Says that the loop of the run has begun, where this is its first step."""
         if not self._is_in_loop:
-            self.checkpoints.warn_of_unclaimed()
             self.checkpoints.begin_loop()
             self._is_in_loop = True
 
@@ -165,7 +164,7 @@ class EngineState:
                 numbers=f"{type(unnamed[0]).__name__} has none",
                 next_step="engine.state.attach(scheduler=scheduler)",
             )
-        self.checkpoints.attach(objects)
+        self.checkpoints.attached.attach(objects)
 
     def batches(self, loader: Iterable[Any], *, trial: bool = True) -> CountedLoader:
         """Returns the loader with its position, which is saved: a run goes on behind the batches it has used.
@@ -174,4 +173,4 @@ class EngineState:
         A trial on copies of the loader finds out whether that can hold, and warns where it cannot; it reads a
         few batches of a stream, and nothing of a dataset with indices. `trial=False` leaves it out.
         """
-        return self.checkpoints.counted(loader, trial=trial)
+        return self.checkpoints.attached.counted(loader, trial=trial)

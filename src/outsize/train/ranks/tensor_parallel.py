@@ -18,8 +18,9 @@ from outsize.ir.plan import Plan
 from outsize.program.sharding.share import Share
 from outsize.program.sharding.tensor_parallel.explain_styles import explain
 from outsize.program.sharding.tensor_parallel.local_tape import local_tape
+from outsize.program.sharding.tensor_parallel.roles import Role
 from outsize.program.sharding.tensor_parallel.sequence import in_sequence
-from outsize.program.sharding.tensor_parallel.styles import Role, derive
+from outsize.program.sharding.tensor_parallel.styles import derive
 from outsize.program.tape import Tape
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup
 from outsize.train.ranks.axis_ranks import AxisRanks

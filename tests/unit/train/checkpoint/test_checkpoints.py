@@ -27,9 +27,10 @@ import outsize
 from outsize.errors import BadCheckpoint, BadOption, ModelMismatch, NotSaved
 from outsize.run.checkpoint.write import write_part
 from outsize.train.checkpoint import background
-from outsize.train.checkpoint.checkpoints import ResumeNote, newest_folder
+from outsize.train.checkpoint.checkpoints import newest_folder
 from outsize.train.checkpoint.copies import copy_rule
-from outsize.train.checkpoint.loaders.loader_states import LoaderNote
+from outsize.train.checkpoint.loop.attached import ResumeNote
+from outsize.train.checkpoint.loop.loader_states import LoaderNote
 from outsize.train.checkpoint.module_states import merged_states
 from outsize.train.engine.engine import Engine
 from outsize.train.world.variables import COPIES, PeerCopies

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from outsize.train.checkpoint.generators import (
+from outsize.train.checkpoint.loop.generators import (
     LoopGenerators,
     generator_states,
     generators_in,
@@ -24,8 +24,8 @@ from outsize.train.checkpoint.generators import (
     set_state_of,
     state_of,
 )
-from outsize.train.checkpoint.loaders.loader_states import CountedLoader, LoaderNote
-from outsize.train.checkpoint.loaders.loader_trial import tried
+from outsize.train.checkpoint.loop.loader_states import CountedLoader, LoaderNote
+from outsize.train.checkpoint.loop.loader_trial import tried
 
 NUMBERS = list(range(20))
 

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import outsize
 from outsize.capture.models.load import import_torchvision
 from outsize.errors import BadOption
-from outsize.train.checkpoint.checkpoints import ResumeNote
+from outsize.train.checkpoint.loop.attached import ResumeNote
 from outsize.train.checkpoint.optimizers.optimizer_states import NamedOptimizer, is_of_layout, merged
 from outsize.train.checkpoint.optimizers.optimizer_trial import insist_on_resumable
 from outsize.train.checkpoint.regions import located

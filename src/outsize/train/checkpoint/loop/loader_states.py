@@ -31,7 +31,7 @@ from torch import Tensor
 from outsize.errors import BadOption
 from outsize.program.source_line import warn_user
 from outsize.train.batch.sampler import ReplicaBatches
-from outsize.train.checkpoint.generators import (
+from outsize.train.checkpoint.loop.generators import (
     LoopGenerators,
     States,
     generator_states,
@@ -40,7 +40,7 @@ from outsize.train.checkpoint.generators import (
     set_state_of,
     state_of,
 )
-from outsize.train.checkpoint.loaders.loader_trial import LoaderVerdict, is_stateful, keeps_iterator, tried
+from outsize.train.checkpoint.loop.loader_trial import LoaderVerdict, is_stateful, keeps_iterator, tried
 
 _START, _NOW = "start:", "now:"
 _NONE: Final = object()

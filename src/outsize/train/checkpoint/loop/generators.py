@@ -23,9 +23,12 @@ import torch
 from torch import Tensor
 
 from outsize.device.accelerators import CPU, generator_state, is_accelerator, set_generator_state
+from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.stage import rng
+from outsize.train.checkpoint.weights import HeldWeights
 
 States = dict[str, Tensor]
+RANDOM: Final = "random"
 
 
 def generator_states(devices: Iterable[torch.device] = ()) -> States:
@@ -70,6 +73,57 @@ class LoopGenerators:
         self._begun = self._begun and self._placed
         self.begin()
         self._placed = True
+
+
+@final
+class RunGenerators:
+    """The user's generators on one rank, where its run began, at a save, and where it goes on.
+
+    random/RANK/NAME          at the save
+    random/RANK/begin/NAME    where the run began
+    """
+
+    def __init__(self, held: HeldWeights) -> None:
+        self._held, self._at_begin = held, States()
+        self.loop = LoopGenerators()
+
+    def begin(self) -> None:
+        """Notes the states where the run begins; all code before its loop draws from there."""
+        self._at_begin = self._at_begin or generator_states(self._devices())
+
+    def tensors(self) -> States:
+        """Returns what a checkpoint has of them, under its names there."""
+        below = f"{RANDOM}/{self._held.crew.global_rank}"
+        named = {f"{below}/{name}": t for name, t in generator_states(self._devices()).items()}
+        return named | {f"{below}/begin/{name}": t for name, t in self._at_begin.items()}
+
+    def restore(self, saved: CheckpointReader) -> None:
+        """Sets generators to where the run began, for the code before its loop; and to the save in the loop.
+
+        Where the loop is not over `engine.state.batches`, nobody knows where it begins, so it is here.
+        """
+        states, self._at_begin = self.saved(saved, ""), self.saved(saved, "begin/")
+        if self._at_begin and any(saved.values["loaders"]):
+            set_generator_states(self._at_begin, self._devices())
+            self.loop.hold(states, self._devices())
+        else:
+            set_generator_states(states, self._devices())
+
+    def saved(self, saved: CheckpointReader, below: str) -> dict[str, Tensor]:
+        """Returns generators as this rank had them; those of rank 0 where fewer ranks have saved."""
+        rank = self._held.crew.global_rank
+        prefix = f"{RANDOM}/{rank if rank < saved.values['ranks'] else 0}/{below}"
+        names = (name for name in saved.names() if name.startswith(prefix))
+        return {
+            name.removeprefix(prefix): saved.read(name)
+            for name in names
+            if "/" not in name.removeprefix(prefix)
+        }
+
+    def _devices(self) -> list[torch.device]:
+        crew = self._held.crew
+        found = [crew.device, *(crew.device_of(stage) for stage in crew.stages)]
+        return list(dict.fromkeys(device for device in found if device is not None))
 
 
 ITEMS: Final = 64  # A longer container holds data.

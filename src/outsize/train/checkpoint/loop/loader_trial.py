@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from outsize.run.stage.rng import borrowed_generators, seed_all
-from outsize.train.checkpoint.generators import (
+from outsize.train.checkpoint.loop.generators import (
     ITEMS,
     generator_states,
     generators_in,
