@@ -29,6 +29,7 @@ from outsize.device.accelerators import synchronize
 from outsize.errors import BadOption
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster, Link
+from outsize.ir.hardware.collectives import RING_ALL_REDUCE
 
 Kind = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 Exchange = Callable[[], None]
@@ -72,13 +73,13 @@ class LinkMeasurements(Record):
     def cluster(self, name: str) -> Cluster:
         """Returns this machine's devices, one per rank, with the measured link between them.
 
-        A hop of a collective is what an all_reduce without bytes takes in each of its 2 (ranks - 1) steps.
+        A hop of a collective is what an all_reduce without bytes takes in each of its hops round a ring.
         """
         where = find_cluster(f"{self.ranks}xcpu" if self.device_type == "cpu" else "local")
         source = f"messages between {self.ranks} processes on {self.device_type}"
         link = self.link().model_copy(update={"source": source})
         if "all_reduce" in self.kinds():
-            hop_s = self.link("all_reduce").latency_s / (2 * (self.ranks - 1))
+            hop_s = self.link("all_reduce").latency_s / RING_ALL_REDUCE.hops(self.ranks)
             link = link.model_copy(update={"hop_s": hop_s})
         devices = where.devices[: self.ranks]
         update = {"name": name, "devices": devices, "devices_per_node": len(devices)}

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, final
 
 from outsize.ir.base import Record, Seconds, Speed
+from outsize.ir.hardware.collectives import RING_ALL_REDUCE
 from outsize.ir.hardware.constants import DataFile
 
 Medium = Literal["nvlink", "pcie", "network"]
@@ -149,9 +150,9 @@ def _link(row: _LinkRow) -> Link:
         bytes_per_s=row.gb_per_s * 1e9 * row.share,
         hop_s=None if row.hop_us is None else row.hop_us * 1e-6,
         medium=row.medium,
-        # nccl-tests count 2 (n-1)/n bytes of bus for each byte of the tensor.
+        # nccl-tests count the bytes of a ring for each byte of the tensor, whoever adds up.
         switch_bytes_per_s=next(
-            (s.bus_gb_per_s * 1e9 * s.devices / (2 * (s.devices - 1)) for s in switches), None
+            (s.bus_gb_per_s * 1e9 / RING_ALL_REDUCE.sent(1.0, s.devices) for s in switches), None
         ),
         source=reached,
     )

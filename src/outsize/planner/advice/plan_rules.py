@@ -13,12 +13,11 @@
 
 Each rule is a function of the plan, its graph and the cluster; nothing is decided here, and nothing is
 planned again, except that replicas which shard weights are one stage with one cut, priced as the search does.
-Replicas: the batch in microbatches of the same size over all devices, then one ring all-reduce of the
-gradients, 2 (n - 1) / n of their bytes (Patarasuk and Yuan, JPDC 69(2), 2009), not overlapped. Matrix
-products split in pairs, by columns and then by rows (Megatron, arXiv 1909.08053, sec. 3): every second result
-is all-reduced in the forward and once more in the backward, against (n - 1) / n of the compute saved.
-Complexity: O(units + values). Oracle: tests/unit/planner/advice/test_plan_rules.py computes the figures by
-hand.
+Replicas: the batch in microbatches of the same size over all devices, then one all-reduce of the gradients,
+priced as in the search (costs/collectives.py), not overlapped. Matrix products split in pairs, by columns and
+then by rows (Megatron, arXiv 1909.08053, sec. 3): every second result is all-reduced in the forward and once
+more in the backward, against (n - 1) / n of the compute saved. Complexity: O(units + values). Oracle:
+tests/unit/planner/advice/test_plan_rules.py computes the figures by hand.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from outsize.ir.findings import CheapestDevices, DoesNotFit, NotChosen
 from outsize.ir.graph import ModelGraph, Value
 from outsize.ir.plan import Axes, Expected, Plan, StageFigures
 from outsize.ir.profile import Profile
+from outsize.planner.costs.collectives import collective_s
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.dag.balance_gain import branches
 from outsize.planner.evaluate.pricing import Pricing
@@ -170,19 +170,8 @@ def _replicated_s(view: _View, case: PricedModel) -> float:
     devices = len(view.cluster.devices)
     rounds = -(-view.plan.microbatches // devices)
     gradients = int(case.ranges.gradients[0, -1])
-    return rounds * view.profile.step_compute_s + _ring_s(gradients, devices, _slowest(view.cluster))
-
-
-def _ring_s(size_bytes: int, devices: int, link: Link) -> float:
-    """Returns the seconds of an all-reduce in a ring: 2 (n - 1) messages of 1 / n of the bytes."""
-    return 2 * (devices - 1) * link.seconds(-(-size_bytes // devices))
-
-
-def _slowest(cluster: Cluster) -> Link:
-    """Returns the slowest link of a ring through all devices."""
-    ranks = range(len(cluster.devices))
-    links = [cluster.link(a, (a + 1) % len(ranks)) for a in ranks]
-    return min(links, key=lambda link: link.bytes_per_s)
+    summed_s = collective_s("all_reduce", gradients, range(devices), view.cluster)
+    return rounds * view.profile.step_compute_s + summed_s
 
 
 def _slow_links(view: _View) -> Iterator[SlowLinks]:
@@ -194,7 +183,7 @@ def _slow_links(view: _View) -> Iterator[SlowLinks]:
     made = {v.producer: v.size_bytes for v in view.graph.values}
     link = view.cluster.link(0, 1)
     reduced = [made.get(u.index, 0) for u in products[1::2]]
-    sent_s = sum(2 * _ring_s(size, devices, link) for size in reduced)
+    sent_s = sum(2 * collective_s("all_reduce", size, range(devices), view.cluster) for size in reduced)
     costs = [view.profile.units[u.index] for u in products]
     saved_s = sum(c.forward_s + c.backward_s for c in costs) * (devices - 1) / devices
     if not saved_s or sent_s <= saved_s:

@@ -39,8 +39,9 @@ from outsize.axes.axis import Axis
 from outsize.axes.registry import EXPERT_HOLDERS, HOLDERS, ranks_along, those
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import MATMULS, ModelGraph, ShardedFraction, Work
+from outsize.ir.hardware.collectives import Collective
 from outsize.ir.plan import Axes
-from outsize.planner.costs.collectives import Collective, collective_s
+from outsize.planner.costs.collectives import collective_s
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import (
     WorkPasses,

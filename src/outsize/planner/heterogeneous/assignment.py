@@ -21,7 +21,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.ir.cluster import Cluster, Device
+from outsize.ir.cluster import Cluster, Device, Link
+from outsize.planner.costs.collectives import messages_s
 from outsize.planner.heterogeneous.neighbour_dp import NOBODY, arrange
 from outsize.planner.heterogeneous.probe import Cuts, balance, lowest_first
 from outsize.planner.layout.layout import Layout
@@ -98,8 +99,7 @@ def _by_links(
     def wait(one: int, other: int, size: Bytes) -> Seconds:
         if NOBODY in (one, other):
             return np.zeros(size.shape)
-        latency_s, bytes_per_s = _link(cluster, one, other)
-        return np.where(size > 0, latency_s + size / bytes_per_s, 0.0)
+        return messages_s(_link(cluster, one, other), size)
 
     def price(before: int, kind: int, after: int, stages_after: int) -> Seconds:
         case = cases[kind]
@@ -162,17 +162,14 @@ def first_of(cluster: Cluster) -> list[Device]:
     return list(first.values())
 
 
-def _link(cluster: Cluster, one: int, other: int) -> tuple[float, float]:
-    """Returns latency and bytes per second between the two devices of these kinds that are nearest in rank
-    order.
-    """
+def _link(cluster: Cluster, one: int, other: int) -> Link:
+    """Returns the link between the two devices of these kinds that are nearest in rank order."""
     kinds = kinds_of(cluster)
     ranks = [[r for r, d in enumerate(cluster.devices) if (d.kind, d.memory_bytes) == kind] for kind in kinds]
     pairs = ((a, b) for a in ranks[one] for b in ranks[other] if a != b)
     same_device = ranks[one][0], ranks[one][0]
     nearest = min(pairs, key=lambda pair: abs(pair[0] - pair[1]), default=same_device)
-    link = cluster.link(*nearest)
-    return link.latency_s, link.bytes_per_s
+    return cluster.link(*nearest)
 
 
 def taken(chosen: Sequence[int], cluster: Cluster) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from typing import Final, NamedTuple, final
 import numpy as np
 
 from outsize.ir.hardware.links import Link
+from outsize.planner.costs.collectives import messages_s
 from outsize.planner.costs.unit_times import Seconds
 from outsize.planner.heterogeneous.bounds import Fleet
 
@@ -101,7 +102,7 @@ class KindsInARow:
         """Returns the seconds of a message at each cut; at the first one `back_s`, or 0.0 for its own."""
         key = link.latency_s, link.bytes_per_s, back_s
         if key not in self._known:
-            seconds = np.where(self._bytes > 0, link.latency_s + self._bytes / link.bytes_per_s, 0.0)
+            seconds = messages_s(link, self._bytes)
             seconds[0] = back_s or seconds[0]
             self._known[key] = seconds
         return self._known[key]

@@ -35,6 +35,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.costs.collectives import messages_s
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Flow, flows
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
@@ -51,8 +52,6 @@ from outsize.policies.activations import KEEP, RECOMPUTE, ActivationPolicy, Reco
 from outsize.schedules.families import family_of
 
 Table = TypeVar("Table", Bytes, Seconds)
-Wire = tuple[float, float]
-"""Holds a link's (latency_s, bytes_per_s)."""
 # A stage of the first list of runs may be this much longer than the least step; each further list is longer
 # by GROWTH where some cut fits, and by FAR where none does.
 START: Final = 1.05
@@ -428,28 +427,19 @@ class _Listing:
 
     def _waits(self, case: PricedModel, stage: int, window: slice) -> Seconds:
         """Returns the seconds a run waits for the messages of one microbatch."""
-        before, after = self._wire(stage - 1, stage), self._wire(stage + 1, stage)
+        before, after = self._link(stage - 1, stage), self._link(stage + 1, stage)
         ranges, seconds = case.ranges, np.zeros(window.stop - window.start)
         if before is not None:
-            seconds += _transfer(before, self._of(ranges.received)[window])
-            seconds += _transfer(before, self._of(ranges.replicas)[window]) / self._m
+            seconds += messages_s(before, self._of(ranges.received)[window])
+            seconds += messages_s(before, self._of(ranges.replicas)[window]) / self._m
         if after is not None:
-            seconds += _transfer(after, self._of(ranges.gradient_in)[window])
+            seconds += messages_s(after, self._of(ranges.gradient_in)[window])
         return seconds
 
-    def _wire(self, source: int, stage: int) -> Wire | None:
-        if not 0 <= source < self._pipeline.stages:
-            return None
-        link = self._pipeline.link(source, stage)
-        return link.latency_s, link.bytes_per_s
+    def _link(self, source: int, stage: int) -> Link | None:
+        return self._pipeline.link(source, stage) if 0 <= source < self._pipeline.stages else None
 
 
 def _compute_s(seconds: UnitSeconds) -> Seconds:
     prefix = np.concatenate(([0.0], np.cumsum(seconds.total)))
     return np.subtract(prefix, prefix[:, None])
-
-
-def _transfer(wire: Wire, size: Bytes) -> Seconds:
-    """Returns `Link.seconds` for a table of sizes."""
-    latency_s, bytes_per_s = wire
-    return np.where(size > 0, latency_s + size / bytes_per_s, 0.0)

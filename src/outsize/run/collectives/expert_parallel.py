@@ -69,7 +69,7 @@ class ExpertLoad:
 class ExpertParallelGroup(AxisGroup):
     """Runs the calls over one dim of a mesh; `sent` counts bytes by kind of collective.
 
-    The bytes are counted as in planner/costs/collectives.py: the input of a reduce_scatter, the output of an
+    The bytes are counted as in ir/hardware/collectives.py: the input of a reduce_scatter, the output of an
     all_gather, and of an all_to_all what this rank sends, its own part included. `counts` has the rows of
     each module by its name.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import numpy as np
 import pytest
 from collective_bytes import collective_bytes
 from hypothesis import given
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster, Link, Part, make_cluster
-from outsize.planner.costs.collectives import Collective, collective_s
+from outsize.ir.hardware.collectives import Collective
+from outsize.planner.costs.collectives import collective_s, messages_s
 
 KINDS = get_args(Collective)
 kinds = st.sampled_from(KINDS)
@@ -81,11 +83,9 @@ def test_a_ring_passes_all_parts_but_ones_own(kind: Collective) -> None:
     assert seconds(kind, 800, node(4, wire(0.5, 100.0))) == pytest.approx(3 * (0.5 + 200 / 100))
 
 
-def test_broadcast_is_a_tree_of_whole_messages_or_a_chain_of_pieces() -> None:
-    assert seconds("broadcast", 100, node(8, wire(1.0, 100.0))) == pytest.approx(3 * (1 + 1))
-    pieces = (6 * 10**6 / 1.0) ** 0.5
-    chain = (8 - 2 + pieces) * (1 + 10**6 / pieces)
-    assert seconds("broadcast", 10**8, node(8, wire(1.0, 100.0))) == pytest.approx(chain)
+def test_messages_of_a_table_take_as_long_as_one_by_one() -> None:
+    link, sizes = wire(0.5, 100.0), np.array([0, 1, 50, 10**9])
+    assert messages_s(link, sizes).tolist() == [link.seconds(size) for size in sizes.tolist()]
 
 
 def test_hops_within_a_collective_are_shorter_than_a_first_message() -> None:
@@ -168,10 +168,9 @@ def test_bytes_that_a_rank_sends() -> None:
         "all_gather": 600,
         "reduce_scatter": 600,
         "all_to_all": 600,
-        "broadcast": 800,
     }
     assert collective_bytes("all_gather", 10, 3) == 7
-    assert [collective_bytes(kind, 800, 1) for kind in KINDS] == [0] * 5
+    assert [collective_bytes(kind, 800, 1) for kind in KINDS] == [0] * 4
 
 
 def test_ranks_that_are_not_there_are_refused() -> None:
@@ -223,7 +222,7 @@ def test_no_collective_beats_the_bytes_that_must_move(
 ) -> None:
     on = cluster(*shape, wire(0, inner), wire(0, outer))
     n = len(on.devices)
-    lowest = collective_bytes(kind, size, n) if kind != "broadcast" else size * (n > 1)
+    lowest = collective_bytes(kind, size, n)
     assert seconds(kind, size, on) >= (lowest - 1) / (max(inner, outer * shape[1]) + outer) * (1 - 1e-9)
 
 

@@ -1,6 +1,6 @@
 """Counts the bytes that ranks send on a rank's tape: of whole tensors, by instruction of the whole tape.
 
-Bytes are counted as in planner/costs/collectives.py: the input of an all-reduce, the output of an all-gather,
+Bytes are counted as in ir/hardware/collectives.py: the input of an all-reduce, the output of an all-gather,
 and the input of a reduce-scatter, which is a reversed all-gather and counts as one. What products by columns
 have gathered is gathered again in their backward, if that computes gradients of weights. The collective of a
 joined call's backward only begins before those gradients (overlap.py). Deviations: a backward inside the
