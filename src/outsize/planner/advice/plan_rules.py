@@ -128,7 +128,7 @@ def _replicas(view: _View) -> Iterator[ReplicasFaster]:
     if any(isinstance(found, CheapestDevices) for found in plan.why):
         return
     case = _case(view)
-    if not ChainFeasibility.of(case, SEQUENTIAL.name, 1, view.cluster).fits():
+    if not ChainFeasibility(case, SEQUENTIAL.name, 1, view.cluster).fits():
         yield from _sharded(view)
         return
     yield from _faster(view, _replicated_s(view, case), BITS, sharded=False)

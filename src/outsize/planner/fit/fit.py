@@ -11,11 +11,11 @@ context.
 A setting fits if any cut does (partition/feasibility.py), so the answer does not depend on which cut is the
 fastest: `outsize plan` decides that. The cut shown is one whose fullest device is nearly least full.
 
-Changes are tried in the order of their cost: more microbatches (nothing), another schedule, all devices,
-recompute (a second forward), one microbatch at a time (no overlap); then what changes the numbers of the
-training: another optimizer, a lower precision, a smaller batch, each alone and together with recompute. A
-change that contains an earlier sufficient one is left out. Where weights, gradients and states alone exceed
-all devices, nothing is tried.
+Changes are tried in the order of their cost, which is that of a table's rows (`CHANGES`, below; changes.py
+walks it): more microbatches (nothing), another schedule, all devices, recompute (a second forward), one
+microbatch at a time (no overlap); then what changes the numbers of the training: another optimizer, a lower
+precision, a smaller batch, each alone and together with recompute. A change that contains an earlier
+sufficient one is left out. Settings whose weights and states alone exceed all devices are refused by sums.
 
 Complexity: O(p n log) for each change, O(p n^2) where that does not decide.
 Oracle: tests/unit/planner/fit/test_fit.py tries every cut.
@@ -24,9 +24,9 @@ Oracle: tests/unit/planner/fit/test_fit.py tries every cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import final
+from typing import Final, final
 
 from outsize.errors import BadOption, TooManyStages
 from outsize.ir.answers.fit import (
@@ -57,6 +57,7 @@ from outsize.ir.units.names import compress
 from outsize.planner.costs.forward_times import batch_s, token_s
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.evaluate.candidate import check_enough
+from outsize.planner.fit.changes import SettingChange, changed_fields, relaxed_settings, sufficing
 from outsize.planner.fit.from_plan import CHANGES_SHOWN, sure
 from outsize.planner.fit.nearest import device_part, widened
 from outsize.planner.memory.account import StageMemory, account_stages
@@ -111,11 +112,6 @@ class Setting:
         """Returns the samples of the largest microbatch."""
         return -(-self.batch_size // self.microbatches)
 
-    def changed_from(self, other: Setting) -> dict[str, int | str]:
-        """Returns the fields in which this setting differs, with their new values."""
-        new = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in new.items() if value != getattr(other, name)}
-
 
 def is_named_pipeline(request: PlanRequest) -> bool:
     """Returns whether the request is for a pipeline by a named schedule whose stages all keep, or all
@@ -131,29 +127,33 @@ def fit(request: PlanRequest, at: At, cluster: Cluster) -> Fit:
 
     Raises TooFewSamples, TooManyStages, and BadOption for more stages than devices or an unknown optimizer.
     """
-    judge = _Judge(at, cluster)
-    fits, smallest_asked = _tried(request, judge)
+    judge = PipelineFeasibility(request, at, cluster)
+    fits, smallest_asked = _tried(judge)
     if fits:
         return _answer("YES", smallest_asked, judge)
-    suffice = tuple(islice(_sufficing(smallest_asked, request, judge), CHANGES_SHOWN))
+    rows = CHANGES_OF_INFERENCE if request.inference else CHANGES
+    suffice = tuple(islice(sufficing(rows, smallest_asked, judge), CHANGES_SHOWN))
     answer = _answer("YES IF" if suffice else "NO", smallest_asked, judge)
-    needed = None if suffice else _devices_needed(smallest_asked, judge)
-    return answer.model_copy(update={"changes": suffice, "devices_needed": needed})
+    enough = None if suffice else next(sufficing(MORE_DEVICES, smallest_asked, judge), None)
+    changes = tuple(_change(smallest_asked, setting, judge) for setting in suffice)
+    needed = None if enough is None else enough.stages
+    return answer.model_copy(update={"changes": changes, "devices_needed": needed})
 
 
 def without_changes(request: PlanRequest, at: At, cluster: Cluster) -> Fit:
     """Returns YES or NO for what was asked, and looks for no change. Raises as `fit`."""
-    judge = _Judge(at, cluster)
-    fits, setting = _tried(request, judge)
+    judge = PipelineFeasibility(request, at, cluster)
+    fits, setting = _tried(judge)
     return _answer("YES" if fits else "NO", setting, judge)
 
 
 @final
-class _Judge:
-    """Builds tables and verdicts for settings on one cluster; each table is built once."""
+class PipelineFeasibility:
+    """Decides whether settings of a request fit one cluster; each table and each verdict is computed once."""
 
-    def __init__(self, at: At, cluster: Cluster) -> None:
-        self.at, self.cluster, self.room = at, cluster, with_usable_memory(cluster)
+    def __init__(self, request: PlanRequest, at: At, cluster: Cluster) -> None:
+        self.request, self.at, self.cluster = request, at, cluster
+        self._room, self._verdicts = with_usable_memory(cluster), dict[Setting, bool]()
         self._cases: dict[tuple[object, ...], PricedModel] = {}
         self._bases: dict[tuple[int, Precision, Recompute], PricedModel] = {}
 
@@ -196,28 +196,34 @@ class _Judge:
         assert model is not None, "only settings are built whose microbatches the model takes"
         return model
 
-    def fits(self, setting: Setting, cluster: Cluster | None = None) -> bool:
-        """Returns whether any cut fits; sums alone refuse most settings cheaply."""
-        where, (graph, profile) = cluster or self.room, self._model(setting.samples, setting.precision)
-        devices = where.devices[: setting.stages]
+    def fits(self, setting: Setting) -> bool:
+        """Returns whether any cut fits, on as many devices like the last one as there are stages."""
+        if setting not in self._verdicts:
+            self._verdicts[setting] = self._fits(setting, widened(self._room, setting.stages))
+        return self._verdicts[setting]
+
+    def _fits(self, setting: Setting, room: Cluster) -> bool:
+        """Returns the same; sums alone refuse most settings cheaply."""
+        graph, profile = self._model(setting.samples, setting.precision)
+        devices = room.devices[: setting.stages]
         if state_bytes(graph, setting.optimizer) > sum(d.memory_bytes for d in devices):
             return False
         saves, optimizer = activation_policy(setting.recompute).keeps_all, optimizer_bytes(setting.optimizer)
         rows = rows_without_crossing(graph, profile, optimizer, saves=saves)
         if refuted(rows, setting.schedule, setting.microbatches, devices):
             return False
-        return self._extents(setting, where).fits()
+        return self._chain(setting, room).fits()
 
     def least_full(self, setting: Setting) -> tuple[PricedModel, tuple[int, ...], tuple[StageMemory, ...]]:
         """Returns a cut that is nearly least full, with its account."""
         case = self.case(setting)
-        bounds = self._extents(setting, self.room).least_full_cut()
+        bounds = self._chain(setting, self._room).least_full_cut()
         schedule = build(setting.schedule, setting.stages, setting.microbatches)
         lowered = edges_between(case.graph, bounds).lowered(schedule)
         return case, bounds, account_stages(case.ranges, case.graph, bounds, lowered)
 
-    def _extents(self, setting: Setting, cluster: Cluster) -> ChainFeasibility:
-        return ChainFeasibility.of(self.case(setting), setting.schedule, setting.stages, cluster)
+    def _chain(self, setting: Setting, room: Cluster) -> ChainFeasibility:
+        return ChainFeasibility(self.case(setting), setting.schedule, setting.stages, room)
 
 
 def state_bytes(graph: ModelGraph, optimizer: str) -> int:
@@ -232,21 +238,18 @@ def state_bytes(graph: ModelGraph, optimizer: str) -> int:
 # -- what is asked, and what could be changed -----------------------------------------------------------
 
 
-def _tried(request: PlanRequest, judge: _Judge) -> tuple[bool, Setting]:
+def _tried(judge: PipelineFeasibility) -> tuple[bool, Setting]:
     """Returns the first setting that was asked for and fits, or the last one, and whether it fits."""
-    setting = None
-    for setting in _asked(request, judge):
+    setting = likely = _asked(judge)
+    for setting in relaxed_settings(ASKED, likely, judge):
         if judge.fits(setting):
             return True, setting
-    assert setting is not None, "one setting at least is asked for"
     return False, setting
 
 
-def _asked(request: PlanRequest, judge: _Judge) -> Iterator[Setting]:
-    """Yields the settings that were asked for: the likely one, then the one with the smallest
-    microbatches.
-    """
-    cluster, batch = judge.cluster, request.batch_size
+def _asked(judge: PipelineFeasibility) -> Setting:
+    """Returns the likely one of the settings that were asked for."""
+    request, cluster, batch = judge.request, judge.cluster, judge.request.batch_size
     most = PER_STAGE * (request.stages or len(cluster.devices))
     check_enough(batch, request.microbatches or 1)
     count = request.microbatches or judge.most_microbatches(batch, request.precision, most)
@@ -256,11 +259,7 @@ def _asked(request: PlanRequest, judge: _Judge) -> Iterator[Setting]:
     usual = FORWARD.name if request.inference else request.schedule or DEFAULT.name
     schedule = SEQUENTIAL.name if graph.form == "modules" else usual
     recompute = request.recompute or KEEP.name
-    likely = Setting(batch, count, stages, schedule, request.optimizer, request.precision, recompute)
-    yield likely
-    finest = request.microbatches or judge.most_microbatches(batch, request.precision)
-    if finest != count:
-        yield replace(likely, microbatches=finest)
+    return Setting(batch, count, stages, schedule, request.optimizer, request.precision, recompute)
 
 
 def _check_stages(stages: int, units: int, cluster: Cluster) -> None:
@@ -278,47 +277,51 @@ def _check_stages(stages: int, units: int, cluster: Cluster) -> None:
         )
 
 
-def _sufficing(asked: Setting, request: PlanRequest, judge: _Judge) -> Iterator[Change]:
-    sufficient: list[dict[str, int | str]] = []
-    changed = _changed_forward(asked, request, judge) if request.inference else _changed(asked, judge)
-    for setting in dict.fromkeys(changed):
-        new = setting.changed_from(asked)
-        if new and not any(earlier.items() <= new.items() for earlier in sufficient) and judge.fits(setting):
-            sufficient.append(new)
-            planned = all(getattr(request, name) is None for name in new)
-            yield _change(asked, setting, judge).model_copy(update={"planned": planned})
+def _finest(setting: Setting, judge: PipelineFeasibility) -> Iterator[Setting]:
+    most = judge.most_microbatches(setting.batch_size, setting.precision)
+    yield replace(setting, microbatches=most)
 
 
-def _changed(asked: Setting, judge: _Judge) -> Iterator[Setting]:
-    """Yields free changes, then slower ones, then those that change the numbers of the training."""
-    most = judge.most_microbatches(asked.batch_size, asked.precision)
-    yield (finest := replace(asked, microbatches=most))
-    if (lighter := family_of(asked.schedule).dominated_by) is not None:
-        yield (finest := replace(finest, schedule=lighter))
-    yield (on_all_devices := replace(finest, stages=min(len(judge.cluster.devices), judge.case(asked).units)))
-    yield replace(finest, recompute=RECOMPUTE.name)
-    yield (recomputed := replace(on_all_devices, recompute=RECOMPUTE.name))
-    yield from (replace(base, schedule=SEQUENTIAL.name) for base in (on_all_devices, recomputed))
-    for base in (on_all_devices, recomputed):
-        yield from (replace(base, optimizer=name) for name in LEANER.get(asked.optimizer, ()))
-        yield from (replace(base, precision=lower) for lower in LOWER.get(asked.precision, ()))
-    for lower in LOWER.get(asked.precision, ()):
-        yield from (
-            replace(recomputed, precision=lower, optimizer=name) for name in LEANER.get(asked.optimizer, ())
-        )
-    for count in _halves(most):
-        smaller = {"batch_size": count * finest.samples, "microbatches": count}
-        yield from (replace(base, **smaller) for base in (on_all_devices, recomputed))
+def _finest_unless_given(setting: Setting, judge: PipelineFeasibility) -> Iterator[Setting]:
+    yield from [setting] if judge.request.microbatches else _finest(setting, judge)
 
 
-def _changed_forward(asked: Setting, request: PlanRequest, judge: _Judge) -> Iterator[Setting]:
-    """Yields what may change where only forwards run; microbatches that are given stay as they are."""
-    most = request.microbatches or judge.most_microbatches(asked.batch_size, asked.precision)
-    yield (finest := replace(asked, microbatches=most))
-    yield (on_all := replace(finest, stages=min(len(judge.cluster.devices), judge.case(asked).units)))
-    yield from (replace(on_all, precision=lower) for lower in LOWER.get(asked.precision, ()))
-    for batch in _halves(asked.batch_size):
-        yield replace(on_all, batch_size=batch, microbatches=min(most, batch))
+def _lighter(setting: Setting, _: PipelineFeasibility) -> Iterator[Setting]:
+    yield replace(setting, schedule=family_of(setting.schedule).dominated_by or setting.schedule)
+
+
+def _on_all_devices(setting: Setting, judge: PipelineFeasibility) -> Iterator[Setting]:
+    units = len(judge.graph(setting.samples, setting.precision).units)
+    yield replace(setting, stages=min(len(judge.cluster.devices), units))
+
+
+def _on_more_devices(setting: Setting, judge: PipelineFeasibility) -> Iterator[Setting]:
+    most = min(MOST_DEVICES, len(judge.graph(setting.samples, setting.precision).units))
+    count = len(judge.cluster.devices)
+    while (count := 2 * count) <= most:
+        yield replace(setting, stages=count)
+
+
+def _recomputed(setting: Setting, _: PipelineFeasibility) -> Iterator[Setting]:
+    yield replace(setting, recompute=RECOMPUTE.name)
+
+
+def _leaner(setting: Setting, _: PipelineFeasibility) -> Iterator[Setting]:
+    yield from (replace(setting, optimizer=name) for name in LEANER.get(setting.optimizer, ()))
+
+
+def _lower(setting: Setting, _: PipelineFeasibility) -> Iterator[Setting]:
+    yield from (replace(setting, precision=lower) for lower in LOWER.get(setting.precision, ()))
+
+
+def _fewer_microbatches(setting: Setting, _: PipelineFeasibility) -> Iterator[Setting]:
+    for count in _halves(setting.microbatches):
+        yield replace(setting, batch_size=count * setting.samples, microbatches=count)
+
+
+def _fewer_samples(setting: Setting, _: PipelineFeasibility) -> Iterator[Setting]:
+    for batch in _halves(setting.batch_size):
+        yield replace(setting, batch_size=batch, microbatches=min(setting.microbatches, batch))
 
 
 def _halves(count: int) -> Iterator[int]:
@@ -327,19 +330,92 @@ def _halves(count: int) -> Iterator[int]:
         yield count
 
 
-def _devices_needed(asked: Setting, judge: _Judge) -> int | None:
-    """Returns how many devices like the last one suffice, by doubling; None when MOST_DEVICES do not."""
-    count = len(judge.cluster.devices)
-    while (count := 2 * count) <= min(MOST_DEVICES, judge.case(asked).units):
-        if judge.fits(replace(asked, stages=count), widened(judge.room, count)):
-            return count
-    return None
+_Change = SettingChange[Setting, PipelineFeasibility]
+_MICROBATCHES, _BATCH = frozenset({"microbatches"}), frozenset({"batch_size", "microbatches"})
+FINEST: Final[_Change] = SettingChange(
+    name="as many microbatches as the model takes", relaxes=_MICROBATCHES, settings=_finest
+)
+FINEST_UNLESS_GIVEN: Final[_Change] = SettingChange(
+    name="as many microbatches as the model takes, unless their number is given",
+    relaxes=_MICROBATCHES,
+    settings=_finest_unless_given,
+)
+LIGHTER: Final[_Change] = SettingChange(
+    name="the schedule that holds less and is as fast", relaxes=frozenset({"schedule"}), settings=_lighter
+)
+DEVICES: Final[_Change] = SettingChange(
+    name="all devices", relaxes=frozenset({"stages"}), settings=_on_all_devices
+)
+RECOMPUTED: Final[_Change] = SettingChange(
+    name="a second forward of every stage", relaxes=frozenset({"recompute"}), settings=_recomputed
+)
+RECOMPUTED_IF_NEEDED: Final[_Change] = SettingChange(
+    name="a second forward of every stage, where it does not fit without",
+    relaxes=frozenset({"recompute"}),
+    settings=lambda setting, judge: (setting, *_recomputed(setting, judge)),
+)
+ONE_MICROBATCH_AT_A_TIME: Final[_Change] = SettingChange(
+    name="one microbatch at a time",
+    relaxes=frozenset({"schedule"}),
+    settings=lambda setting, _: [replace(setting, schedule=SEQUENTIAL.name)],
+)
+LEANER_OPTIMIZER: Final[_Change] = SettingChange(
+    name="an optimizer with fewer states", relaxes=frozenset({"optimizer"}), settings=_leaner
+)
+LOWER_PRECISION: Final[_Change] = SettingChange(
+    name="a lower precision", relaxes=frozenset({"precision"}), settings=_lower
+)
+FEWER_MICROBATCHES: Final[_Change] = SettingChange(
+    name="a batch of fewer microbatches", relaxes=_BATCH, settings=_fewer_microbatches
+)
+FEWER_SAMPLES: Final[_Change] = SettingChange(
+    name="a batch of fewer samples", relaxes=_BATCH, settings=_fewer_samples
+)
+
+ASKED: Final[tuple[tuple[_Change, ...], ...]] = ((), (FINEST_UNLESS_GIVEN,))
+"""Lists what a request asks for: the likely setting, then the smallest microbatches."""
+_FREE: Final = (FINEST, LIGHTER)
+_SPREAD: Final = (*_FREE, DEVICES)
+_SPREAD_AND_RECOMPUTED: Final = (*_SPREAD, RECOMPUTED)
+CHANGES: Final[tuple[tuple[_Change, ...], ...]] = (
+    (FINEST,),
+    _FREE,
+    _SPREAD,
+    (*_FREE, RECOMPUTED),
+    _SPREAD_AND_RECOMPUTED,
+    (*_SPREAD, ONE_MICROBATCH_AT_A_TIME),
+    (*_SPREAD_AND_RECOMPUTED, ONE_MICROBATCH_AT_A_TIME),
+    (*_SPREAD, LEANER_OPTIMIZER),
+    (*_SPREAD, LOWER_PRECISION),
+    (*_SPREAD_AND_RECOMPUTED, LEANER_OPTIMIZER),
+    (*_SPREAD_AND_RECOMPUTED, LOWER_PRECISION),
+    (*_SPREAD_AND_RECOMPUTED, LOWER_PRECISION, LEANER_OPTIMIZER),
+    (*_SPREAD, FEWER_MICROBATCHES, RECOMPUTED_IF_NEEDED),
+)
+"""Lists what may change of a training step: free changes, then slower ones, then those of its numbers."""
+CHANGES_OF_INFERENCE: Final[tuple[tuple[_Change, ...], ...]] = (
+    (FINEST_UNLESS_GIVEN,),
+    (FINEST_UNLESS_GIVEN, DEVICES),
+    (FINEST_UNLESS_GIVEN, DEVICES, LOWER_PRECISION),
+    (FINEST_UNLESS_GIVEN, DEVICES, FEWER_SAMPLES),
+)
+"""Lists what may change where only forwards run; microbatches that are given stay as they are."""
+MORE_DEVICES: Final[tuple[tuple[_Change, ...], ...]] = (
+    (
+        SettingChange(
+            name="twice as many devices like the last one, and twice as many again, up to MOST_DEVICES",
+            relaxes=frozenset({"stages"}),
+            settings=_on_more_devices,
+        ),
+    ),
+)
+"""Lists how many devices are tried where nothing else suffices."""
 
 
 # -- what is told ---------------------------------------------------------------------------------------
 
 
-def _answer(answer: Answer, setting: Setting, judge: _Judge) -> Fit:
+def _answer(answer: Answer, setting: Setting, judge: PipelineFeasibility) -> Fit:
     case, bounds, memories = judge.least_full(setting)
     graph = case.graph
     return Fit(
@@ -432,12 +508,14 @@ def _largest(
     return tuple(ranked[:LARGEST_SHOWN])
 
 
-def _change(asked: Setting, setting: Setting, judge: _Judge) -> Change:
+def _change(asked: Setting, setting: Setting, judge: PipelineFeasibility) -> Change:
+    """Returns what is told of a setting that fits."""
     case, bounds, memories = judge.least_full(setting)
     parts = zip(memories, pairwise(bounds), judge.cluster.devices, strict=False)
     needs = [(in_use(m.peak_bytes, d, Load.of(case.graph, *run)).p95_bytes, d) for m, run, d in parts]
     fullest, device = max(needs, key=lambda pair: pair[0] / pair[1].memory_bytes)
-    new = setting.changed_from(asked)
+    new = changed_fields(setting, asked)
+    planned = all(getattr(judge.request, name) is None for name in new)
     if setting.batch_size != asked.batch_size:
         new.pop("microbatches", None)  # follows from the batch
     return Change(
@@ -445,6 +523,7 @@ def _change(asked: Setting, setting: Setting, judge: _Judge) -> Change:
         effects=tuple(_effect(name, asked, setting, case) for name in new),
         p95_bytes=fullest,
         share=fullest / device.memory_bytes,
+        planned=planned,
     )
 
 

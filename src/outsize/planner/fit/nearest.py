@@ -1,14 +1,14 @@
 """Builds the error when nothing fits: which stage lacks how much, and the nearest setting that fits, by
-trying.
+trying what a table lists (`NEAREST`), as `outsize fit` does (changes.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import final
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from typing import Final, Self, final
 
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import Cluster, Device
@@ -16,9 +16,11 @@ from outsize.ir.findings import DoesNotFit
 from outsize.ir.formatting import byte_unit, bytes_text, microbatches_text, needs_text
 from outsize.ir.plan import ScheduleName
 from outsize.planner.evaluate.plan_findings import shortage
+from outsize.planner.fit.changes import SettingChange, sufficing
 from outsize.planner.memory.account import InFlightState, StageMemory, account_stage, peak_table
 from outsize.planner.memory.in_flight_states import states_by_stage
-from outsize.planner.partition.least_full import fits, least_full_cut
+from outsize.planner.partition.feasibility import ChainFeasibility
+from outsize.planner.partition.least_full import least_full_cut
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.policies.activations import ActivationPolicy
 from outsize.schedules.families import SEQUENTIAL, family_of
@@ -83,7 +85,10 @@ def no_feasible_plan(
     """Returns the error; the `asked` cases do not fit in any of the schedules, `spare` ones may help."""
     tried = [_least_full(case, name, stages, cluster) for case in asked for name in schedules]
     closest = min(tried, key=lambda cut: cut.share)
-    near = next(_fitting((*asked, *spare), schedules, stages, cluster), None)
+    judge = _PricedCases.of((*asked, *spare), schedules, cluster)
+    start = ChainFeasibility(closest.case, closest.schedule, stages, cluster)
+    found = next(sufficing(NEAREST, start, judge), None)
+    near = None if found is None else _least_full(found.case, found.schedule, found.stages, found.cluster)
     steps = _larger_devices(closest) if near is None else _steps(near, asked, schedules, closest, cluster)
     return NoFeasiblePlan(
         stage_needs_text(closest.stage, closest.memory, cluster.devices[closest.stage]),
@@ -103,34 +108,89 @@ def recomputed_text(policy: ActivationPolicy) -> str:
     return f", {policy.block_text}" if policy.block_text else ""
 
 
-def _fitting(
-    cases: Sequence[PricedModel], schedules: Sequence[ScheduleName], stages: int, cluster: Cluster
-) -> Iterator[LeastFull]:
-    """Yields what fits, nearest first: fewer stages, then schedules, then cases; naive, being slow, last of
-    all.
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _PricedCases:
+    """Decides whether settings fit that have one of these cases, whose largest unit has room on a device;
+    `schedules` were asked for, `cluster` has usable memory.
     """
-    memory_bytes = max(d.memory_bytes for d in cluster.devices)
-    candidates = [case for case in cases if _unit_bytes(case) <= memory_bytes]
-    for names in _worth_trying(schedules):
-        for count in _stage_counts(candidates, stages, memory_bytes):
-            wide = widened(cluster, count)
-            pairs = product(names, candidates)
-            # Waiting for another schedule costs less than computing everything twice.
-            for name, case in sorted(pairs, key=lambda pair: not pair[1].activation_policy.keeps_all):
-                if fits(case, name, count, wide):
-                    yield _least_full(case, name, count, wide)
+
+    cases: tuple[PricedModel, ...]
+    schedules: Sequence[ScheduleName]
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, cases: Iterable[PricedModel], schedules: Sequence[ScheduleName], cluster: Cluster) -> Self:
+        """Leaves out the cases that no number of devices would hold."""
+        memory_bytes = max(d.memory_bytes for d in cluster.devices)
+        return cls(tuple(c for c in cases if _unit_bytes(c) <= memory_bytes), schedules, cluster)
+
+    def fits(self, setting: ChainFeasibility) -> bool:
+        """Returns whether any cut fits."""
+        return setting.fits()
 
 
-def _worth_trying(schedules: Sequence[ScheduleName]) -> tuple[tuple[ScheduleName, ...], ...]:
-    """Returns the schedules that differ in memory, with the slow ones in a group of their own at the end.
+def _with_more_stages(setting: ChainFeasibility, judge: _PricedCases) -> Iterator[ChainFeasibility]:
+    for count in _stage_counts(judge, setting.stages):
+        yield replace(setting, stages=count, cluster=widened(judge.cluster, count))
+
+
+def _recomputed_last(setting: ChainFeasibility, judge: _PricedCases) -> Iterator[ChainFeasibility]:
+    """Yields the setting with a case that keeps all activations, and then with one that does not."""
+    for keeps in (True, False):
+        cases = (case for case in judge.cases if case.activation_policy.keeps_all is keeps)
+        yield from (replace(setting, case=case) for case in islice(cases, 1))
+
+
+def _by_another_schedule(setting: ChainFeasibility, judge: _PricedCases) -> Iterator[ChainFeasibility]:
+    """Yields the schedules that differ in memory, without the sequential one.
 
     A schedule that another one dominates is tried only where that one may not be, and then before it.
     """
-    asked = [family_of(name) for name in schedules]
+    asked = [family_of(name) for name in judge.schedules]
     plain = [family for family in asked if family.plain and not family.sequential]
-    names = dict.fromkeys(f.name for f in plain if f.dominated_by not in schedules)
+    names = dict.fromkeys(f.name for f in plain if f.dominated_by not in judge.schedules)
     names |= dict.fromkeys(f.dominated_by for f in plain if f.dominated_by is not None)
-    return (*((tuple(names),) if names else ()), (SEQUENTIAL.name,))
+    yield from (replace(setting, schedule=name) for name in names)
+
+
+def _in_another_case(setting: ChainFeasibility, judge: _PricedCases) -> Iterator[ChainFeasibility]:
+    keeps = setting.case.activation_policy.keeps_all
+    cases = (case for case in judge.cases if case.activation_policy.keeps_all is keeps)
+    yield from (replace(setting, case=case) for case in cases)
+
+
+_Change = SettingChange[ChainFeasibility, _PricedCases]
+STAGES: Final[_Change] = SettingChange(
+    name="more stages, on devices like the last one",
+    relaxes=frozenset({"stages", "cluster"}),
+    settings=_with_more_stages,
+)
+RECOMPUTED_LAST: Final[_Change] = SettingChange(
+    name="activations kept, and then recomputed, for a second forward costs more than another schedule",
+    relaxes=frozenset({"case"}),
+    settings=_recomputed_last,
+)
+ANOTHER_SCHEDULE: Final[_Change] = SettingChange(
+    name="another schedule", relaxes=frozenset({"schedule"}), settings=_by_another_schedule
+)
+ONE_MICROBATCH_AT_A_TIME: Final[_Change] = SettingChange(
+    name="one microbatch at a time",
+    relaxes=frozenset({"schedule"}),
+    settings=lambda setting, _: [replace(setting, schedule=SEQUENTIAL.name)],
+)
+OTHER_MICROBATCHES: Final[_Change] = SettingChange(
+    name="other microbatches, whose stages keep or recompute as well",
+    relaxes=frozenset({"case"}),
+    settings=_in_another_case,
+)
+NEAREST: Final[tuple[tuple[_Change, ...], ...]] = (
+    (STAGES, RECOMPUTED_LAST, ANOTHER_SCHEDULE, OTHER_MICROBATCHES),
+    (STAGES, RECOMPUTED_LAST, ONE_MICROBATCH_AT_A_TIME, OTHER_MICROBATCHES),
+)
+"""Lists what may change of a pipeline that does not fit, the nearest first: few stages before other
+schedules, and what is slow last of all.
+"""
 
 
 def _unit_bytes(case: PricedModel) -> int:
@@ -139,12 +199,13 @@ def _unit_bytes(case: PricedModel) -> int:
     return max(int(table[unit, unit + 1]) for unit in range(case.units))
 
 
-def _stage_counts(cases: Sequence[PricedModel], stages: int, memory_bytes: int) -> list[int]:
+def _stage_counts(judge: _PricedCases, stages: int) -> list[int]:
     """Returns counts from the minimum that holds weights and states: one by one, then doubled twice."""
-    if not cases:
+    if not judge.cases:
         return []
-    least = min(-(-_state_bytes(case) // memory_bytes) for case in cases)
-    first, units = max(stages, least), min(case.units for case in cases)
+    memory_bytes = max(d.memory_bytes for d in judge.cluster.devices)
+    least = min(-(-_state_bytes(case) // memory_bytes) for case in judge.cases)
+    first, units = max(stages, least), min(case.units for case in judge.cases)
     counts = (*range(first, first + MORE_STAGES + 1), 2 * (first + MORE_STAGES), 4 * (first + MORE_STAGES))
     return [count for count in counts if count <= min(units, MOST_STAGES)]
 
@@ -167,6 +228,8 @@ def _least_full(case: PricedModel, schedule: ScheduleName, stages: int, cluster:
 
 def widened(cluster: Cluster, stages: int) -> Cluster:
     """Returns the cluster with copies of its last device, so that there are at least `stages`."""
+    if stages <= len(cluster.devices):
+        return cluster
     last, count = cluster.devices[-1], len(cluster.devices)
     family = last.name.rpartition(":")[0] or last.name
     extra = (last.model_copy(update={"name": f"{family}:{rank}"}) for rank in range(count, stages))

@@ -47,13 +47,11 @@ class ChainFeasibility:
     schedule: ScheduleName
     stages: int
     cluster: Cluster
-    states: tuple[tuple[InFlightState, ...], ...]
 
-    @classmethod
-    def of(cls, case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> ChainFeasibility:
-        """Builds the problem with the in-flight states of each stage in a chain."""
-        states = states_by_stage(schedule, stages, case.microbatches, stages)
-        return cls(case, schedule, stages, cluster, states)
+    @property
+    def states(self) -> tuple[tuple[InFlightState, ...], ...]:
+        """Returns the in-flight states of each stage in a chain."""
+        return states_by_stage(self.schedule, self.stages, self.case.microbatches, self.stages)
 
     def fits(self) -> bool:
         """Returns whether any cut fits; exact."""

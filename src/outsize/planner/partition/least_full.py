@@ -12,7 +12,7 @@ from outsize.ir.plan import ScheduleName
 from outsize.planner.memory.account import InFlightState, component_table, peaks_of_components
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.range_tables import Bytes, Seconds
-from outsize.planner.partition.chain_dp import Price, bottleneck, partition
+from outsize.planner.partition.chain_dp import Price, partition
 from outsize.planner.partition.stage_prices import PricedModel
 
 # The peaks of so many different states of a stage are kept.
@@ -26,11 +26,6 @@ def least_full_cut(
     bounds = partition(stages, _fullness(case, schedule, stages, cluster), _traffic(case))
     assert bounds is not None, "every cut has a finite fullness; the caller ensures stages <= units"
     return bounds
-
-
-def fits(case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> bool:
-    """Returns whether any cut fits."""
-    return bottleneck(stages, _fullness(case, schedule, stages, cluster), case.units) <= 1
 
 
 def _fullness(case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> Price:

@@ -49,7 +49,7 @@ def test_the_verdict_is_that_of_every_cut(
     case = PricedModel.of(*model, microbatches, "adamw")
     needed = least(case, schedule, stages)
     for memory_bytes, fits in ((needed, True), (needed - 1, False)):
-        feasibility = ChainFeasibility.of(case, schedule, stages, devices(stages, memory_bytes))
+        feasibility = ChainFeasibility(case, schedule, stages, devices(stages, memory_bytes))
         assert feasibility.fits() is fits
         bounds = feasibility.least_full_cut()
         assert len(bounds) == stages + 1
@@ -88,4 +88,4 @@ def test_no_cut_of_a_refuted_layout_fits(
 
 def test_equal_units_are_shared_out_evenly() -> None:
     case = PricedModel.of(*chain([0.1] * 12), 4, "sgd")
-    assert ChainFeasibility.of(case, "naive", 3, devices(3, 10**6)).least_full_cut() == (0, 4, 8, 12)
+    assert ChainFeasibility(case, "naive", 3, devices(3, 10**6)).least_full_cut() == (0, 4, 8, 12)
