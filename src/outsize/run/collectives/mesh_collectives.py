@@ -28,7 +28,7 @@ from outsize.run.collectives.functions import InFlight
 class MeshCollectives:
     """Runs collectives over one dim of a mesh; `sent` counts bytes of whole tensors by kind of collective.
 
-    The bytes are counted as in planner/costs/collectives.py: the input of an all_reduce and a reduce_scatter,
+    The bytes are counted as in ir/hardware/collectives.py: the input of an all_reduce and a reduce_scatter,
     the output of an all_gather.
     """
 
