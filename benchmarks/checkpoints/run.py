@@ -80,7 +80,7 @@ def _steps_s(engine: outsize.Engine, x: torch.Tensor, memory: Path | None) -> fl
     for _ in range(COPIED_STEPS):
         engine.step(x, target=x)
         if memory is not None:
-            engine.state._copy(memory)  # as `outsize run --peer-copies 1` lets it do
+            engine.state._copy(memory)  # as `outsize run --ranks peer_copies=1` lets it do
     return time.process_time() - start
 
 

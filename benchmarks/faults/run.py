@@ -148,7 +148,7 @@ def restarts(run: Run, *options: str) -> Seconds:
 
 def restarts_from_memory(run: Run) -> Seconds:
     """The same with copies in memory."""
-    return restarts(run, "--peer-copies=1")
+    return restarts(run, "--ranks=peer_copies=1")
 
 
 def launcher_dies(run: Run) -> Seconds:

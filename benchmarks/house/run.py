@@ -6,7 +6,7 @@
 
 All counts are of the text: by `ast`, by tokens, by regular expressions, by the graph of imports. Two rows run
 something of each tree: a training step, of which the files are counted that it passes (step_files.py), and
-`outsize --help`. README.md beside this file says how each row is counted.
+the help of the command line. README.md beside this file says how each row is counted.
 """
 
 from __future__ import annotations
@@ -291,17 +291,22 @@ def structure(tree: Tree) -> Iterator[Row]:
         "files that `engine.step` passes (third step, two stages in one process)",
         printed(tree, step_command()),
     )
-    helped = printed(tree, [sys.executable, "-c", HELP])
-    yield "`outsize --help`: lines of 80 columns", helped
+    for line in ("", "run "):
+        helped = printed(tree, [sys.executable, "-c", HELP, *line.split(), "--help"]).split()
+        yield f"`outsize {line}--help`: lines of 80 columns", helped[0]
+        if line:
+            yield f"`outsize {line}--help`: flags that it shows, but `--help`", helped[1]
 
 
 HELP: Final = """
-import io, sys, contextlib
+import io, re, sys, contextlib
 from outsize.cli import app
 out = io.StringIO()
 with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-    app.run(["--help"])
-print(len(out.getvalue().splitlines()))
+    app.run(sys.argv[1:])
+lines = out.getvalue().splitlines()
+flags = {found[1] for line in lines if (found := re.match("│ [*]? *(--?[a-z-]+)", line))}
+print(len(lines), len(flags - {"--help"}))
 """
 
 

@@ -73,7 +73,7 @@ def test_a_pipeline_is_bit_equal(ranks_of: Servers, order: str, stages: int, how
 
 
 def test_ranks_that_share_a_device_are_bit_equal(ranks_of: Servers) -> None:
-    """Three ranks on two devices, as `outsize run --ranks-per-device 2` places them."""
+    """Three ranks on two devices, as `outsize run --ranks per_device=2` places them."""
     whole = ranks_of("sim").run("plain", 1, microbatches=4)[0]
     found = ranks_of("sim").run("trained", 3, axes={"stages": 3, "microbatches": 4}, per_device=2)
     assert [rank["losses"] for rank in found] == [whole["losses"]] * 3

@@ -2,8 +2,9 @@
 
 chaos.py MINUTES [SEED] [AGENTS] [EVERY]  `make chaos` runs 30 minutes; AGENTS: 1, or 2 that meet on 127.0.0.1
 
-With EVERY the one launcher copies the run into memory after each step (`--peer-copies 1`) and saves it after
-EVERY steps; most faults are workers' then. One takes at most a step; a launcher's, with the copies, EVERY.
+With EVERY the one launcher copies the run into memory after each step (`--ranks peer_copies=1`) and saves it
+after EVERY steps; most faults are workers' then. One takes at most a step; a launcher's, with the copies,
+EVERY.
 
 Four processes train and save each step. Every few seconds there is one fault: SIGKILL to a worker or a
 launcher, SIGSTOP to a worker (the watchdog ends it), SIGTERM to a worker or a launcher (which saves the run).
@@ -51,7 +52,7 @@ def command(chaos: Chaos, port: int) -> list[str]:
     folder, agents = chaos.folder, chaos.agents
     each = "--nproc-per-node=2:4" if agents == 1 else "--nproc-per-node=1:2"
     meeting = [] if agents == 1 else ["--nnodes=1:2", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    copies = ["--peer-copies=1"] if chaos.every else []
+    copies = ["--ranks=peer_copies=1"] if chaos.every else []
     options = [each, *meeting, *copies, "--max-restarts=1000", "--shutdown-timeout=20"]
     return [
         *(sys.executable, "-c", OUTSIZE, "run", *options),

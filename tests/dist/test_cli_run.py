@@ -76,8 +76,10 @@ def outsize(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_model_is_trained_and_shown(folder: Path) -> None:
-    files = ("--report", "report.html", "--trace", "trace.json")
-    done = outsize(folder, "run", "toy:build", "--steps", "4", "--lr", "0.05", "--json", "--exact", *files)
+    files = ("--report", "report.html,trace=trace.json")
+    done = outsize(
+        folder, "run", "toy:build", "--steps", "4", "--train", "lr=0.05", "--json", "--exact", *files
+    )
     assert done.returncode == 0, done.stderr
     figures: dict[str, Any] = json.loads(done.stdout)
     assert len(figures["loss"]) == len(figures["steps_s"]) == 4
@@ -110,8 +112,19 @@ def test_the_same_losses_in_one_process_and_in_three(folder: Path) -> None:
     assert one == three
 
 
+def test_a_model_is_trained_over_an_axis_and_an_old_flag_warns_once(folder: Path) -> None:
+    call = ("run", "toy:build", "--steps", "2", "--axes", "tp=2", "--lr", "0.05", "--seed", "1", "--json")
+    done = outsize(folder, *call)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["plan"]["axes"]["tp"] == 2
+    assert figures["learning_rate"] == [0.05] * 2
+    assert done.stderr.count("OldSpelling") == 1
+    assert "Next: --train lr=0.05,seed=1" in done.stderr
+
+
 def test_a_run_whose_loss_is_not_finite_has_its_report_and_its_figures(folder: Path) -> None:
-    options = ("--input", "8", "--lr", "1e30", "--report", "r.html", "--nproc-per-node", "1")
+    options = ("--input", "8", "--train", "lr=1e30", "--report", "r.html", "--nproc-per-node", "1")
     call = ("run", "toy:linear", "--steps", "3", *options)
     done = outsize(folder, *call, "--json")
     assert done.returncode == 0, done.stderr

@@ -77,7 +77,7 @@ def test_restarts_with_as_many_ranks_and_down_to_the_least(tmp_path: Path) -> No
 
 def test_copies_in_memory_lose_no_more_than_the_step_in_flight(tmp_path: Path) -> None:
     """Nothing is saved on disk; kill -9 of each rank in turn, at the end of a step that is not yet copied."""
-    options = ("--nproc-per-node=1:2", "--max-restarts=2", "--peer-copies=1")
+    options = ("--nproc-per-node=1:2", "--max-restarts=2", "--ranks=peer_copies=1")
     done = run_elastic(tmp_path, STEPS, "3:1,5:0", *options, every=1000)
     assert done.returncode == 0, done.stderr
     steps = [int(line.split()[0]) for line in (tmp_path / "losses").read_text().splitlines()]

@@ -50,7 +50,7 @@ def test_two_runs_hold_their_shares_at_the_same_time(tmp_path: Path) -> None:
     """One takes more than its share and gets an error of memory; the other one goes on."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     (tmp_path / "greedy.py").write_text(GREEDY)
-    run = (*OUTSIZE, "run", "--nproc-per-node=1", "--memory-share=0.4")
+    run = (*OUTSIZE, "run", "--nproc-per-node=1", "--ranks=memory_share=0.4")
     losses = tmp_path / "losses"
 
     def until_steps(more: int) -> None:
@@ -87,7 +87,7 @@ def test_a_run_is_seen_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
         *OUTSIZE,
         "run",
         "--nproc-per-node=2",
-        "--memory-share=0.5",
+        "--ranks=memory_share=0.5",
         str(WORKER),
         str(tmp_path),
         "1000000",

@@ -53,7 +53,7 @@ def test_a_sequential_run_says_so_and_its_trace_has_memory(folder: Path) -> None
     found = run(
         folder,
         *(*CLI, "run", "toy:build", "--input", "8", "--steps", "3", "--schedule", "naive"),
-        *("--microbatches", "4", "--trace", "t.json", "--json"),
+        *("--microbatches", "4", "--report", "trace=t.json", "--json"),
     )
     measured = found["measured"]
     assert 0 < measured["bound_s"] <= measured["step_s"]

@@ -113,7 +113,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_done(found: list[F
         assert "tensor parallelism needs a mesh of one dim" in no_mesh
         assert odd == (
             "BadOption [E106]: out_features=9 is not divided by tp=2; 3 and 9 divide all sizes. Next: "
-            "axes={'tp': 3} (--tp 3)"
+            "axes={'tp': 3} (--axes tp=3)"
         )
 
 

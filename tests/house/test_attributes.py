@@ -40,10 +40,7 @@ OF_OTHERS = {
     "train/tensor_parallel.py": {"forward"},
     # Elements of XML, Lightning's rank and the configuration of torchrun.
     "integrations/lightning_processes.py": {"rank"},
-    "ops/launch/launch.py": {
-        *("nproc_per_node", "node_rank", "master_port", "log_dir", "shutdown_timeout"),
-        *("rdzv_backend", "rdzv_endpoint"),
-    },
+    "ops/launch/launch.py": {"nproc_per_node"},
     "report/html/cells.py": {"text"},
     "report/html/svg.py": {"text"},
 }

@@ -63,7 +63,7 @@ def test_the_page_of_a_run_is_live(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-    command = [sys.executable, "-c", "from outsize.cli import main; main()", "run", "--dashboard"]
+    command = [sys.executable, "-c", "from outsize.cli import main; main()", "run", "--watch=dashboard"]
     command += ["--nproc-per-node=2", str(WORKER), str(tmp_path), "1000000", "", "0.1"]
     with (tmp_path / "said").open("wb") as said:
         launcher = subprocess.Popen(command, env=env, stdout=said, stderr=said)

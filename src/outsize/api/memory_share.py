@@ -35,7 +35,7 @@ class MemoryShare:
     def of(cls, share: float | None, world: World) -> Self:
         """Returns the share that the call or the launcher asks for. Raises BadOption."""
         if share is not None:
-            return cls(checked_share(share, "memory_share="))
+            return cls(checked_share(share, "memory_share"))
         return cls(world.memory_share)
 
     def of_cluster(self, cluster: Cluster) -> Cluster:

@@ -231,7 +231,7 @@ def _insist_on_whole_modules(graph: ModelGraph, axes: Axes) -> None:
         raise BadOption(
             f"{graph.model} runs by modules, in its own Python, which has the sizes of one device in it",
             numbers=", ".join(f"{axis}={degree}" for axis, degree in divided.items()),
-            next_step="stages or replicas (`--stages`, `--dp-replicate 2`); `why` of such a plan says "
+            next_step="stages or replicas (`--stages`, `--axes dp_replicate=2`); `why` of such a plan says "
             "which line is not captured",
         )
 

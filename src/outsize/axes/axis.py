@@ -106,13 +106,13 @@ class Axis:
         return self.option or self.name
 
     @property
-    def flag(self) -> str:
-        """Returns the option of the command line that asks for it."""
+    def old_flag(self) -> str:
+        """Returns the flag that asked for it before `--axes`, which works for this release."""
         return f"--{self.keyword.replace('_', '-')}"
 
     def typed(self, size: int) -> str:
-        """Returns what a user types for so many ranks along it: `axes={'tp': 2} (--tp 2)`."""
-        return f"axes={{{self.name!r}: {size}}} ({self.flag} {size})"
+        """Returns what a user types for so many ranks along it: `axes={'tp': 2} (--axes tp=2)`."""
+        return f"axes={{{self.name!r}: {size}}} (--axes {self.name}={size})"
 
     def same(self, *, of_experts: bool) -> bool:
         """Tells whether its ranks hold the same weights, or the same experts."""

@@ -55,6 +55,11 @@ PARTS: Final = those(lambda axis: axis.has_parts)
 DIVIDING: Final = those(lambda axis: axis.divides_weights is not None)
 
 
+def axes_typed(sizes: Mapping[str, int | str]) -> str:
+    """Returns what a user types for these sizes: `--axes tp=2,dp_shard=4`; "" for none."""
+    return f"--axes {','.join(f'{name}={size}' for name, size in sizes.items())}" if sizes else ""
+
+
 def coordinate(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Returns the rank's coordinate on each axis; `sizes` by name."""
     place: dict[str, int] = {}

@@ -2,7 +2,9 @@
 
     app          the verbs, and what an error looks like
     options      the options that several verbs have, spelled once
-    flags        options of a verb as records of their subjects
+    flags        options of a verb as records of their subjects, and one flag for what is rare of each
+    command_line what typer does not see: old spellings, and torchrun's own flags
+    run_flags    the options of `outsize run`
     screen       standard output and error: tables or one JSON document, bars on a terminal only
     model_input  MODEL, --input and --batch to a model with its example batch and its loss
     verbs        one file for each verb

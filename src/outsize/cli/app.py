@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from outsize import __version__
 from outsize.cli import options
+from outsize.cli.command_line import OLD, VerbCommand, instead_of
 from outsize.cli.runs.scale import scale
 from outsize.cli.runs.top import top
 from outsize.cli.screen import Screen, warn_on_one_line
@@ -39,7 +40,7 @@ from outsize.cli.verbs.trace import trace
 from outsize.cli.verbs.tune import tune
 from outsize.errors import BadOption, OutsizeError
 from outsize.errors.names import COMMANDS
-from outsize.errors.words import nearest, spoken, value_here
+from outsize.errors.words import value_here
 
 INTERRUPTED = 130
 
@@ -105,7 +106,7 @@ def make_app() -> typer.Typer:
     app = typer.Typer(cls=Verbs, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(outsize)
     for verb in _VERBS:
-        kind = RunCommand if verb.function is run_verb else None
+        kind = RunCommand if verb.function is run_verb else VerbCommand
         how: Any = {"rich_help_panel": verb.group, "short_help": verb.line}
         app.command(verb.name, cls=kind, **how)(verb.function)
     return app
@@ -150,13 +151,13 @@ def _misuse(error: Any) -> BadOption:
 def _instead(error: Any, what: str) -> str:
     """Returns what to type for an option or a value as other tools call them; "" for other mistakes."""
     parameters = [] if error.ctx is None else error.ctx.command.params
+    old = {} if error.ctx is None else OLD.get(error.ctx.info_name, {})
     flags = {flag for parameter in parameters for flag in parameter.opts}
     if (command := re.match(r"No such command '([^']*)'", what)) is not None:
         return COMMANDS.get(command[1], "")
     name = getattr(error, "option_name", None)
     if name is not None and hasattr(error, "possibilities"):  # no such option
-        row, near = spoken(name), nearest(name, flags)
-        return row.in_shell(flags) if row is not None else near or ""
+        return instead_of(name, flags, old)
     parameter, value = getattr(error, "param", None), re.search(r"'([^']*)' is not one of", what)
     here = value_here(parameter.name, value[1]) if parameter is not None and value is not None else None
     return f"{parameter.opts[0]} {here}" if parameter is not None and here is not None else ""

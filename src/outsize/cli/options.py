@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, final, get_args
 
 import typer
 
 from outsize.axes.registry import LISTED
 from outsize.errors import BadOption
-from outsize.errors.words import value_here
+from outsize.errors.words import nearest, spoken, value_here
 from outsize.files.strict_json import BadJson, read_text
 from outsize.ir import plan as plans
-from outsize.ir.answers.request import AxisSearch, Objective
+from outsize.ir.answers.request import NONE_SEARCHED, AxisSearch, LayoutOptions, Objective
 from outsize.ir.formatting import whole_number
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.schedule import Schedule
@@ -30,6 +31,8 @@ JSON: Final = "--json"
 # peft's word for every linear layer of a transformers model but its head.
 ALL_LINEAR: Final = "all-linear"
 _MOST_SCHEDULE_BYTES: Final = 16 << 20
+AXES: Final = tuple(axis.name for axis in LISTED if not axis.cuts_stages)
+OTHERS: Final = "others"
 
 
 def _offered_schedule(name: str | None) -> str | None:
@@ -136,11 +139,13 @@ BatchNorm = Annotated[
     ),
 ]
 Axes = Annotated[
-    AxisSearch | None,
+    str | None,
     typer.Option(
         "--axes",
-        help="Which of the axes that are not given are searched. all: replicas, FSDP and tp (the default); "
-        "pp: none.",
+        metavar="AXIS=N,...",
+        help="Devices of each stage along axes: tp=2,dp_shard=4. "
+        + "; ".join(f"{axis.name}: {axis.help.rstrip('.')}" for axis in LISTED if not axis.cuts_stages)
+        + ". Axes that are not named are searched, but with others=1; pp searches none (default: all).",
     ),
 ]
 Exact = Annotated[
@@ -156,7 +161,7 @@ SequenceParallel = Annotated[
     bool | None,
     typer.Option(
         "--sequence-parallel/--no-sequence-parallel",
-        help="Whether --tp also divides the activations between layers (default: the faster or smaller).",
+        help="Whether tp also divides the activations between layers (default: the faster or smaller).",
     ),
 ]
 LossPieces = Annotated[
@@ -181,7 +186,7 @@ WeightPlace = Annotated[
     weights.Weights | None,
     typer.Option(
         "--weights",
-        help=f"Where weights are stored. With --dp-shard: {_helped(weights.SHARDED)} (default), or "
+        help=f"Where weights are stored. With dp_shard: {_helped(weights.SHARDED)} (default), or "
         f"{_helped(weights.RESIDENT)}. On one device, the host's memory holds: "
         + "; ".join(_helped(policy) for policy in weights.weight_policies() if policy.on_host)
         + " (default: the fastest that fits, where the device is too small).",
@@ -241,21 +246,9 @@ Json = Annotated[
 ]
 
 
-# A flag for each axis but the pipeline, whose flag is --stages: an axis that enters the registry has one.
-_AxisFlags: Any = make_dataclass(
-    "_AxisFlags",
-    [
-        (axis.name, Annotated[int | None, typer.Option(axis.flag, min=1, help=axis.help)], None)
-        for axis in LISTED
-        if not axis.cuts_stages
-    ],
-    frozen=True,
-)
-
-
 @final
 @dataclass(frozen=True)
-class MeshFlags(_AxisFlags):
+class MeshFlags:
     """The axes of a plan: their sizes, which others are searched, and whether bits are kept."""
 
     axes: Axes = None
@@ -263,16 +256,57 @@ class MeshFlags(_AxisFlags):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes that are given."""
-        sizes = {axis.name: getattr(self, axis.name, None) for axis in LISTED if not axis.cuts_stages}
-        return {name: size for name, size in sizes.items() if size is not None}
+        """Returns the sizes that are given. Raises BadOption."""
+        return {name: size for name, size in self._parts if name in AXES}
 
     @property
     def asked(self) -> AxisSizes | None:
-        """Returns the axes as `plan` and `fit` take them."""
+        """Returns the axes as `plan` and `fit` take them. Raises BadOption."""
         from outsize.api.records import mesh_asked
 
-        return mesh_asked(self.sizes, self.axes)
+        searched = [name for name, _ in self._parts if name in get_args(AxisSearch)]
+        return mesh_asked(self.sizes, cast("AxisSearch", searched[-1]) if searched else None)
+
+    @property
+    def layout(self) -> LayoutOptions:
+        """Returns the axes as options of a PlanRequest. Raises BadOption."""
+        from outsize.api.records import axes_options
+
+        return cast("LayoutOptions", axes_options(self.asked))
+
+    @property
+    def _parts(self) -> list[tuple[str, int]]:
+        return [self._part(part.strip()) for part in (self.axes or "").split(",") if part.strip()]
+
+    def _part(self, part: str) -> tuple[str, int]:
+        """Returns an axis with its size, or with 0 the word for which other axes are searched."""
+        if part in get_args(AxisSearch):
+            return part, 0
+        name, _, text = part.partition("=")
+        name, size = name.strip().replace("-", "_"), whole_number(text.strip()) or 0
+        if name == OTHERS and size == 1:
+            return NONE_SEARCHED, 0
+        if name not in AXES:
+            raise BadOption(
+                f"--axes {self.axes}: {name!r} is no axis of a mesh",
+                numbers=f"axes: {', '.join(AXES)}",
+                next_step=_axis_instead(name, size or 2),
+            )
+        if not size:
+            raise BadOption(
+                f"--axes {self.axes}: {part!r} says no size",
+                numbers="a size is a number of devices",
+                next_step=f"--axes {name}=2",
+            )
+        return name, size
+
+
+def _axis_instead(name: str, size: int) -> str:
+    """Returns what to type for an axis as other tools call it, or for the nearest one."""
+    row = spoken(name)
+    if row is not None and row.flag and row.option in ("stages", "axes"):
+        return f"{re.sub(r'[0-9]+$', str(size), row.flag)}"
+    return f"--axes {nearest(name, AXES) or AXES[0]}={size}"
 
 
 NO_MESH: Final = MeshFlags()
@@ -303,7 +337,8 @@ def check_not_planned(plan: Plan | None, source: str, options: Mapping[str, Any]
     """Raises BadOption for an option that the plan, which the option `source` names, has already decided."""
     given_names = [name for name, value in options.items() if value is not None]
     if plan is not None and given_names:
-        option = f"--{given_names[0].replace('_', '-')}"
+        name = given_names[0]
+        option = "--axes" if name in AXES else f"--{name.replace('_', '-')}"
         raise BadOption(
             f"{option} cannot be used together with {source}: the plan has decided it",
             next_step=f"leave {option} away, or edit the plan",

@@ -240,7 +240,7 @@ def insist_on_shared_devices(kind: str) -> None:
         raise BadOption(
             "several ranks on one device need a newer NCCL",
             numbers=f"loaded {'.'.join(map(str, version))}, needed {'.'.join(map(str, _SHARING_NCCL))}",
-            next_step="pip install 'nvidia-nccl-cu13>=2.30', or leave out --ranks-per-device",
+            next_step="pip install 'nvidia-nccl-cu13>=2.30', or leave out --ranks per_device",
         )
 
 

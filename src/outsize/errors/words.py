@@ -68,34 +68,34 @@ OPTIONS: Final = (
     _row(
         "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size "
         "tp_degree autotp_size mp model_parallel model_parallel_size mp_size tp_plan",
-        "axes", "{'tp': 2}", _MESH.format("axes={'tp': 2}", "--tp 2"),
-        "--tp 2",
+        "axes", "{'tp': 2}", _MESH.format("axes={'tp': 2}", "--axes tp=2"),
+        "--axes tp=2",
     ),
     _row(
         "cp context_parallel context_parallel_size context_parallel_degree cp_size ulysses ring_attention "
         "sequence_parallel_size ulysses_sequence_parallel_size sp sp_size",
-        "axes", "{'cp': 2}", _MESH.format("axes={'cp': 2}", "--cp 2"),
-        "--cp 2",
+        "axes", "{'cp': 2}", _MESH.format("axes={'cp': 2}", "--axes cp=2"),
+        "--axes cp=2",
     ),
     _row(
         "ep expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size "
         "moe",
-        "axes", "{'ep': 2}", _MESH.format("axes={'ep': 2}", "--ep 2"),
-        "--ep 2",
+        "axes", "{'ep': 2}", _MESH.format("axes={'ep': 2}", "--axes ep=2"),
+        "--axes ep=2",
     ),
     _row(
         "dp_replicate dp ddp dp_size dp_degree data_parallel data_parallel_size "
         "data_parallel_replicate_degree replicas num_replicas no_shard",
-        "axes", "{'dp_replicate': 2}", _MESH.format("axes={'dp_replicate': 2}", "--dp-replicate 2"),
-        "--dp-replicate 2",
+        "axes", "{'dp_replicate': 2}", _MESH.format("axes={'dp_replicate': 2}", "--axes dp_replicate=2"),
+        "--axes dp_replicate=2",
     ),
     _row(
         "dp_shard fsdp fsdp2 hsdp fully_shard full_shard sharding_strategy sharded "
         "data_parallel_shard_degree zero zero1 zero2 zero3 zero_stage zero_optimization deepspeed "
         "deepspeed_config use_deepspeed "
         "use_distributed_optimizer",
-        "axes", "{'dp_shard': 2}", _MESH.format("axes={'dp_shard': 2}", "--dp-shard 2"),
-        "--dp-shard 2",
+        "axes", "{'dp_shard': 2}", _MESH.format("axes={'dp_shard': 2}", "--axes dp_shard=2"),
+        "--axes dp_shard=2",
     ),
     _row(
         "offload cpu_offload offload_params fsdp_offload_params offload_optimizer offload_optimizer_device "
@@ -202,7 +202,7 @@ OPTIONS: Final = (
     _row("request", "plan", "outsize.Request(stages=2)",
          "outsize.plan(..., request=outsize.Request(stages=2))"),
     _row("timeout nccl_timeout ddp_timeout dist_timeout", "callbacks", "[outsize.Watch(hang_timeout=60)]",
-         "outsize run --hang-timeout 60 train.py", "--hang-timeout 60"),
+         "outsize run --watch hang_timeout=60 train.py", "--watch hang_timeout=60"),
     _row("random_seed manual_seed rng_seed", "seed", "0", "torch.manual_seed(0) before the model is built",
          "--seed 0"),
     _row("callback logger loggers report_to hooks", "callbacks", "[TensorBoard(SummaryWriter())]",

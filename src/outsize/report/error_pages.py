@@ -356,8 +356,8 @@ Usual causes
 
 What to do
   Read the named line. Ranks that are slow, not stuck, end no run: they are
-  only named.  --on-hang wait  goes on in any case,  --hang-timeout 60  asks
-  later, and  --hang-timeout 0  never.
+  only named.  --watch on_hang=wait  goes on in any case,
+  --watch hang_timeout=60  asks later, and  --watch hang_timeout=0  never.
 """
 
 _E403 = """
@@ -371,7 +371,7 @@ next save if it could not be.
 
 What to do
   Make room (the message says how many bytes the checkpoint needs and how many
-  are free), keep fewer checkpoints with --keep, or save to another disk.
+  are free), keep fewer (--checkpoint DIR,keep=3), or save to another disk.
 """
 _W210 = """
 IdleDevices [W210]: the devices computed less than half of the step.

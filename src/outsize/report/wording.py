@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from functools import singledispatch
 from typing import Final
 
-from outsize.axes.registry import STAGES
+from outsize.axes.registry import GROUP, STAGES, axes_typed
+from outsize.axes.replicate import REPLICATE
+from outsize.axes.shard import SHARD
 from outsize.ir.answers.advice import (
     Advice,
     BranchOrder,
@@ -142,8 +144,11 @@ def refusal_text(refusal: Refusal) -> str:
 
 
 def options_text(options: Mapping[str, int | str]) -> str:
-    """Returns `--dp-shard 2 --microbatches 8`."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+    """Returns `--axes dp_shard=2 --microbatches 8`."""
+    axes = {axis.name for axis in GROUP}
+    mesh = axes_typed({name: value for name, value in options.items() if name in axes})
+    flags = (f"--{name.replace('_', '-')} {value}" for name, value in options.items() if name not in axes)
+    return " ".join(filter(None, (mesh, *flags)))
 
 
 # Steps that differ by less are called as fast.
@@ -586,7 +591,7 @@ def _replicas_faster(f: ReplicasFaster) -> str:
 
 @next_step.register
 def _take_replicas(f: ReplicasFaster) -> str:
-    option = f"--dp-shard {f.replicas}" if f.sharded else f"--dp-replicate {f.replicas}"
+    option = axes_typed({(SHARD if f.sharded else REPLICATE).name: f.replicas})
     return f"outsize plan MODEL --cluster {f.cluster} {option}"
 
 
@@ -672,7 +677,7 @@ def _optimizer_states(f: OptimizerStates) -> str:
 
 @next_step.register
 def _shrink_states(f: OptimizerStates) -> str:
-    return "--optimizer adam8bit, or no --exact: --dp-shard shares states between several devices"
+    return "--optimizer adam8bit, or no --exact: --axes dp_shard=2 shares states between several devices"
 
 
 @sentence.register

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[int, str]] = {
     "fit-stages": (3, "fit toy:pair --stages 9 --cluster 9xcpu"),
     "plan-negative-memory": (2, "plan toy:build --cluster 2x-12GB"),
     "plan-unsupported": (3, "run toy:build --plan unsupported.json"),
-    "plan-tp-beside-check": (2, "plan toy:build --check plan.json --tp 2"),
+    "plan-tp-beside-check": (2, "plan toy:build --check plan.json --axes tp=2"),
     "plan-fits-nowhere-at-all": (3, "plan toy:build?width=512 --cluster 2x0.01GB"),
     "plan-axes-pp": (3, "plan toy:build?width=8192 --cluster 2x2GB --axes pp"),
     "plan-batch": (2, "plan toy:build --cluster 4xh100-80gb --batch 3 --microbatches 4"),

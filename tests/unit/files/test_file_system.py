@@ -14,7 +14,7 @@ from outsize.files.file_system import Disk
 def test_a_mapped_file_has_its_size_and_keeps_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
-    """As `outsize run --peer-copies` needs it, also on macOS."""
+    """As `outsize run --ranks peer_copies=1` needs it, also on macOS."""
     if not asks:
         monkeypatch.delattr(os, "posix_fallocate")
     path, size_bytes = tmp_path / "pages", 2**20 + 3

@@ -44,7 +44,7 @@ def test_what_is_no_share_is_refused(percent: str) -> None:
 
 @pytest.mark.parametrize("share", [0, -1, 1.01, 2, math.nan, math.inf])
 def test_a_number_that_is_no_share_is_refused(share: float) -> None:
-    with pytest.raises(BadOption, match=r"--memory-share .*makes no sense; .*Next: --memory-share 0.5"):
+    with pytest.raises(BadOption, match=r"memory_share=.*makes no sense; .*Next: memory_share=0.5"):
         checked_share(share)
 
 

@@ -175,7 +175,7 @@ def test_advice_says_what_to_type() -> None:
         pipeline_samples_per_s=24.0,
         ratio=2.0,
     )
-    assert next_step(replicas) == "outsize plan MODEL --cluster 2xcpu --dp-replicate 2"
+    assert next_step(replicas) == "outsize plan MODEL --cluster 2xcpu --axes dp_replicate=2"
     free = MemoryLeft(device="cpu:1", room_bytes=1 << 20)
     assert advised(free) == "1.0 MiB are free on cpu:1, the fullest device. Next: a larger --batch"
     assert document(free) == {
@@ -188,7 +188,7 @@ def test_advice_says_what_to_type() -> None:
 
 
 def test_options_are_what_one_types() -> None:
-    assert options_text({"dp_shard": 2, "recompute": "full"}) == "--dp-shard 2 --recompute full"
+    assert options_text({"dp_shard": 2, "recompute": "full"}) == "--axes dp_shard=2 --recompute full"
 
 
 def test_a_plan_of_version_one_is_read_without_its_sentences(plan_file: dict[str, Any]) -> None:

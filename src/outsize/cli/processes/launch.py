@@ -16,6 +16,7 @@ from outsize.cli.processes.job import FinishedRun, JobFolder, RunJob, RunOutcome
 from outsize.cli.screen import Screen, error_document
 from outsize.errors import BadOption, RankFailed, WorldMismatch
 from outsize.files.run_folders import RunFolder
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.base import Record
 from outsize.ir.formatting import whole_number
 from outsize.ir.hardware.devices import places_in
@@ -50,6 +51,11 @@ class LaunchPlace:
     def nnodes(self) -> int:
         """Returns the number of machines; for MIN:MAX the least."""
         return whole_number(str(self.options.get("nnodes", "1")).split(":")[0]) or 1
+
+    @property
+    def restarts(self) -> int:
+        """Returns how often the run may start again; 0 for what torchrun's parser will refuse."""
+        return whole_number(str(self.options.get("max_restarts", ""))) or 0
 
     @property
     def most_nproc(self) -> str | None:
@@ -131,7 +137,7 @@ def _processes(job: RunJob, place: LaunchPlace) -> int:
     """Returns the processes on this machine: as asked, else one per stage, else two; one for devices of
     one.
     """
-    wanted = job.plan.axes.world_size if job.plan is not None else job.request.stages
+    wanted = job.plan.axes.world_size if job.plan is not None else _asked_for(job.request)
     if job.devices or (job.plan is not None and places_in(job.plan.cluster)):
         return _one_process(place)
     if place.most_nproc is None:
@@ -144,6 +150,12 @@ def _processes(job: RunJob, place: LaunchPlace) -> int:
             next_step=f"--nproc-per-node {wanted // place.nnodes or 1}, or plan for {processes} devices",
         )
     return processes
+
+
+def _asked_for(request: PlanRequest) -> int | None:
+    """Returns the processes of the stages and axes that are given; None where none are."""
+    group = request.mesh(1).group_size
+    return request.stages * group if request.stages is not None else None if group == 1 else group
 
 
 def _one_process(place: LaunchPlace) -> int:

@@ -242,7 +242,7 @@ def _model_options(target: str, input: str | None, request: JobRequest, name: st
     if not is_model(target):
         return ()
     shape = () if input is None else ("--input", input)
-    return (*shape, "--batch", str(request.batch_size), "--checkpoint", name, "--every", "10m")
+    return (*shape, "--batch", str(request.batch_size), "--checkpoint", f"{name},every=10m")
 
 
 def _label_of(target: str) -> str:

@@ -44,7 +44,7 @@ Profile = Annotated[
 ]
 Units = Annotated[bool, typer.Option("--units", help="List the model's units, whose names plans use.")]
 Styles = Annotated[
-    bool, typer.Option("--styles", help="List how --tp divides each module with weights, and why.")
+    bool, typer.Option("--styles", help="List how tp divides each module with weights, and why.")
 ]
 Meta = Annotated[
     bool,

@@ -181,7 +181,7 @@ def room_beside(cluster: Cluster, run: RunOnMachine) -> Cluster:
         raise BadOption(
             f"run {run.launch.pid} leaves no memory on any device",
             numbers=", ".join(f"{device.name} {max(0, size)} bytes" for device, size in left[:8]),
-            next_step="start it with --memory-share 0.5",
+            next_step="start it with --ranks memory_share=0.5",
         )
     return cluster.model_copy(
         update={

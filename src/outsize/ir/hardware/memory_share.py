@@ -37,12 +37,12 @@ def with_share(name: str, share: float) -> str:
     return f"{before}:{100 * checked_share(share):.6g}%{at}{network}"
 
 
-def checked_share(share: float, option: str = "--memory-share") -> float:
+def checked_share(share: float, option: str = "memory_share") -> float:
     """Returns the share. Raises BadOption for one that makes no sense."""
     if not (isinstance(share, int | float) and math.isfinite(share) and 0 < share <= 1):
         raise BadOption(
-            f"{option} {share} makes no sense",
+            f"{option}={share} makes no sense",
             numbers="a share of each device's memory is above 0 and at most 1",
-            next_step=f"{option} 0.5",
+            next_step=f"{option}=0.5",
         )
     return float(share)

@@ -63,7 +63,7 @@ class TensorStyles(Record):
             raise BadOption(
                 f"tensor parallelism finds nothing to divide, tp={degree}",
                 numbers=f"{len(self.modules)} modules with weights, no product of a pair among them",
-                next_step=f"{TENSOR.typed(1)}, and stages or replicas (`--stages`, `--dp-replicate`)",
+                next_step=f"{TENSOR.typed(1)}, and stages or replicas (`--stages`, `--axes dp_replicate=2`)",
             )
         wrong = [d for d in self.divided if d.size % degree]
         if not wrong:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import SIGINT
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from outsize.device.cores import usable_cores
 from outsize.errors import BadOption, Preempted, RankFailed
@@ -31,6 +31,21 @@ from outsize.train.world.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, file
 from outsize.train.world.variables import COPIES, PUBLISHED, SIZES
 
 NCCL_ENDS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+MOST_PORT: Final = 65535
+_THE_LAUNCHERS_OWN: Final = "leave it out, or torchrun, under which outsize.parallelize runs as well"
+_NOT_FOLLOWED: Final = {
+    "--no-python": "outsize run train.py, which Python runs",
+    "--run-path": "outsize run train.py, which Python runs",
+    "--signals-to-handle": "leave it out: SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 are handled",
+    **dict.fromkeys(
+        (
+            *("--event-log-handler", "--logs-specs", "--virtual-local-rank"),
+            *("--duplicate-stdout-filters", "--duplicate-stderr-filters"),
+        ),
+        _THE_LAUNCHERS_OWN,
+    ),
+}
+"""Says what to do in place of what torchrun's parser reads and this launcher does not do."""
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -103,6 +118,16 @@ def processes_for(nproc: str) -> int:
             f"--nproc-per-node {nproc!r} is no count of what is here: {error}",
             next_step="--nproc-per-node 2, cpu, or auto",
         ) from error
+
+
+def torchrun_flags() -> dict[str, tuple[str, bool]]:
+    """Returns every flag of torchrun's parser, in each spelling: its name there, and whether a value follows.
+
+    Imports torch.
+    """
+    # argparse has no public list of its actions; this one has been there since Python 2.7.
+    actions = _parser()._option_string_actions  # pyright: ignore[reportPrivateUsage]
+    return {flag: (action.dest, action.nargs != 0) for flag, action in actions.items()}
 
 
 def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None, wanted: WantedSize) -> int:
@@ -192,6 +217,7 @@ def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
     parser = _parser()
     try:
         args = parser.parse_args([*spec.options, "--nproc-per-node", "1", spec.argv[0]])
+        _check_followed(spec.options)
         _check_meeting(args)
         least, _, most = args.nnodes.partition(":")
         processes_change = spec.least < spec.nproc_per_node and least != "1"
@@ -207,7 +233,7 @@ def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
         raise
     except Exception as error:  # argparse's errors, and torchrun's assertions
         raise BadOption(
-            f"torchrun's options: {error}", numbers=" ".join(spec.options), next_step="outsize run --help"
+            f"torchrun's options: {error}", numbers=" ".join(spec.options), next_step="torchrun --help"
         ) from error
     config.nproc_per_node = (
         spec.nproc_per_node
@@ -228,7 +254,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_followed(options: Sequence[str]) -> None:
+    """Raises BadOption for what torchrun's parser reads and this launcher does not do."""
+    for option in options:
+        if (instead := _NOT_FOLLOWED.get(option.partition("=")[0])) is not None:
+            raise BadOption(f"{option} is torchrun's, and outsize run cannot follow it", next_step=instead)
+
+
 def _check_meeting(args: Any) -> None:
+    if args.master_port is not None and not 0 <= int(args.master_port) <= MOST_PORT:
+        raise BadOption(
+            f"--master-port {args.master_port} is no port",
+            numbers=f"ports: 0 to {MOST_PORT}",
+            next_step="--master-port 29500",
+        )
     if args.nnodes not in ("1", "1:1") and not (args.rdzv_endpoint or args.master_port or args.standalone):
         raise BadOption(
             f"--nnodes {args.nnodes} needs a meeting point that all machines reach",
@@ -251,7 +290,8 @@ def _secret(spec: LaunchSpec, config: LaunchConfig, *, loopback: bool) -> RunSec
     if secret is None and not loopback and config.max_nodes > 1:
         _say(
             f"outsize: up to {config.max_nodes} machines meet without a secret: who reaches "
-            f"{config.rdzv_endpoint} can write into their store. Next: --secret-file FILE on every machine"
+            f"{config.rdzv_endpoint} can write into their store. Next: --ranks "
+            "secret_file=FILE on every machine"
         )
     return secret
 

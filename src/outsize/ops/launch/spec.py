@@ -77,8 +77,8 @@ class LaunchSpec:
         if self.ranks_per_device < 1:
             raise BadOption(
                 "each device needs at least one rank",
-                numbers=f"--ranks-per-device {self.ranks_per_device}",
-                next_step="--ranks-per-device 2",
+                numbers=f"--ranks per_device={self.ranks_per_device}",
+                next_step="--ranks per_device=2",
             )
         if not 1 <= self.least <= self.nproc_per_node:
             raise BadOption(
@@ -148,7 +148,7 @@ def copies_folder(spec: LaunchSpec, machines: int) -> Iterator[PeerCopies | None
             next_step="engine.state.checkpoint(FOLDER, every=...) in a folder that all machines see",
         )
     if not SHARED_MEMORY.is_dir():
-        raise BadOption(f"this system has no {SHARED_MEMORY}", next_step="leave out --peer-copies")
+        raise BadOption(f"this system has no {SHARED_MEMORY}", next_step="leave out --ranks peer_copies")
     with private_folder("outsize-copies-", SHARED_MEMORY) as folder:
         yield PeerCopies(spec.peer_copies, folder)
 

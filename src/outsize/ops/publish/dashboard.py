@@ -1,4 +1,4 @@
-"""Serves the page and the metrics of a run (`outsize run --dashboard`) from its launcher, which is idle.
+"""Serves the page and the metrics of a run (`outsize run --watch dashboard`) from its idle launcher.
 
     http://127.0.0.1:PORT/TOKEN/          the page
     http://127.0.0.1:PORT/TOKEN/part      what changes on it, which its script fetches each second
@@ -175,7 +175,7 @@ def _serve(port: int, token: str, say: Callable[[str], None], folder: RunFolder 
         server = _Server((HOST, port), partial(_Handler, history, token))
     except OSError as error:
         raise BadOption(
-            f"--dashboard-port {port} cannot be used",
+            f"dashboard_port={port} cannot be used",
             numbers=error.strerror or str(error),
             next_step="leave it out for any free port",
         ) from error

@@ -32,10 +32,10 @@ class WatchOptions:
         if not is_number(self.timeout_s) or not 0 <= self.timeout_s < math.inf:
             raise BadOption(
                 f"a hang timeout of {shown(self.timeout_s)} s makes no sense",
-                next_step="--hang-timeout 10, or 0 for none",
+                next_step="hang_timeout=10, or 0 for none",
             )
         if self.on_hang not in get_args(OnHang):
-            raise BadOption(f"on hang {self.on_hang!r} is unknown", next_step="--on-hang end, or wait")
+            raise BadOption(f"on hang {self.on_hang!r} is unknown", next_step="on_hang=end, or wait")
 
     @classmethod
     def of_environment(cls, variables: Mapping[str, str]) -> Self:

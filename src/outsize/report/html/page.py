@@ -10,6 +10,7 @@ from typing import Any, final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from outsize.axes.registry import LISTED, axes_typed
 from outsize.errors import visible_lines
 from outsize.files.replace import replace_text
 from outsize.ir.answers.advice import Advice
@@ -444,8 +445,8 @@ def _commands(plan: Plan) -> list[str]:
     for_what = f"--optimizer {plan.optimizer} --precision {plan.precision}"
     if plan.unsupported:
         return [f"{make} {for_what} --out plan.json", "outsize explain-plan plan.json"]
-    sizes = {f"--{name.replace('_', '-')}": size for name, size in plan.axes.model_dump().items()}
-    axes = "".join(f" {name} {size}" for name, size in sizes.items() if name != "--pp" and size > 1)
+    sizes = {axis.name: size for axis in LISTED if not axis.cuts_stages and (size := plan.axes.of(axis)) > 1}
+    axes = f" {axes_typed(sizes)}" if sizes else ""
     named = "schedule.csv" if plan.schedule == CUSTOM_NAME else plan.schedule  # with the rows of `actions`
     how = f"--stages {plan.axes.pp} --microbatches {plan.microbatches} --schedule {named}{axes}"
     return [

@@ -135,7 +135,7 @@ def styles_table(styles: TensorStyles) -> Group:
         lines.append(Text(f"{style:<10}  {module}{f' ({times})' if times > 1 else ''}"))
         lines.append(Padding(Text(why, "dim"), (0, 0, 0, 12)))
     degrees = ", ".join(map(str, styles.degrees)) or "none"
-    return Group(*lines, Text(f"--tp that divides every size: {degrees}"), *map(Text, styles.hints))
+    return Group(*lines, Text(f"tp that divides every size: {degrees}"), *map(Text, styles.hints))
 
 
 def run_facts(

@@ -1,6 +1,6 @@
 """Authenticates what launchers and ranks of several machines write into the store in which they meet.
 
-    secret      OUTSIZE_RUN_SECRET, or --secret-file FILE of mode 0600: the same text on every machine
+    secret      OUTSIZE_RUN_SECRET, or --ranks secret_file=FILE of mode 0600: the same text on every machine
     a value     HMAC-SHA256(secret, key, value) in hex, then the value
 
 torch's stores ask nobody who connects, so that a stranger who reaches one can write there. With a secret what
@@ -76,7 +76,7 @@ class RunSecret:
             raise RankFailed(
                 "a message between the machines of the run is not sealed by the run's secret",
                 numbers=f"key {key!r}: another secret on one of the machines, or a stranger has written it",
-                next_step="the same --secret-file (OUTSIZE_RUN_SECRET) on every machine",
+                next_step="the same --ranks secret_file=FILE (OUTSIZE_RUN_SECRET) on every machine",
             )
         return value
 

@@ -1,6 +1,6 @@
 """Copies of a run's state in the memory of its machine, which outlive a worker that is killed.
 
-    outsize run --max-restarts 3 --peer-copies 1 train.py
+    outsize run --max-restarts 3 --ranks peer_copies=1 train.py
 
     launcher    makes a folder of mode 0700 in the machine's shared memory, and removes it at its end
     worker      after a step: weights, optimizer, ... as a checkpoint there, each rank its own part

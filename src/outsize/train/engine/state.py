@@ -94,8 +94,8 @@ class EngineState:
         `every`: so many steps (500), or so long ("90s", "10m", "2h"); a thread writes while the run goes on,
         `finish_saving` after the loop waits for it. From the first call on, SIGTERM and SIGUSR1 (a machine is
         taken away: SLURM, Kubernetes) let the step end; then this call saves and raises Preempted, which ends
-        the process with code 75. Under `outsize run --peer-copies` it copies the run into memory, too. Raises
-        BadOption, NotSaved.
+        the process with code 75. Under `outsize run --ranks peer_copies=1` it copies the run into memory,
+        too. Raises BadOption, NotSaved.
         """
         insist_on_keep(keep)
         root = path_of(root, "root", "engine.state.checkpoint('run', every=500)")

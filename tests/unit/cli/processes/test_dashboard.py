@@ -98,7 +98,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         port = int(url.split(":")[2].split("/")[0])
         with (
-            pytest.raises(BadOption, match=f"--dashboard-port {port} cannot be used"),
+            pytest.raises(BadOption, match=f"dashboard_port={port} cannot be used"),
             served(tmp_path, port),
         ):
             time.sleep(0)

@@ -55,7 +55,7 @@ def test_where_no_pipeline_fits_it_names_what_plan_would_do(outsize: Outsize) ->
 
 
 def test_axes_of_ones_own_are_answered_in_one_word(outsize: Outsize) -> None:
-    yes, no = (outsize("fit", WIDE, "--cluster", f"2x{size}GB", "--tp", "2") for size in (0.6, 0.38))
+    yes, no = (outsize("fit", WIDE, "--cluster", f"2x{size}GB", "--axes", "tp=2") for size in (0.6, 0.38))
     assert (yes.code, no.code) == (0, 1)
     assert "1 stage, tp 2" in yes.out
     assert "stage 0 needs" in no.out

@@ -1,4 +1,4 @@
-"""`outsize plan --tp` and `--styles`: what is divided, what is refused, and what a plan says of it."""
+"""`outsize plan --axes tp=2` and `--styles`: what is divided, what is refused, and what a plan says of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = ("--input", "16", "--batch", "4")
 
 def test_a_plan_with_tp_is_to_run_and_says_what_is_divided(outsize: Outsize, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    call = ("plan", LLAMA, "--cluster", "4xcpu", "--stages", "2", "--tp", "2", *BATCH)
+    call = ("plan", LLAMA, "--cluster", "4xcpu", "--stages", "2", "--axes", "tp=2", *BATCH)
     said = outsize(*call, "--out", str(file))
     assert said.code == 0
     assert "modules with weights are divided, and a rank has 50 % of the" in " ".join(said.out.split())
@@ -43,7 +43,7 @@ def test_memory_falls_with_what_is_divided_and_not_by_half(outsize: Outsize) -> 
         (stage,) = json.loads(said.out)["expected"]["stages"]
         return stage["weights_bytes"], stage["activations_bytes"]
 
-    (weights, saved), (part, less) = peak("--cluster", "1xcpu"), peak("--cluster", "2xcpu", "--tp", "2")
+    (weights, saved), (part, less) = peak("--cluster", "1xcpu"), peak("--cluster", "2xcpu", "--axes", "tp=2")
     assert weights / 2 < part < 0.52 * weights
     assert saved / 2 < less < 0.9 * saved
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_divided_is_refused_by_the_plan(
     outsize: Outsize, model: str, tp: str, expected: str
 ) -> None:
     size = BATCH if model == LLAMA else ("--input", "3x32x32", "--batch", "4")
-    said = outsize("plan", model, "--cluster", "4xcpu", "--stages", "1", "--tp", tp, *size)
+    said = outsize("plan", model, "--cluster", "4xcpu", "--stages", "1", "--axes", f"tp={tp}", *size)
     assert said.code != 0
     assert expected in said.err
 
@@ -74,5 +74,5 @@ def test_styles_are_listed_by_kind_with_what_the_models_own_plan_says(outsize: O
     lines = said.out.splitlines()
     at = lines.index("row         model.layers.*.mlp.down_proj (2)")
     assert lines[at + 1].strip() == "adds up model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj"
-    assert "--tp that divides every size: 2" in lines
+    assert "tp that divides every size: 2" in lines
     assert max(map(len, lines)) <= 80

@@ -153,9 +153,9 @@ def test_figures_of_other_stages_are_no_answer(edit: Edit, outsize: Outsize) -> 
 
 def test_a_given_plan_has_decided(edit: Edit, outsize: Outsize) -> None:
     edit()
-    answer = outsize("plan", "toy:build", "--check", "plan.json", "--tp", "2")
+    answer = outsize("plan", "toy:build", "--check", "plan.json", "--axes", "tp=2")
     assert (answer.code, answer.out) == (2, "")
-    assert "--tp cannot be used together with --check: the plan has decided it" in answer.err
+    assert "--axes cannot be used together with --check: the plan has decided it" in answer.err
 
 
 def test_replicas_want_fewer_microbatches_than_devices() -> None:
@@ -177,7 +177,7 @@ def test_a_small_model_is_planned_with_replicas(outsize: Outsize, folder: Path) 
     assert priced.expected is not None
     assert priced.expected.step_s == pytest.approx(plan.expected.step_s)
     assert priced.unsupported == plan.unsupported == ""
-    call = ("plan", "toy:build", "--cluster", "4xcpu", "--batch", "8", "--dp-replicate", "2", "--axes", "pp")
+    call = ("plan", "toy:build", "--cluster", "4xcpu", "--batch", "8", "--axes", "dp_replicate=2,pp")
     asked = Plan.model_validate_json(outsize(*call, "--out", "plan.json", "--json").out)
     assert (asked.axes, asked.unsupported) == (Axes(pp=2, dp_replicate=2), "")
     assert outsize("check", "toy:build", "--plan", "plan.json").code == 0

@@ -102,5 +102,5 @@ def test_several_machines_and_a_system_without_shared_memory_are_refused(
     with pytest.raises(BadOption, match=r"lost with their machine.*Next: engine\.state\.checkpoint"):
         copies_folder(launch, 2).__enter__()
     monkeypatch.setattr(spec, "SHARED_MEMORY", tmp_path / "gone")
-    with pytest.raises(BadOption, match="leave out --peer-copies"):
+    with pytest.raises(BadOption, match="leave out --ranks peer_copies"):
         copies_folder(launch, 1).__enter__()

@@ -333,7 +333,7 @@ def test_what_cannot_be_split_by_modules_is_refused_as_before() -> None:
         with pytest.raises(BadOption, match="runs by modules keeps its activations"):
             make_engine(model(), planned().model_copy(update=wish), None)
     for axis in ("dp_shard", "tp", "cp", "ep"):
-        with pytest.raises(BadOption, match=f"runs by modules, in its own Python.*{axis}=2.*--dp-replicate"):
+        with pytest.raises(BadOption, match=f"runs by modules, .*{axis}=2.*--axes dp_replicate"):
             planned(stages=1, cluster="2xcpu", axes={axis: 2})
     with pytest.raises(BadOption, match="needs a loss"):
         outsize.parallelize(model(), batch().args, stages=2, microbatches=2).step(*batch().args)

@@ -116,7 +116,7 @@ def test_others_are_refused_with_their_line(function: type[torch.autograd.Functi
     with pytest.raises(BadOption, match=reason) as error:
         share_of(function)
     assert "test_function_trials.py:" in error.value.numbers
-    assert "axes={'cp': 1} (--cp 1)" in error.value.next_step
+    assert "axes={'cp': 1} (--axes cp=1)" in error.value.next_step
 
 
 def test_a_scripted_function_is_tried_too() -> None:

@@ -112,7 +112,7 @@ def test_what_is_not_understood_is_refused(run: Callable[..., Tensor], reason: s
     with pytest.raises(BadOption, match=reason) as error:
         walked(run, conv=nn.Conv1d(12, 12, 3, padding=1), gru=nn.GRU(12, 12, batch_first=True))
     assert "test_rows.py:" in error.value.numbers
-    assert "axes={'cp': 1} (--cp 1)" in error.value.next_step
+    assert "axes={'cp': 1} (--axes cp=1)" in error.value.next_step
 
 
 def test_a_write_in_place_that_others_would_miss_is_refused() -> None:
@@ -141,7 +141,7 @@ def test_a_sequence_shorter_than_ranks_is_refused_with_the_ranks_that_fit(
         by_rows(tape, model, ranks)
     assert f"{tokens} tokens" in error.value.numbers
     assert f"cp={ranks}" in error.value.numbers
-    assert error.value.next_step == f"axes={{'cp': {fitting}}} (--cp {fitting})"
+    assert error.value.next_step == f"axes={{'cp': {fitting}}} (--axes cp={fitting})"
     if fitting > 1:
         assert by_rows(tape, model, fitting).tokens == tokens
 
@@ -210,7 +210,7 @@ def test_models_that_are_not_understood_are_refused(name: str, reason: str) -> N
     with pytest.raises(BadOption, match=reason) as error:
         of_model(name)
     assert ".py:" in error.value.numbers
-    assert "axes={'cp': 1} (--cp 1)" in error.value.next_step
+    assert "axes={'cp': 1} (--axes cp=1)" in error.value.next_step
 
 
 def test_positions_that_are_counted_get_the_whole_index() -> None:

@@ -218,7 +218,7 @@ def test_a_degree_that_does_not_divide_is_refused_with_the_nearest_that_does() -
         found.insist_on_degree(3)
     assert str(refused.value).endswith(
         ": num_key_value_heads=8 is not divided by tp=3; 2, 4 and 8 divide all sizes. Next: "
-        "axes={'tp': 2} (--tp 2)"
+        "axes={'tp': 2} (--axes tp=2)"
     )
     with pytest.raises(BadOption, match="num_key_value_heads=2 is not divided by tp=4; 2 divides all sizes"):
         tensor_styles(built("llama"), (), batch_of("llama"), degree=4)
