@@ -114,8 +114,8 @@ def million() -> dict[str, Any]:
         "1",
         "--input",
         "1048576",
-        "--cp",
-        "8",
+        "--axes",
+        "cp=8",
         "--precision",
         "bf16",
     ]
