@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from outsize.ir.timeline import Timeline
     from outsize.ir.units.tensor_styles import TensorStyles
     from outsize.ops.renting import rank_clusters
-    from outsize.ops.training import parallelize, resume
+    from outsize.ops.training import parallelize, resume, split
     from outsize.ops.tuning import tune
     from outsize.run.collectives.linear import ColumnParallelLinear, RowParallelLinear
     from outsize.train.batch.batch import microbatch
@@ -59,6 +59,7 @@ _HOME = {
     "plan": "outsize.api",
     "rank_clusters": "outsize.ops.renting",
     "resume": "outsize.ops.training",
+    "split": "outsize.ops.training",
     "tensor_parallel": "outsize.train.tensor_parallel",
     "tensor_styles": "outsize.train.tensor_parallel",
     "tune": "outsize.ops.tuning",
@@ -122,6 +123,7 @@ __all__ = [
     "plan",
     "rank_clusters",
     "resume",
+    "split",
     "tensor_parallel",
     "tensor_styles",
     "tune",

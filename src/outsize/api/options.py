@@ -149,6 +149,20 @@ class ParallelizeOptions(CaseOptions, total=False):
     callbacks: Sequence[Callback | Watch]
 
 
+class SplitOptions(TypedDict, total=False):
+    """The options of `split` besides `plan`."""
+
+    cluster: str | Cluster | None
+    stages: int | None
+    microbatches: int | None
+    axes: AxisSizes | None
+    batch_dims: Asked | None
+    devices: Sequence[str | torch.device] | Ranks | None
+    weight_files: str | Path | None
+    compiled: bool | str | Compile
+    callbacks: Sequence[Callback | Watch]
+
+
 def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
     """Returns the request that the options make; `batch_size` counts where they have none.
 

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from outsize.api import running
-from outsize.api.options import ParallelizeOptions, reads_options
+from outsize.api.options import ParallelizeOptions, SplitOptions, reads_options
 from outsize.api.planning import Args, Kwargs
 from outsize.api.records import Checkpoint, Request, Watch
 from outsize.errors import BadCheckpoint, BadOption
@@ -24,9 +24,11 @@ from outsize.errors.arguments import path_of
 from outsize.ir.plan import Plan
 from outsize.ops.publish.publisher import Publisher
 from outsize.ops.watchdog.watch import WatchRanks
+from outsize.schedules.families import GPIPE
 from outsize.train.checkpoint.checkpoints import newest_folder
 from outsize.train.context.callback import Callback
 from outsize.train.engine.engine import Engine
+from outsize.train.split.module import SplitModule
 
 
 @reads_options(ParallelizeOptions)
@@ -74,6 +76,60 @@ def parallelize(
     if isinstance(given, Iterable):  # What is no list is refused where the engine's options are read.
         options = {**options, "callbacks": _with_observers(list(given))}
     return running.parallelize(model, args, kwargs, plan=plan, **options)
+
+
+@reads_options(SplitOptions)
+def split(
+    model: nn.Module,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+    *,
+    plan: Plan | Request | None = None,
+    **options: Unpack[SplitOptions],
+) -> SplitModule:
+    """Returns the model as a module whose calls run over the plan's devices, for a loop of your own.
+
+        model = outsize.split(Net(), (x,))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, y in batches:
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A call runs the forwards of all microbatches, pipelined, and returns the outputs of the whole batch; the
+    backward runs theirs, the last microbatch first. So a loss may be anything over the whole batch, and bits
+    are those of a loop that calls the model once for each microbatch and joins what it returns. `args` and
+    `kwargs` are an example batch. In one process all weights are here; under torchrun every rank runs the
+    same loop on the same batch, has the weights of its stage, and gets all outputs. The options:
+
+    - `plan`: a plan of `outsize.plan`, whose schedule becomes that of the loop, or a `Request`. Without one
+      the model is planned for the devices there are.
+    - `cluster`, `stages`, `microbatches`, `axes`: fields of that request by themselves.
+    - `batch_dims`: along which dim of each input the samples lie, as for `plan`.
+    - `devices`, `weight_files`, `compiled`, `callbacks`: as for `parallelize`.
+
+    Raises what `parallelize` raises.
+    """
+    asked = plan if isinstance(plan, Plan) else _forwards_first(plan)
+    engine = parallelize(model, args, kwargs, plan=asked, **options)
+
+    def again(other: nn.Module) -> SplitModule:
+        return split(other, args, kwargs, plan=engine.plan, **options)
+
+    return SplitModule(engine, again)
+
+
+def _forwards_first(asked: Request | None) -> Request:
+    """Returns the request with the schedule of a loop: all forwards, then all backwards."""
+    asked = Request() if asked is None else asked
+    if asked.schedule is not None and asked.schedule != GPIPE.name:
+        raise BadOption(
+            "a split model runs all forwards of a call before its backwards",
+            numbers=f"schedule={asked.schedule!r}",
+            next_step="leave schedule out, or outsize.parallelize(...) and engine.step(x, target=y)",
+        )
+    return replace(asked, schedule=GPIPE.name)
 
 
 def _with_observers(callbacks: list[Any]) -> list[Any]:

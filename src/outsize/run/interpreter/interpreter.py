@@ -129,7 +129,10 @@ def ready(wanted: Sequence[tuple[MessageSlot, bool]]) -> Callable[[], bool]:
 
 @final
 class Interpreter:
-    """Runs one rank: call `begin(inputs)`, then `run()`, or `advance()` until it returns None."""
+    """Runs one rank: call `begin(inputs)`, then `run()`, or `advance()` until it returns None.
+
+    `pause_at(end)` lets both stop in front of an action; the next call goes on from there.
+    """
 
     def __init__(
         self, rank: int, schedule: Schedule, programs: Programs, transport: Transport, clock: Clock = HOST
@@ -146,7 +149,7 @@ class Interpreter:
         self._current = self._ops
         self._names: list[tuple[str, Lane]] = [(op.text, op.lane) for op in self._ops]
         self._times: list[Any] = []
-        self._at = 0
+        self._at, self._end = 0, len(self._ops)
 
     @property
     def outputs(self) -> StepOutputs:
@@ -155,26 +158,32 @@ class Interpreter:
 
     def begin(self, step: StepInputs, clock: Clock | None = None) -> None:
         """Sets the data of a step, which another clock than usual may mark."""
-        self._at, used = 0, clock or self._clock
+        self._at, self._end, used = 0, len(self._ops), clock or self._clock
         self._mark = self._own_mark if clock is None else clock.mark
         self._current = self._in_ranges() if is_profiled() else self._ops
         marks = Marks(self._names, clock=used)
         self._times = marks.times
         self._handlers.begin(step, StepOutputs(marks))
 
+    def pause_at(self, end: int) -> None:
+        """Lets the row stop in front of its action `end`, from where it then goes on."""
+        self._end = max(end, self._at)
+
     def run(self) -> StepOutputs:
-        """Runs all actions, blocking on receives."""
-        for op in self._current:
+        """Runs all actions up to the end or the pause, blocking on receives."""
+        for op in self._current[self._at : self._end]:
             self._execute(op)
-        self._handlers.end()
+        self._at = self._end
+        if self._end == len(self._ops):
+            self._handlers.end()
         self._transport.flush()
         return self.outputs
 
     def advance(self) -> bool | None:
         """Runs one action and returns True; returns False when it lacks a message, None at the end of the
-        row.
+        row or at the pause.
         """
-        if self._at == len(self._current):
+        if self._at >= self._end:
             return None
         op = self._current[self._at]
         if op.ready is not None and not op.ready():
@@ -185,7 +194,7 @@ class Interpreter:
 
     def computes(self) -> bool:
         """Returns whether the next action is one of compute."""
-        return self._at < len(self._ops) and self._ops[self._at].lane == "compute"
+        return self._at < self._end and self._ops[self._at].lane == "compute"
 
     def place(self) -> tuple[int, bool]:
         """Returns how many actions of the row are done, and whether the next one waits for its messages.

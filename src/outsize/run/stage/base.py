@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from outsize.run.stage.cut import StageProgram
+from outsize.run.stage.outer_graph import OuterGraph
 from outsize.run.stage.rng import Seed
 
 Gradients = dict[int, Tensor | None]  # The key is a boundary.
@@ -24,9 +25,12 @@ class Result(NamedTuple):
 
 
 class RunnableStage(ABC):
-    """Runs one StageProgram on the user's modules."""
+    """Runs one StageProgram on the user's modules; `outer` is the user's graph, where the stage's graph is a
+    part of it.
+    """
 
     program: StageProgram
+    outer: OuterGraph | None = None
 
     @abstractmethod
     def begin(self, grad_scale: Tensor | None = None) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple, Protocol, final
 
@@ -33,6 +34,7 @@ from outsize.program.weights.lookup import weight_named
 from outsize.run.stage.base import Gradients, Result, RunnableStage
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
+from outsize.run.stage.outer_graph import OuterGraph
 from outsize.run.stage.rng import Seed
 from outsize.run.stage.split_backward import Later, input_backward
 from outsize.run.stage.unchanged_weights import UnchangedWeights
@@ -109,13 +111,14 @@ def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
 class BackwardEnds:
     """Records where the backward of one microbatch begins and ends."""
 
-    __slots__ = ("aliases", "casts", "loss", "sent", "sink")
+    __slots__ = ("aliases", "casts", "loss", "outputs", "sent", "sink")
 
     def __init__(self) -> None:
         self.aliases: Roots = {}  # The aliases belong to received boundaries.
         self.casts: Roots = {}  # What calls have read in place of tied parameters, under autocast.
         self.sent: Roots = {}
         self.loss: Tensor | None = None
+        self.outputs: tuple[Any, ...] = ()  # of the model, where their gradients come from the user's graph
         self.sink: Gradients = {}
 
 
@@ -164,31 +167,38 @@ Saving = Callable[[int, Sequence[Tensor]], SavedTensorHooks]
 
 
 @final
-class StageExecutor(RunnableStage):
-    """Runs one StageProgram on the user's modules.
+@dataclass(frozen=True, slots=True)
+class StageSetting:
+    """What is around a stage's function.
 
     `again` is the function of a stage that is partly recomputed. `saving` replaces what autograd saves of a
     microbatch, where the host stores it. With `bare`, the stage does not reference values that it receives
-    and sends. `device` is the one of several whose generator is seeded; None: all are.
+    and sends. `device` is the one of several whose generator is seeded; None: all are. `outer` is the user's
+    graph, where the stage's graph is a part of it: then no loss ends a forward, and no `.grad` is written.
     """
 
-    def __init__(
-        self,
-        program: StageProgram,
-        model: nn.Module,
-        again: Callable[..., Any] | None = None,
-        saving: Saving | None = None,
-        *,
-        bare: bool = False,
-        device: torch.device | None = None,
-    ) -> None:
-        self.program, self._device = program, device
+    again: Callable[..., Any] | None = None
+    saving: Saving | None = None
+    bare: bool = False
+    device: torch.device | None = None
+    outer: OuterGraph | None = None
+
+
+_PLAIN: Final = StageSetting()
+
+
+@final
+class StageExecutor(RunnableStage):
+    """Runs one StageProgram on the user's modules, in its setting."""
+
+    def __init__(self, program: StageProgram, model: nn.Module, setting: StageSetting = _PLAIN) -> None:
+        self.program, self.outer, self._device = program, setting.outer, setting.device
         cast = program.spec.cast
         self._cast_weights = cast if isinstance(cast, CastWeights) else None
         self._kept = None if self._cast_weights is None else self._cast_weights.kept
-        self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if bare else enter
-        self._roots_of: Callable[[Roots], Roots] = edges_of if bare else identity
-        self._function, self._again, self._saving = program.function, again, saving
+        self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if setting.bare else enter
+        self._roots_of: Callable[[Roots], Roots] = edges_of if setting.bare else identity
+        self._function, self._again, self._saving = program.function, setting.again, setting.saving
         self._inputs = program.inputs
         slots = [b for b in program.sent if b.weight is None]
         self._keys = tuple(b.key for b in slots)
@@ -241,6 +251,9 @@ class StageExecutor(RunnableStage):
         self._grad_scale = grad_scale
         self._grad, self._casts = torch.is_grad_enabled(), bool(casting_devices())
         trained = [entry for entry in self._weights if entry.tensor.requires_grad and entry.tensor.is_leaf]
+        if self.outer is not None:
+            self.outer.begin(is_cast=self._casts)
+            return
         self._without_gradient = [entry for entry in trained if entry.tensor.grad is None]
         self._unchanged.begin(entry.tensor for entry in trained if self._grad and entry not in self._written)
 
@@ -260,8 +273,10 @@ class StageExecutor(RunnableStage):
         function = self._again if grad and self._again is not None else self._function
         seed = seed if self._device is None else seed.on(self._device)
         own_inputs = [inputs[p] for p in self._inputs]
+        if self.outer is not None and grad:
+            own_inputs = self._enter_inputs(saved, own_inputs)
         away = self._begin(microbatch, [*own_inputs, *received]) if grad else None
-        with self._keeping(away):
+        with self._keeping(away), self._on_leaves():
             exits = function(*own_inputs, *entries, seed)
         if away is not None:
             away.keep(exits)
@@ -274,11 +289,15 @@ class StageExecutor(RunnableStage):
             self._check(sent, grad)
         if grad:
             saved.sent, saved.loss = self._roots_of(sent), loss
+            if self.outer is not None:
+                saved.loss, saved.outputs = None, exits[at + self.program.has_loss :]
             saved.casts = self._roots_of(self._casts_read(entries))
             self._saved[microbatch] = saved
         return Result(sent, loss, exits[at + self.program.has_loss :])
 
     def backward(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+        if self.outer is not None:
+            return self._backward_outer(self.outer, microbatch, gradients)
         self._unchanged.insist()
         saved = self._saved.pop(microbatch)
         roots, grads = self._roots(saved, weight, gradients)
@@ -287,6 +306,41 @@ class StageExecutor(RunnableStage):
                 run_backward(roots, grads)
         self._own_new_gradients()
         return saved.sink if weight else zeroed(saved.sink)
+
+    def _backward_outer(self, outer: OuterGraph, microbatch: int, gradients: Gradients) -> Gradients:
+        """Runs the backward from the gradients of the outputs; those of weights and inputs go to `outer`."""
+        outer.insist()
+        saved = self._saved.pop(microbatch)
+        of_outputs = outer.output_gradients.pop(microbatch, ())
+        with self._uncast(), outer.inside():
+            sent = {key: gradient for key, gradient in gradients.items() if key not in self._own}
+            for key, name in self._own.items():
+                gradient = gradients.get(key)
+                if gradient is not None:
+                    outer.arrive(name, gradient)
+            roots, grads = self._roots(saved, 1.0, sent)
+            for output, gradient in zip(saved.outputs, of_outputs, strict=False):
+                if gradient is not None and output.requires_grad:
+                    roots.append(output)
+                    grads.append(gradient)
+            if roots:
+                run_backward(roots, grads)
+        for leaf in outer.leaves():
+            # What is sent on may have the same memory, and whoever adds to the one would change the other.
+            if type(leaf.grad) is Tensor and _shares_storage(leaf.grad):
+                leaf.grad = leaf.grad.clone()
+        outer.end(microbatch, {-1 - key: saved.sink.pop(key) for key in list(saved.sink) if key < 0})
+        return saved.sink
+
+    def _enter_inputs(self, saved: BackwardEnds, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the stage's inputs, those with a gradient as aliases: the input at position p has the key
+        -1 - p.
+        """
+        pairs = zip(self._inputs, inputs, strict=True)
+        return [self._entering(x, saved.sink, -1 - p) if x.requires_grad else x for p, x in pairs]
+
+    def _on_leaves(self) -> AbstractContextManager[Any]:
+        return _IN_PLACE if self.outer is None else self.outer.inside()
 
     def backward_input(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
         self._unchanged.insist()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final, get_args
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from outsize.errors.arguments import insist_on_whole_number
 from outsize.errors.words import value_here
 from outsize.ir.answers.compilation import Compilation, GraphUse
 from outsize.ir.answers.utilisation import Utilisation
+from outsize.ir.graph import Form
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.run.weights.source import WeightSource
@@ -99,6 +101,22 @@ class EngineOptions:
 
 
 DEFAULTS: Final = EngineOptions()
+
+
+def insist_on_backend(backend: str | None, form: Form) -> None:
+    """Raises BadOption for a backend that torch lacks, or where there is no stage function to compile."""
+    if backend is not None and form == "modules":
+        raise BadOption(
+            f"compiled={backend!r} is for stages, and this model runs by modules, in its own Python",
+            next_step="module.compile() on the modules that are worth it",
+        )
+    known = () if backend is None else torch.compiler.list_backends(exclude_tags=())
+    if backend is not None and backend not in known:
+        raise BadOption(
+            f"torch.compile has no backend {backend!r}",
+            numbers=f"it has {', '.join(known)}",
+            next_step="compiled='inductor', or 'aot_eager', which is bit-identical",
+        )
 
 
 @final

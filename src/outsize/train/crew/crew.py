@@ -55,12 +55,15 @@ from outsize.schedules.message import wires
 from outsize.schedules.planned import planned
 from outsize.schedules.queues import circle_of
 from outsize.train.context.run_context import RunContext, device_of, stages_on
+from outsize.train.crew.open_pipeline import OpenPipeline, schedule_of_call
 from outsize.train.variants.lru import LruCache
 from outsize.train.variants.microbatch_group import GroupOutputs, MakeStage, PipelineInputs
 from outsize.train.variants.variant import Variant
 
-_Combination = tuple[tuple[int, ...], tuple[int, ...], bool, int]
-"""Variants and channels by microbatch, whether gradients are computed, and the replica."""
+_Combination = tuple[tuple[int, ...], tuple[int, ...], bool, int, int | None]
+"""Variants and channels by microbatch, whether there are gradients, the replica, and the seat of a call."""
+_StageKey = tuple[int, int, int, int | None]
+"""A variant, a stage, a replica, and the seat of a call."""
 RawSpan = tuple[int, str, Lane, float, float]
 
 
@@ -81,7 +84,7 @@ class Crew(ABC):
         self._marks: list[tuple[int, Marks]] = []
         self._built = LruCache[_Combination, list[Interpreter]](_BUILT)
         self._schedules = LruCache[Any, Schedule](_SCHEDULES)
-        self._executors: dict[tuple[int, int, int], RunnableStage] = {}  # by variant, stage, replica
+        self._executors: dict[_StageKey, RunnableStage] = {}
 
     @property
     def moves(self) -> Moves:
@@ -116,6 +119,12 @@ class Crew(ABC):
         whole step; it may step as gradients land on the host.
         """
 
+    @abstractmethod
+    def open(self, load: PipelineInputs, make_stage: MakeStage) -> OpenPipeline:
+        """Returns the pipeline of one call, which is about to run all forwards, and keeps their graphs until
+        the user's backward comes.
+        """
+
     def forget(self, variant: int, channel: int | None) -> None:
         """Drops what was built for the variant of this number, which no longer exists.
 
@@ -131,11 +140,11 @@ class Crew(ABC):
         variants, replica = load.variants, load.replica
 
         def build() -> list[Interpreter]:
-            schedule = self._schedule(variants)
+            schedule = self._schedule(variants, of_call=load.seat is not None)
             self._connect(schedule)
             actions = chain.from_iterable(schedule.actions[rank] for rank in transports)
             places = {(a.stage, a.microbatch) for a in actions if a.kind not in NO_MICROBATCH}
-            stages = {(s, mb): self._stage(variants[mb], s, replica, make_stage) for s, mb in sorted(places)}
+            stages = {(s, mb): self._stage(load, mb, s, make_stage) for s, mb in sorted(places)}
             channels = [CHANNELS * channel for channel in load.channels]
             cuts = [variant.cut for variant in variants]
             moves = self._moves_of(cuts)
@@ -148,30 +157,42 @@ class Crew(ABC):
             ]
 
         numbers = tuple(variant.number for variant in variants)
-        key = (numbers, tuple(load.channels), torch.is_grad_enabled(), replica)
+        key = (numbers, tuple(load.channels), torch.is_grad_enabled(), replica, load.seat)
         return self._built.get(key, build)
 
     def _moves_of(self, cuts: Sequence[Cut]) -> Moves:
         """Returns the moves of weights, values and activations, for microbatches with these programs."""
         return self.activations.combined_with(self.values.combined_with(self.moves.of(cuts), cuts))
 
-    def _stage(self, variant: Variant, number: int, replica: int, make: MakeStage) -> RunnableStage:
-        key = (variant.number, number, replica)
+    def _stage(self, load: PipelineInputs, microbatch: int, number: int, make: MakeStage) -> RunnableStage:
+        variant, replica = load.variants[microbatch], load.replica
+        key = (variant.number, number, replica, load.seat)
         if key not in self._executors:
             program, device = variant.cut.programs[number], self.device_of(number, replica)
             self._executors[key] = make(variant, program, replica, device)
         return self._executors[key]
 
+    def _stages(self, load: PipelineInputs) -> dict[tuple[int, int], RunnableStage]:
+        """Returns this process's stages of a call, by stage and microbatch."""
+        each = ((s, mb) for s in self.stages for mb in range(len(load.variants)))
+        return {
+            (s, mb): self._executors[load.variants[mb].number, s, load.replica, load.seat] for s, mb in each
+        }
+
     def _clock(self, rank: int, replica: int) -> Clock:
         """Returns the clock of the device on which the rank's stages compute."""
         return clock_of(self.device_of(self._rank_of.index(rank), replica) or device_of(self._plan))
 
-    def _schedule(self, variants: Sequence[Variant]) -> Schedule:
+    def _schedule(self, variants: Sequence[Variant], *, of_call: bool = False) -> Schedule:
         training, count, first = torch.is_grad_enabled(), len(variants), variants[0]
-        key = (first.wiring, count, training)
+        key = (first.wiring, count, training, of_call)
 
         def make() -> Schedule:
-            lowered = make_schedule(self._plan, first.cut, count, training=training)
+            if of_call:
+                on = {rank: stages_on(self._plan, rank) for rank in range(self._plan.axes.pp)}
+                lowered = schedule_of_call(self._plan, first.cut, count, on)
+            else:
+                lowered = make_schedule(self._plan, first.cut, count, training=training)
             return self._moves_of([variant.cut for variant in variants]).scheduled(lowered, first.cut)
 
         return self._schedules.get(key, make)
@@ -350,9 +371,21 @@ class LocalCrew(Crew):
         self, loads: Sequence[PipelineInputs], make_stage: MakeStage, optimizer: Optimizer | None = None
     ) -> list[GroupOutputs]:
         pipelines = [self._start_pipeline(load, make_stage) for load in loads]
+        interpreters = {seat: rank for pipeline in pipelines for seat, rank in pipeline.items()}
         with self.moves.step_context(optimizer):
-            self._run({seat: rank for pipeline in pipelines for seat, rank in pipeline.items()})
+            results = self._run(interpreters)
+        for seat, result in zip(interpreters, results, strict=True):
+            self.keep(seat, result.marks)
         return [self._outputs(load, pipeline) for load, pipeline in zip(loads, pipelines, strict=True)]
+
+    def open(self, load: PipelineInputs, make_stage: MakeStage) -> OpenPipeline:
+        pipeline = self._start_pipeline(load, make_stage)
+
+        def run() -> GroupOutputs:
+            self._run(pipeline)
+            return self._outputs(load, pipeline)
+
+        return OpenPipeline(pipeline, run, self._stages(load))
 
     def _outputs(self, load: PipelineInputs, pipeline: dict[int, Interpreter]) -> GroupOutputs:
         """Returns the group's outputs, moved to the device of the first replica's last stage."""
@@ -381,9 +414,9 @@ class LocalCrew(Crew):
             interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale))
         return seats
 
-    def _run(self, interpreters: dict[int, Interpreter]) -> None:
+    def _run(self, interpreters: dict[int, Interpreter]) -> list[StepOutputs]:
         try:
-            results = self._together.run(interpreters)
+            return self._together.run(interpreters)
         except BaseException:
             for interpreter in interpreters.values():
                 interpreter.reset()
@@ -393,8 +426,6 @@ class LocalCrew(Crew):
             self._built.drop(lambda key: True)
             self._executors.clear()
             raise
-        for seat, result in zip(interpreters, results, strict=True):
-            self.keep(seat, result.marks)
 
     def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
         return self._together.device(self._rank_of[stage] * self.local_replicas + replica)
@@ -451,6 +482,20 @@ class ProcessCrew(Crew):
         self._has_failed = False
         self.keep(self.rank, result.marks)
         return [_outputs(load.variants, interpreter.schedule, [result])]
+
+    def open(self, load: PipelineInputs, make_stage: MakeStage) -> OpenPipeline:
+        (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})
+        own = own_inputs(self._streams, self._place, load.inputs, partial(_used, interpreter, load.variants))
+        interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale))
+
+        def run() -> GroupOutputs:
+            self._has_failed = True  # Unless it ends.
+            self.progress.runs(interpreter)
+            result = interpreter.run()
+            self._has_failed = False
+            return _outputs(load.variants, interpreter.schedule, [result])
+
+        return OpenPipeline({self.rank: interpreter}, run, self._stages(load))
 
     def insist_on_ended_steps(self) -> None:
         if self._has_failed:

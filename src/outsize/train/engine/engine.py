@@ -39,13 +39,13 @@ from outsize.program.replaying.modes import outside_autocast
 from outsize.program.source_line import warn_user
 from outsize.program.tree import map_tensors
 from outsize.run.progress import watched
-from outsize.run.stage.compile import insist_on_backend
 from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.checks import insist_on_flag, insist_on_own_weights, insist_on_step_options
 from outsize.train.batch.sampler import ReplicaBatches
 from outsize.train.checkpoint.weights import HeldWeights
+from outsize.train.context.options import insist_on_backend
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.crew import Crew, crew_of
 from outsize.train.crew.weight_ownership import Ownership
@@ -62,6 +62,7 @@ from outsize.train.engine.weights import EngineWeights
 from outsize.train.ranks.batch_check import is_checked
 from outsize.train.ranks.context_parallel import context_ranks
 from outsize.train.ranks.divided_weights import divided_ranks
+from outsize.train.split.calls import ModelCalls
 from outsize.train.variants.results import EvalResult, StepResult, evaluating
 from outsize.train.variants.variant import RecordingOptions
 from outsize.train.world.world import World
@@ -104,11 +105,11 @@ class Engine:
         self.weights = EngineWeights(run, crew, ownership, tensor, self.state.checkpoints)
         context = context_ranks(whole, plan, run.mesh, compiled=is_compiled)
         recording = RecordingOptions(options.counting, home, tensor, context, options.captures)
-        self._executor: Executor = (
-            ByModules(run, crew, ownership)
-            if plan.form == "modules"
-            else Pipelined(run, crew, ownership, recording)
-        )
+        if plan.form == "modules":
+            self._executor: Executor = ByModules(run, crew, ownership)
+        else:
+            self._executor = pipelined = Pipelined(run, crew, ownership, recording)
+            self.calls = ModelCalls(run, crew, self._split, pipelined)
         self._reports = StepReports(run, crew, self._executor, self._update, tensor, self._callbacks)
 
     def __repr__(self) -> str:

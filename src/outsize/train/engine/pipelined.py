@@ -49,6 +49,7 @@ from outsize.train.engine.executor import Executor
 from outsize.train.engine.memory_note import memory_notes, routing_note
 from outsize.train.engine.stage_factory import StageCasts, StageFactory
 from outsize.train.ranks.replicas import Piece
+from outsize.train.split.opened_call import CallOutputs, OpenedCall, OpenedGroup
 from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.instruction_owners import PlacedWeights
 from outsize.train.variants.microbatch_group import GroupOutputs, PipelineInputs
@@ -156,6 +157,49 @@ class Pipelined(Executor):
             loss, outputs = self._loss(results), self._outputs(variants, results, gather=gather)
         return EvalResult(None if loss is None else loss.total, outputs)
 
+    def open(self, parts: Sequence[Batch], number: int, seat: int) -> OpenedCall:
+        """Runs the forwards of a call of the model, whose backward the user begins."""
+        with self._programs.running():
+            variants = self._find(parts, outputs=True)
+            self._ready(variants, parts)
+            step = _Step(variants, parts, number)
+            pieces, _ = self._begin(step)
+            self._adopt(variants)
+            groups: list[OpenedGroup] = []
+            values: list[tuple[Tensor, ...]] = []
+
+            def close() -> None:
+                for group in groups:
+                    group.pipeline.drop()
+
+            try:
+                with self._collecting():
+                    for ((replica, members),) in self._rounds(variants, pieces):
+                        load = self._load(step, members, replica)._replace(seat=seat)
+                        pipeline = self._crew.open(load, self._stage_of_call)
+                        groups.append(OpenedGroup([piece.number for piece in members], pipeline))
+                        values += pipeline.forward().outputs
+            except BaseException as error:
+                close()
+                if isinstance(error, Exception):
+                    name_instruction(error)
+                raise
+            self._end()
+        return OpenedCall(CallOutputs(variants, pieces, values), groups, close)
+
+    def outputs(self, parts: Sequence[Batch], number: int) -> CallOutputs:
+        """Runs the forwards of a call of the model without graphs."""
+        with self._programs.running():
+            variants = self._find(parts, outputs=True)
+            self._ready(variants, parts)
+            results = self._run(_Step(variants, parts, number))
+        values = [values for result in results for values in result.outputs]
+        return CallOutputs(variants, [piece for result in results for piece in result.pieces], values)
+
+    def output_shapes(self, part: Batch) -> Sequence[torch.Size]:
+        """Returns the shapes of the model's outputs for a microbatch, which is recorded for them alone."""
+        return self.variants.output_shapes(part)
+
     def _find(self, parts: Sequence[Batch], *, outputs: bool, waits: bool = True) -> list[Variant]:
         """Returns the variant of each microbatch."""
         self._state = self._settings.number()
@@ -165,15 +209,8 @@ class Pipelined(Executor):
 
     def _run(self, step: _Step) -> list[GroupOutputs]:
         """Runs the microbatches of this replica, in groups of one wiring."""
-        counted = counted_each([variant.shares for variant in step.variants], step.parts)
         replicas, grad = self._crew.replicas, torch.is_grad_enabled()
-        written = _written(step.variants) if replicas.count > 1 else frozenset[str]()
-        pieces, written = replicas.pieces(counted, written)
-        self._warn_of_shares(step.variants, counted)
-        self._counting = [piece.counts for piece in pieces]
-        self._crew.start_step()
-        if self._has_copies:
-            self._replica_copies.follow(self._state)
+        pieces, written = self._begin(step)
         if not grad:
             results = self._run_pieces(step, pieces)
         else:
@@ -183,11 +220,28 @@ class Pipelined(Executor):
                 if self._has_copies:
                     self._replica_copies.add_up(self._state)
             replicas.spread(self._ownership.own(written) if written else ())
+        self._end()
+        return results
+
+    def _begin(self, step: _Step) -> tuple[list[Piece], frozenset[str]]:
+        """Begins a step; returns what this replica runs, and the buffers that programs of any one write."""
+        counted = counted_each([variant.shares for variant in step.variants], step.parts)
+        replicas = self._crew.replicas
+        written = _written(step.variants) if replicas.count > 1 else frozenset[str]()
+        pieces, written = replicas.pieces(counted, written)
+        self._warn_of_shares(step.variants, counted)
+        self._counting = [piece.counts for piece in pieces]
+        self._crew.start_step()
+        if self._has_copies:
+            self._replica_copies.follow(self._state)
+        return pieces, written
+
+    def _end(self) -> None:
+        """Ends a step: drops the programs that were used longest ago."""
         self._settings.ran()
         for number in self.variants.trim():
             self._crew.forget(number, self._programs.drop(number))
             self._adopted.discard(number)
-        return results
 
     @contextmanager
     def _all_or_nothing(self, step: _Step) -> Iterator[None]:
@@ -335,6 +389,11 @@ class Pipelined(Executor):
     ) -> RunnableStage:
         model = self._replica_copies.of(replica, self._state)
         return self._factory.make(variant, program, model, device, is_copy=replica > 0)
+
+    def _stage_of_call(
+        self, variant: Variant, program: StageProgram, replica: int, device: torch.device | None
+    ) -> RunnableStage:
+        return self._factory.make(variant, program, self._model, device, of_call=True)
 
     def _collecting(self) -> AbstractContextManager[None]:
         return (

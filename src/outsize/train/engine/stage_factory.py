@@ -23,8 +23,9 @@ from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.kept_casts import KeptCasts
+from outsize.run.stage.outer_graph import OuterGraph
 from outsize.run.stage.recompute import Recompute, SegmentedRecompute
-from outsize.run.stage.stage import StageExecutor
+from outsize.run.stage.stage import StageExecutor, StageSetting
 from outsize.run.stage.to_device import device_of_model, program_on_device
 from outsize.schedules.families import family_of
 from outsize.train.context.run_context import RunContext
@@ -56,22 +57,28 @@ class StageFactory:
         device: torch.device | None,
         *,
         is_copy: bool = False,
+        of_call: bool = False,
     ) -> RunnableStage:
         """Returns the stage of `program` on `device`, with the weights of `model`.
 
-        `is_copy`: the model is another than the one for which the program was made.
+        `is_copy`: the model is another than the one for which the program was made. `of_call`: the user's
+        backward goes through the stage, which is then a part of the user's graph.
         """
         if device is not None and variant.home is not None:
             program = program_on_device(program, variant.cut.tape, model, variant.home, device)
-        casts, overlaps = self._casts_of(variant, program, model, device), self._overlaps()
-        if is_copy or overlaps or casts is not None or self._backend is not None:
-            spec = replace(program.spec, cast=casts)
+        # Within the user's graph autocast casts by itself, since nobody says when copies would be dropped.
+        casts = None if of_call else self._casts_of(variant, program, model, device)
+        policy, recompute, overlaps = self.run.plan.activation_policy(program.stage), None, self._overlaps()
+        again = policy.recomputes_all or policy.lists_units
+        outer = OuterGraph(model, program, checks=again) if of_call else None
+        told = {} if outer is None else outer.through(program.spec.through)
+        if is_copy or overlaps or casts is not None or told or self._backend is not None:
+            spec = replace(program.spec, cast=casts, through={**program.spec.through, **told})
             if overlaps:
                 joined = overlapped(spec.instructions, spec.exits, variant.cut.tape, model)
                 spec = replace(spec, instructions=joined)
             function = compile_slice(spec, model, variant.tape.modes, self._compiler())
             program = replace(program, spec=spec, function=function)
-        policy, recompute = self.run.plan.activation_policy(program.stage), None
         save_context = self.run.values.begin if self.run.values.offloads else None
         if policy.recomputes_all:
             whole = Recompute(model, program.written, self.statistics)
@@ -85,10 +92,9 @@ class StageFactory:
             save_context = partial(self.run.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
-        executor = StageExecutor(
-            program, model, recompute, save_context, bare=self.run.values.offloads, device=seeded
-        )
-        if self.graphs is not None:
+        setting = StageSetting(recompute, save_context, self.run.values.offloads, seeded, outer)
+        executor = StageExecutor(program, model, setting)
+        if self.graphs is not None and not of_call:
             reason = self._reason(policy) or reason_against(program, model, at)
             if reason is None:
                 return GraphedStage(executor, at, self.graphs)

@@ -36,7 +36,8 @@ class PipelineInputs(NamedTuple):
     """Microbatches of one wiring for one replica's pipeline, each with its variant, share and seed.
 
     `channels` are the numbers of the variants' channels, which are the same on all ranks. `grad_scale` is the
-    factor of a GradScaler, on a device.
+    factor of a GradScaler, on a device. `seat` has the stages of one call of a split model, whose backward
+    the user begins; None: of a step.
     """
 
     variants: Sequence[Variant]
@@ -46,6 +47,7 @@ class PipelineInputs(NamedTuple):
     channels: Sequence[int]
     replica: int = 0  # its number among the replicas in this process
     grad_scale: Tensor | None = None
+    seat: int | None = None
 
 
 # Takes the variant, the stage's program, the number of the local replica, and its device (None: the model's).

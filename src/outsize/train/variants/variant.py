@@ -224,6 +224,13 @@ class Variants:
         options = TapeOptions(self._home(), self.changes.live, numbers)
         return record(self._model, part.args, part.kwargs, loss_fn, part.target, options)
 
+    def output_shapes(self, part: Batch) -> list[torch.Size]:
+        """The shapes of the model's outputs for a microbatch, which is recorded for them alone."""
+        tensor = self._options.tensor
+        with whole_shapes(self._model), nullcontext() if tensor is None else tensor.whole():
+            tape = self._record(part, None)
+        return [torch.Size(tape.metas[slot].shape) for slot in dict.fromkeys(tape.output_slots())]
+
     def _home(self) -> torch.device | None:
         return None if self._options.home is None else self._options.home.now()
 

@@ -1,0 +1,207 @@
+"""Problem: a stage's graph is a part of the user's own autograd graph, whose backward begins outside of it.
+
+    user's graph     x ── call, microbatch 1 ── output ── loss        one node for each microbatch
+                     W ──────┘                                        (train/split/call.py)
+    stage's graph    x' ─┐
+                     W' ─┴─ ... ─ output'                             gradients of output' come from the node
+
+A stage computes on leaves of its own: W' has the memory of W, and stands in W's tables while the stage runs.
+So the backward of a microbatch ends at W', and the node hands its gradient on to W. Hooks on W run once for a
+backward of the user's, not for each microbatch, and whatever else uses W adds its gradient as autograd does.
+
+Bits: autograd adds the gradients that a weight gets in the order in which they arrive, ((a + b) + c) + d. Two
+uses of W in one microbatch are two gradients, not their sum, and so is what another stage sends for a tied
+weight. So each use takes an alias, and the node returns a list for each weight, in the order of arrival.
+Under autocast all uses share one cast, whose node adds up their gradients in lower precision; there the plain
+loop has one gradient for the weight, too.
+
+Oracle: tests/parity/test_split_loops.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from outsize.errors import BadOption
+from outsize.program.values.wrapper_tensors import is_wrapper
+from outsize.run.stage.cut import StageProgram
+
+_Place = tuple[Any, Any]
+"""A table of a module, or a list in one of its attributes, and the key or index of a weight in it."""
+_Pass = Callable[[Tensor], Tensor]
+_END = (None,)
+
+
+@final
+@dataclass(slots=True)
+class _Leaf:
+    """A weight, the leaf that stands for it, where it stands, and the version that a forward has read."""
+
+    weight: Tensor
+    leaf: Tensor
+    places: Sequence[_Place]
+    version: int = 0
+    arrived: list[Tensor] = field(default_factory=list)
+
+
+@final
+@dataclass(slots=True)
+class StageGradients:
+    """What the backward of a microbatch on one stage has given: by weight in the order of arrival, and by the
+    position of an input.
+    """
+
+    weights: dict[str, list[Tensor]] = field(default_factory=dict)
+    inputs: dict[int, Tensor | None] = field(default_factory=dict)
+
+
+@final
+class OuterGraph:
+    """The weights, inputs and outputs of one stage in the user's graph.
+
+    `output_gradients[microbatch]` are set before the backward of a microbatch, which takes them; `gradients`
+    are what it gives. `checks` says whether a backward computes forwards again, and so reads the weights.
+    """
+
+    def __init__(self, model: nn.Module, program: StageProgram, *, checks: bool = False) -> None:
+        self._model, self._names, self._checks = model, program.weights, checks
+        self._uses = Counter(name for i in program.spec.instructions for name in i.parameters())
+        self._sent = {boundary.weight for boundary in program.sent if boundary.weight is not None}
+        self._leaves: dict[str, _Leaf] = {}
+        self._is_cast = False
+        self.output_gradients: dict[int, Sequence[Tensor | None]] = {}
+        self.gradients: dict[int, StageGradients] = {}
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Returns the weights that get gradients of this stage, by name."""
+        return {name: leaf.weight for name, leaf in self._leaves.items()}
+
+    def leaves(self) -> Iterator[Tensor]:
+        """Yields the leaves that stand for these weights."""
+        return (leaf.leaf for leaf in self._leaves.values())
+
+    def most(self, name: str) -> int:
+        """Returns how many gradients of a microbatch arrive for this weight at most."""
+        return self._uses[name] + (name in self._sent) if self._uses[name] > 1 or name in self._sent else 1
+
+    def begin(self, *, is_cast: bool) -> None:
+        """Begins a call: each weight that is trained has a leaf over the memory that it has now."""
+        self._is_cast = is_cast
+        self.output_gradients.clear()
+        self.gradients.clear()
+        if not torch.is_grad_enabled():
+            return
+        before, self._leaves = self._leaves, {}
+        found = _weights(self._model, self._names)
+        for name, (weight, where) in found.items():
+            if weight.requires_grad and weight.is_leaf:
+                old = before.get(name)
+                is_same = old is not None and old.weight is weight and _is_over(old.leaf, weight)
+                leaf = old.leaf if old is not None and is_same else _leaf_over(weight)
+                leaf.grad = None
+                self._leaves[name] = _Leaf(weight, leaf, where, weight._version)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Puts the leaves in the places of their weights."""
+        for leaf in self._leaves.values():
+            for table, key in leaf.places:
+                table[key] = leaf.leaf
+        try:
+            yield
+        finally:
+            for leaf in self._leaves.values():
+                for table, key in leaf.places:
+                    table[key] = leaf.weight
+
+    def through(self, further: Mapping[str, _Pass]) -> dict[str, _Pass]:
+        """Returns what weights that the stage uses several times pass at each use: an alias of their own, so
+        that their gradients arrive one by one; `further` is what they pass then.
+        """
+        several = (name for name, count in self._uses.items() if count > 1)
+        return {name: partial(self._pass, name, further.get(name)) for name in several}
+
+    def _pass(self, name: str, further: _Pass | None, weight: Tensor) -> Tensor:
+        held = self._leaves.get(name)
+        if held is not None and weight is held.leaf and torch.is_grad_enabled() and not self._is_cast:
+            weight = torch.ops.aten.alias.default(weight)
+            get_gradient_edge(weight).node.register_prehook(partial(_arrive, held.arrived))
+        return weight if further is None else further(weight)
+
+    def arrive(self, name: str, gradient: Tensor) -> None:
+        """Takes the gradient that another stage sends for a tied weight of this one."""
+        self._leaves[name].arrived.append(gradient)
+
+    def insist(self) -> None:
+        """Raises BadOption where a backward would compute a forward again on other weights."""
+        for name, leaf in self._leaves.items() if self._checks else ():
+            if leaf.weight._version != leaf.version:
+                raise BadOption(
+                    f"{name} has changed between the forward of a call and its backward, which computes the "
+                    "forward again",
+                    numbers=f"version {leaf.version} of its values then, {leaf.weight._version} now",
+                    next_step="loss.backward() before optimizer.step() or load_state_dict(), or a plan with "
+                    "recompute='none'",
+                )
+
+    def end(self, microbatch: int, inputs: Mapping[int, Tensor | None]) -> None:
+        """Takes the gradients of the microbatch whose backward has run."""
+        weights: dict[str, list[Tensor]] = {}
+        for name, leaf in self._leaves.items():
+            arrived, leaf.arrived[:] = list(leaf.arrived), []
+            if leaf.leaf.grad is not None:
+                arrived.append(leaf.leaf.grad)
+                leaf.leaf.grad = None
+            if arrived:
+                weights[name] = arrived
+        self.gradients[microbatch] = StageGradients(weights, dict(inputs))
+
+
+def _arrive(arrived: list[Tensor], gradients: Sequence[Tensor | None]) -> tuple[None]:
+    if gradients[0] is not None:
+        arrived.append(gradients[0])
+    return _END
+
+
+def _leaf_over(weight: Tensor) -> Tensor:
+    """Returns a parameter over the memory of a weight, with its attributes."""
+    leaf = nn.Parameter(weight.detach())
+    vars(leaf).update({} if is_wrapper(weight) else vars(weight))
+    return leaf
+
+
+def _is_over(leaf: Tensor, weight: Tensor) -> bool:
+    """Tells whether a leaf has the memory of its weight, which the user may have given another one."""
+    same = leaf.shape == weight.shape and leaf.dtype == weight.dtype and leaf.stride() == weight.stride()
+    return same and leaf.device == weight.device and leaf.data_ptr() == weight.data_ptr()
+
+
+def _weights(model: nn.Module, names: frozenset[str]) -> dict[str, tuple[Tensor, list[_Place]]]:
+    """Returns these parameters with all places where modules hold them, also under other names."""
+    found: dict[str, tuple[Tensor, list[_Place]]] = {}
+    known: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        for key, weight in module._parameters.items():
+            # A tied parameter is known by its first name.
+            name = known.get(id(weight), f"{prefix}.{key}" if prefix else key)
+            if weight is not None and name in names:
+                known[id(weight)] = name
+                found.setdefault(name, (weight, []))[1].append((module._parameters, key))
+    for module in model.modules():
+        # An LSTM, for example, lists its weights in an attribute as well.
+        for held in vars(module).values():
+            if isinstance(held, list):
+                for index, item in enumerate(held):
+                    if isinstance(item, nn.Parameter) and id(item) in known:
+                        found[known[id(item)]][1].append((held, index))
+    return found

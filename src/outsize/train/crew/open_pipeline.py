@@ -1,0 +1,108 @@
+"""Problem: all forwards of a call run at once, its backwards when the user's backward comes to them.
+
+    row of rank 0     0F0 0SEND_F0 0F1 0SEND_F1 | 0RECV_B1 0B1 | 0RECV_B0 0B0
+    runs in           model(x)                  | loss.backward(), in the node of microbatch 1, then of 0
+
+GPipe's order (Huang et al., arXiv 1811.06965): the last microbatch comes first, since autograd runs the
+youngest node that is ready. Each half is lowered by itself, so that a forward whose outputs are never used
+leaves nothing in flight. What waits between the halves are the graphs of the stages, and no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import final
+
+from outsize.ir.plan import Plan
+from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.run.interpreter.interpreter import Interpreter
+from outsize.run.stage.base import RunnableStage
+from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
+from outsize.run.stage.cut import Cut
+from outsize.schedules.check import check
+from outsize.schedules.lower import lower
+from outsize.train.variants.microbatch_group import GroupOutputs
+
+_FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
+_BACK = frozenset({Kind.B, Kind.SEND_B, Kind.OFFLOAD_B})
+
+
+def schedule_of_call(
+    plan: Plan, cut: Cut, microbatches: int, stages_on: Mapping[int, tuple[int, ...]]
+) -> Schedule:
+    """Returns the lowered schedule of a call: all forwards, then all backwards from the last microbatch on.
+
+    Gradients of a weight are added up by autograd, in that order, and not by stages; so what `check` says of
+    ascending backwards is asked of their mirror image.
+    """
+    name, ranks = plan.schedule, range(plan.axes.pp)
+    each = range(microbatches)
+    forwards = [tuple(Action(s, Kind.F, mb) for s in stages_on[r] for mb in each) for r in ranks]
+    backwards = [tuple(Action(s, Kind.B, mb) for s in reversed(stages_on[r]) for mb in each) for r in ranks]
+    forward, over_steps = forward_edges(cut.boundaries), step_edges(cut.boundaries)
+    backward = backward_edges(cut.boundaries)
+    first = lower(Schedule(name, microbatches, tuple(forwards)), forward, frozenset(), over_steps)
+    second = lower(Schedule(name, microbatches, tuple(backwards)), frozenset(), backward)
+    rows = tuple(one + other for one, other in zip(first.actions, second.actions, strict=True))
+    check(Schedule(name, microbatches, rows), forward, backward, over_steps)
+    mirrored = tuple(
+        one + tuple(replace(action, microbatch=microbatches - 1 - action.microbatch) for action in other)
+        for one, other in zip(first.actions, second.actions, strict=True)
+    )
+    return Schedule(name, microbatches, mirrored)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Pauses:
+    """Where a row pauses: behind its forwards, and behind the backward of each microbatch."""
+
+    forwards: int
+    backwards: Mapping[int, int]
+
+    @classmethod
+    def of(cls, row: tuple[Action, ...]) -> _Pauses:
+        forwards = max((at + 1 for at, action in enumerate(row) if action.kind in _FORWARD), default=0)
+        backwards = {action.microbatch: at + 1 for at, action in enumerate(row) if action.kind in _BACK}
+        if backwards:
+            last = max(backwards, key=lambda microbatch: backwards[microbatch])
+            backwards[last] = len(row)
+        return cls(forwards, backwards)
+
+
+Run = Callable[[], GroupOutputs]
+
+
+@final
+class OpenPipeline:
+    """The interpreters of one call in this process, between its forwards and its last backward.
+
+    `run` runs them up to their pauses and returns what they have computed.
+    """
+
+    def __init__(
+        self,
+        interpreters: Mapping[int, Interpreter],
+        run: Run,
+        stages: Mapping[tuple[int, int], RunnableStage],
+    ) -> None:
+        self._interpreters, self._run, self.stages = list(interpreters.values()), run, stages
+        self._pauses = [_Pauses.of(each.schedule.actions[each.rank]) for each in self._interpreters]
+
+    def forward(self) -> GroupOutputs:
+        """Runs all forwards; returns the outputs, without their graphs."""
+        for interpreter, pauses in zip(self._interpreters, self._pauses, strict=True):
+            interpreter.pause_at(pauses.forwards)
+        return self._run()
+
+    def backward(self, microbatch: int) -> None:
+        """Runs the backward of a microbatch; the one before must have been the microbatch behind it."""
+        for interpreter, pauses in zip(self._interpreters, self._pauses, strict=True):
+            interpreter.pause_at(pauses.backwards.get(microbatch, 0))
+        self._run()
+
+    def drop(self) -> None:
+        """Drops the graphs of a call whose backward never comes, or has failed."""
+        for interpreter in self._interpreters:
+            interpreter.reset()

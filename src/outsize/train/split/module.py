@@ -1,0 +1,137 @@
+"""Defines SplitModule, which `outsize.split` returns: the user's model, called over the plan's devices.
+
+    model = outsize.split(Net(), (x,))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_fn(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()
+
+It shares the tables of the user's model, so parameters, buffers, submodules and the names in `state_dict()`
+are that model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol, Self, final
+
+from torch import Tensor, nn
+
+from outsize.errors import BadOption
+from outsize.ir.plan import Plan
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class SplitEngine(Protocol):
+    """What a split model needs of the engine that runs its plan."""
+
+    model: nn.Module
+    plan: Plan
+    calls: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    weights: Any
+    state: Any
+    crew: Any
+
+    def clip_grad_norm(self, max_norm: float, names: Any = None) -> Tensor:
+        """Clips by the norm of the gradients of all ranks."""
+        ...
+
+
+@final
+class SplitModule(nn.Module):
+    """The user's model, split over devices: `model(x)` returns the outputs of the whole batch.
+
+    A call runs the forwards of all microbatches, pipelined; the backward of a loss of its outputs runs their
+    backwards, the last microbatch first. The loss may be anything over the whole batch. `module` is the
+    user's model, `engine` has its plan, checkpoints and weights over all ranks.
+    """
+
+    def __init__(self, engine: SplitEngine, again: Callable[[nn.Module], SplitModule]) -> None:
+        super().__init__()
+        module = engine.model
+        vars(self).update({name: vars(module)[name] for name in _TABLES})
+        vars(self).update(module=module, engine=engine, _again=again, training=module.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model returns for the whole batch. Raises BadOption, and what the model raises."""
+        return self.engine.calls(args, kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        """Returns the plan that calls run."""
+        return self.engine.plan
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that their norm over all ranks is at most `max_norm`; returns the norm
+        before (0-dim), the same on every rank. Every rank calls this.
+        """
+        return self.engine.clip_grad_norm(max_norm)
+
+    # -- what a module does, on the user's model ---------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of the model and of all its modules."""
+        self.module.train(mode)
+        vars(self)["training"] = self.module.training
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this process has; in one process all."""
+        if self.engine.crew.world_size == 1:
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        dot = f"{prefix}." if prefix else ""
+        return ((dot + name, parameter) for name, parameter in self.engine.weights.named_parameters())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the state of the model, as far as this process has it; `engine.weights.full_state_dict()`
+        is that of all ranks.
+        """
+        return self.engine.weights.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Sets the weights of this process to those of a state of the whole model, or of its own part."""
+        if self.engine.crew.world_size == 1:
+            return self.module.load_state_dict(state_dict, strict, assign)
+        module = self.engine.weights.module
+        own = module.state_dict().keys()
+        return module.load_state_dict({k: v for k, v in state_dict.items() if k in own}, strict, assign)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the user's model has of this name: its config, its modules, its methods."""
+        tables = vars(self)
+        for table in ("_parameters", "_buffers", "_modules"):
+            if name in tables.get(table, ()):
+                return tables[table][name]
+        if "module" not in tables:
+            raise AttributeError(name)
+        return getattr(tables["module"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SplitModule:
+        """Returns a copy of the model that is split by the same plan.
+
+        Raises BadOption where each process has a part of the weights.
+        """
+        if self.engine.crew.world_size > 1:
+            raise BadOption(
+                "a split model of several processes cannot be copied within them",
+                numbers=f"{self.engine.crew.world_size} ranks have a part of the weights each",
+                next_step="outsize.split(Net(), (x,)) a second time, and load_state_dict(model.state_dict())",
+            )
+        twin = self._again(copy.deepcopy(self.module, memo))
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises BadOption: a process, its devices and its connections cannot be written."""
+        raise BadOption(
+            "a split model is not pickled",
+            next_step="torch.save(model.state_dict(), 'weights.pt'), or model.engine.save('run')",
+        )
+
+    def __repr__(self) -> str:
+        """Returns the model's own text behind the line of its plan."""
+        return f"SplitModule({self.engine!r})\n{self.module!r}"

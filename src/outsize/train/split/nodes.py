@@ -1,0 +1,202 @@
+"""Problem: the user's backward comes to a call microbatch by microbatch, from the last one to the first.
+
+    x ── parts ─┬─ microbatch 0 ─┬─ join ── output ── loss.backward()
+    W ──────────┼─ microbatch 1 ─┤
+                └─ microbatch 2 ─┘       autograd runs the youngest node that is ready: 2, then 1, then 0
+
+The nodes of microbatches are made in order behind the forwards, so autograd runs them as it runs the graphs
+of a plain loop that calls the model once for each microbatch and joins what it returns. Each runs its part of
+the schedule, and hands to W what it has got, where autograd adds it to all other gradients of W. A node has
+an edge for each gradient that may arrive, in that order. What lies between a node and the join are tensors of
+the outputs' shapes without memory; the values are in the joined output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from outsize.errors import BadOption
+from outsize.run.stage.outer_graph import OuterGraph
+from outsize.train.split.opened_call import OpenedCall
+
+GradInputs = Sequence[tuple[int, Tensor]]
+"""Inputs of a microbatch that want a gradient, by their positions among its tensors."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class JoinedOutput:
+    """One output of the whole batch: along `dim` the microbatches' outputs of these sizes; without a dim the
+    sum of them by `shares`, or what one of them returned where there are no shares.
+
+    `shapes` are those of the microbatches; `requires_grad` says whether it is in the user's graph.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    dim: int | None
+    shapes: Sequence[torch.Size]
+    shares: Sequence[float]
+    requires_grad: bool
+
+    def parts(self, gradient: Tensor) -> list[Tensor]:
+        """Returns the gradient of each microbatch's output."""
+        if self.dim is None:
+            return [gradient * share for share in self.shares]
+        return list(gradient.split([shape[self.dim] for shape in self.shapes], self.dim))
+
+
+@final
+class CallNodes:
+    """The nodes of one call, and what they share."""
+
+    def __init__(
+        self, call: OpenedCall, joined: Sequence[JoinedOutput], inputs: Sequence[GradInputs], anchor: Tensor
+    ) -> None:
+        self._call, self._joined, self._inputs, self._anchor = call, joined, inputs, anchor
+        self._left = len(inputs)
+        self._trained = [at for at, output in enumerate(joined) if output.requires_grad]
+
+    def outputs(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the outputs of the whole batch, with these values, in the user's graph."""
+        outputs = list(wholes)
+        if not self._trained:
+            self._call.close()
+            return outputs
+        tokens = [
+            _Microbatch.apply(self, number, self._anchor, *self._edges(number))
+            for number in range(len(self._inputs))
+        ]
+        tokens = [each if isinstance(each, tuple) else (each,) for each in tokens]
+        for place, at in enumerate(self._trained):
+            outputs[at] = _Join.apply(self._joined[at], [outputs[at]], *(each[place] for each in tokens))
+        return outputs
+
+    def tokens(self, number: int) -> list[Tensor]:
+        """Returns tensors that have the shapes of a microbatch's outputs, and the memory of one number."""
+        each = [self._joined[at] for at in self._trained]
+        shapes = [(output, output.shapes[number]) for output in each]
+        return [
+            torch.empty_strided(shape, [0] * len(shape), dtype=output.dtype, device=output.device)
+            for output, shape in shapes
+        ]
+
+    def backward(self, number: int, gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+        """Runs the backward of a microbatch; yields the gradients of its edges.
+
+        Raises BadOption where it has run, or gradients of gradients are asked for.
+        """
+        if torch.is_grad_enabled():
+            raise BadOption(
+                "a split model has no gradients of gradients (create_graph=True)",
+                numbers=f"microbatch {number} of a call",
+                next_step="compute what needs them on the plain model, or with model.by_modules() around it",
+            )
+        if number != self._left - 1:
+            raise BadOption(
+                "the backward of this call has run, and its activations are freed",
+                numbers=f"microbatch {number}; {self._left} of {len(self._inputs)} are left",
+                next_step="call the model again for a second backward, or add up the losses and call "
+                "backward() once",
+            )
+        self._left -= 1
+        every: list[Tensor | None] = [None] * len(self._joined)
+        for at, gradient in zip(self._trained, gradients, strict=True):
+            every[at] = gradient
+        try:
+            self._call.backward(number, every)
+            yield from self._gradients(number)
+        except BaseException:
+            self._left = 0
+            self._call.close()
+            raise
+        if not self._left:
+            self._call.close()
+
+    def _outers(self, number: int) -> Iterator[tuple[int, OuterGraph]]:
+        yield from self._call.group_of(number).outers(number)
+
+    def _edges(self, number: int) -> Iterator[Tensor]:
+        """Yields what gets gradients of a microbatch, once for each gradient that may arrive."""
+        for _, outer in self._outers(number):
+            yield from (tensor for _, tensor in self._inputs[number])
+            for name, weight in outer.weights.items():
+                yield from [weight] * outer.most(name)
+
+    def _gradients(self, number: int) -> Iterator[Tensor | None]:
+        """Yields the gradients of `_edges`."""
+        group = self._call.group_of(number)
+        place = group.numbers.index(number)
+        for _, outer in group.outers(number):
+            found = outer.gradients.pop(place)
+            yield from (found.inputs.get(position) for position, _ in self._inputs[number])
+            for name in outer.weights:
+                arrived, most = found.weights.get(name, []), outer.most(name)
+                if len(arrived) > most:
+                    arrived = [*arrived[: most - 1], torch.stack(arrived[most - 1 :]).sum(0)]
+                yield from arrived
+                yield from [None] * (most - len(arrived))
+
+
+@final
+class _Microbatch(Function):
+    """The node of one microbatch: its inputs get gradients, its outputs stand for the model's."""
+
+    @staticmethod
+    def forward(ctx: Any, nodes: CallNodes, number: int, anchor: Tensor, *edges: Tensor) -> Any:
+        """Returns a tensor for each output."""
+        ctx.set_materialize_grads(False)
+        ctx.nodes, ctx.number = nodes, number
+        return tuple(nodes.tokens(number))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Returns the gradients of the edges."""
+        return (None, None, None, *ctx.nodes.backward(ctx.number, grad_outputs))
+
+
+@final
+class _Join(Function):
+    """The node of one output of the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: JoinedOutput, values: list[Tensor], *tokens: Tensor) -> Tensor:
+        """Returns the one tensor in `values`. A node that held it would be held by it, and never be freed."""
+        ctx.joined = joined
+        return values.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Returns the gradients of the microbatches' outputs."""
+        return (None, None, *ctx.joined.parts(grad_outputs[0]))
+
+
+@final
+class SharedInput(Function):
+    """An input of the whole batch: its gradient is added up over the ranks of the pipeline, from the last
+    rank to the first, and the same on all of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, value: Tensor) -> Tensor:
+        """Returns the input."""
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Returns the sum of all ranks' gradients."""
+        own = grad_outputs[0].contiguous()
+        every = [torch.empty_like(own) for _ in range(ctx.group.size())]
+        dist.all_gather(every, own, group=ctx.group)
+        total = every[-1]
+        for other in reversed(every[:-1]):
+            total = total + other
+        return None, total

@@ -1,0 +1,74 @@
+"""Defines OpenedCall: the forwards of one call have run, and their graphs wait for the user's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from outsize.run.stage.outer_graph import OuterGraph
+from outsize.train.crew.open_pipeline import OpenPipeline
+from outsize.train.ranks.replicas import Piece
+from outsize.train.variants.variant import Variant
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OpenedGroup:
+    """Microbatches of one wiring, by their numbers in the call, and the pipeline that has their graphs."""
+
+    numbers: Sequence[int]
+    pipeline: OpenPipeline
+
+    def outers(self, number: int) -> Iterator[tuple[int, OuterGraph]]:
+        """Yields the stages of this process from the last to the first, each with its end in the user's
+        graph.
+        """
+        place = self.numbers.index(number)
+        for stage, microbatch in sorted(self.pipeline.stages, reverse=True):
+            if microbatch == place:
+                outer = self.pipeline.stages[stage, microbatch].outer
+                assert outer is not None
+                yield stage, outer
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CallOutputs:
+    """What the microbatches of a call have returned: the values of the last stage, where that runs here.
+
+    `values[k]` are those of microbatch k, in the order of `variants[k].cut.programs[-1].outputs`.
+    """
+
+    variants: Sequence[Variant]
+    pieces: Sequence[Piece]
+    values: Sequence[tuple[Tensor, ...]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OpenedCall:
+    """One call of a split model, until the backward of its last microbatch.
+
+    `groups` are in the order in which they have run; `close` gives back what the call has used.
+    """
+
+    outputs: CallOutputs
+    groups: Sequence[OpenedGroup]
+    close: Callable[[], None]
+
+    def group_of(self, number: int) -> OpenedGroup:
+        """Returns the group that has the microbatch."""
+        return next(group for group in self.groups if number in group.numbers)
+
+    def backward(self, number: int, gradients: Sequence[Any]) -> None:
+        """Runs the backward of a microbatch from the gradients of its outputs."""
+        group = self.group_of(number)
+        stages = list(group.outers(number))
+        place = group.numbers.index(number)
+        last = len(self.outputs.variants[number].cut.programs) - 1
+        for stage, outer in stages:
+            outer.output_gradients[place] = gradients if stage == last else ()
+        group.pipeline.backward(place)

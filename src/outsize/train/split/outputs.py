@@ -1,0 +1,142 @@
+"""Problem: microbatches return outputs of their own, the user's loss wants those of the batch, on each rank.
+
+    logits [4, 10] four times     joined along the dim in which the samples lie: [16, 10]
+    loss, a number, four times    the sum by the microbatches' shares, as a step weighs it
+    a count of integers           what the last microbatch returned
+
+The dim is the one whose size differs where the model is recorded for another number of samples, once for each
+kind of call; a guess by sizes would join a tensor without samples whose dim 0 happens to have that size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outsize.errors import BadOption, OutsizeError
+from outsize.program.tape import Meta, Ref, Weight
+from outsize.program.tree import map_leaves
+from outsize.program.weights.lookup import weight_named
+from outsize.run.transport.groups import RankGroup
+from outsize.train.batch.batch import Batch
+from outsize.train.split.nodes import JoinedOutput
+from outsize.train.split.opened_call import CallOutputs
+
+Shapes = Callable[[Batch], Sequence[torch.Size]]
+"""Records the model for a microbatch and returns the shapes of its outputs."""
+
+
+@final
+class OutputJoin:
+    """Joins the outputs of microbatches. `group` are the ranks of the pipeline, of which `last` has them."""
+
+    def __init__(
+        self, shapes: Shapes, group: RankGroup | None, last: int, device: torch.device | None
+    ) -> None:
+        self._shapes, self._group, self._last, self._device = shapes, group, last, device
+        self._dims: dict[Hashable, tuple[int | None, ...]] = {}
+
+    def join(self, outputs: CallOutputs, parts: Sequence[Batch]) -> tuple[list[JoinedOutput], list[Tensor]]:
+        """Returns the outputs of the batch and their values, in the order of the last stage's; every rank
+        calls this.
+        """
+        variants = outputs.variants
+        metas = [[v.cut.tape.metas[slot] for slot in v.cut.programs[-1].outputs] for v in variants]
+        dims = self._dims_of(metas[0], parts[0]) if len(parts) > 1 else (0,) * len(metas[0])
+        shares = [piece.share for piece in outputs.pieces]
+        joined: list[JoinedOutput] = []
+        wholes: list[Tensor] = []
+        for at, (dim, meta) in enumerate(zip(dims, metas[0], strict=True)):
+            shapes = [torch.Size(each[at].shape) for each in metas]
+            values = [each[at] for each in outputs.values]
+            by_shares = () if dim is not None or not meta.dtype.is_floating_point else shares
+            if len(parts) == 1 and not shapes[0]:
+                dim, by_shares = None, [1.0]
+            in_graph = meta.requires_grad and torch.is_grad_enabled()
+            in_graph = in_graph and (dim is not None or bool(by_shares))
+            device = values[0].device if values else self._device or torch.device("cpu")
+            one = JoinedOutput(meta.dtype, device, dim, shapes, by_shares, in_graph)
+            joined.append(one)
+            wholes.append(self._whole(one, values))
+        return joined, wholes
+
+    def _whole(self, joined: JoinedOutput, values: Sequence[Tensor]) -> Tensor:
+        whole = _together(joined, values) if values else None
+        if self._group is not None and self._group.size() > 1:
+            if whole is None:
+                whole = torch.empty(_shape(joined), dtype=joined.dtype, device=joined.device)
+            whole = whole.contiguous()
+            dist.broadcast(whole, group=self._group.of_tensor(whole), group_src=self._last)
+        assert whole is not None
+        return whole
+
+    def _dims_of(self, metas: Sequence[Meta], part: Batch) -> tuple[int | None, ...]:
+        kind = (
+            tuple((len(meta.shape), meta.dtype) for meta in metas),
+            tuple((t.ndim, t.dtype) for t in part.tensors()),
+        )
+        if kind not in self._dims:
+            other = self._other_shapes(part, len(metas))
+            pairs = zip(metas, other or [None] * len(metas), strict=True)
+            self._dims[kind] = tuple(_dim(meta, shape, part.size) for meta, shape in pairs)
+        return self._dims[kind]
+
+    def _other_shapes(self, part: Batch, count: int) -> Sequence[torch.Size] | None:
+        """Returns the outputs' shapes for one sample more; None where the model takes no other number."""
+        try:
+            shapes = self._shapes(part.resized(part.size + 1))
+        except OutsizeError:
+            return None
+        return shapes if len(shapes) == count else None
+
+
+def rebuilt(outputs: CallOutputs, values: Sequence[Tensor], model: torch.nn.Module) -> Any:
+    """Returns the model's own output structure around the joined outputs."""
+    cut = outputs.variants[0].cut
+    table = dict(zip(cut.programs[-1].outputs, values, strict=True))
+
+    def leaf(part: Any) -> Any:
+        if isinstance(part, Ref):
+            return table[part.slot]
+        return weight_named(model, part.name) if isinstance(part, Weight) else part
+
+    return map_leaves(leaf, cut.tape.output)
+
+
+def _dim(meta: Meta, other: torch.Size | None, size: int) -> int | None:
+    """Returns the dim along which the samples lie. Raises BadOption where they lie along several."""
+    if other is None or len(other) != len(meta.shape):
+        return 0 if meta.shape and meta.shape[0] == size else None
+    dims = [d for d, (a, b) in enumerate(zip(meta.shape, other, strict=True)) if a != b]
+    if len(dims) > 1:
+        raise BadOption(
+            "an output of the model has the samples along several dims, so microbatches do not give that of "
+            "the batch",
+            numbers=f"{tuple(meta.shape)} for {size} samples, {tuple(other)} for {size + 1}",
+            next_step="microbatches=1, or compute what compares all samples outside of the model",
+        )
+    return dims[0] if dims else None
+
+
+def _together(joined: JoinedOutput, values: Sequence[Tensor]) -> Tensor:
+    if joined.dim is not None and values[0].ndim:
+        return torch.cat(list(values), joined.dim)
+    if not joined.shares:
+        return values[-1]
+    total: Tensor | None = None
+    for value, share in zip(values, joined.shares, strict=True):
+        part = value * share
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _shape(joined: JoinedOutput) -> list[int]:
+    shape = list(joined.shapes[0])
+    if joined.dim is not None:
+        shape[joined.dim] = sum(each[joined.dim] for each in joined.shapes)
+    return shape

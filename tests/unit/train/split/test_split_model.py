@@ -1,0 +1,75 @@
+"""A split model in a loop of the user's has the bits of the plain model, called once for each microbatch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from outsize.errors import BadOption
+
+
+class _Net(nn.Module):
+    """A layer is used twice in the second stage, and the input is read by both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.third, self.last = nn.Linear(16, 16), nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.second(torch.relu(self.first(x))))
+        h = self.third(torch.relu(self.third(h))) + h
+        return self.last(torch.cat([h, x], 1))
+
+
+def _plain(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([model(part) for part in x.tensor_split(4)])
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.01])
+@pytest.mark.parametrize("samples", [13, 16])
+def test_bits_of_loss_gradients_and_inputs(samples: int, penalty: float) -> None:
+    torch.manual_seed(0)
+    plain = _Net()
+    x, y = torch.randn(samples, 8), torch.randn(samples, 4)
+    split = outsize.split(copy.deepcopy(plain), (x,), stages=2, microbatches=4)
+    models = (split, lambda value: _plain(plain, value))
+    weights = [list(split.parameters()), list(plain.parameters())]
+    optimizers = [torch.optim.AdamW(each) for each in weights]
+    for _ in range(3):
+        seen = []
+        for model, own, optimizer in zip(models, weights, optimizers, strict=True):
+            taken = x.clone().requires_grad_()
+            loss = (model(taken) - y).square().mean() + penalty * sum(w.square().sum() for w in own)
+            loss.backward()
+            seen.append([loss.detach(), taken.grad, *(w.grad for w in own)])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert split.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_dropped_call_leaves_nothing() -> None:
+    x = torch.randn(8, 8)
+    split = outsize.split(_Net(), (x,), stages=2, microbatches=4)
+    split(x)
+    gc.collect()
+    split(x).sum().backward()
+    assert not split.engine.calls._seats
+
+
+def test_what_cannot_be_is_said() -> None:
+    x = torch.randn(8, 8)
+    split = outsize.split(_Net(), (x,), stages=2, microbatches=4)
+    loss = split(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(BadOption, match="backward of this call has run"):
+        loss.backward()
+    with pytest.raises(BadOption, match="gradients of gradients"):
+        torch.autograd.grad(split(x).sum(), list(split.parameters()), create_graph=True)
+    split(x).sum().backward()
