@@ -72,6 +72,82 @@ class _Step:
 
 
 @final
+class _Results:
+    """Brings together what groups of microbatches have computed, over ranks and replicas."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def loss(self, results: list[GroupOutputs]) -> BatchLoss | None:
+        """Returns the sum of the microbatches' losses by their shares, in order, on every rank; None where
+        there is no loss.
+        """
+        total: Any = None
+        own: list[tuple[int, Tensor]] = []
+        for result in results:
+            for loss, piece in zip(result.losses, result.pieces, strict=False):
+                # A mean over no targets is NaN, and has no share.
+                counts = piece.counts and piece.share
+                part = loss * piece.share if counts else torch.zeros_like(loss)
+                total = part if total is None else total + part.to(total.device)
+                if piece.counts:
+                    own.append((piece.number, loss))
+        dtype, rank = results[0].loss_dtype, results[0].loss_rank
+        if dtype is None:
+            return None
+        return BatchLoss(self._crew.replicas.total(self._crew.broadcast(total, dtype, rank)), tuple(own))
+
+    def outputs(
+        self, variants: list[Variant], results: list[GroupOutputs], *, gather: bool
+    ) -> tuple[Any, ...] | None:
+        """Returns the outputs of each microbatch in order, on the last stage of the first replica, or
+        everywhere.
+        """
+        replicas = self._crew.replicas
+        local_outputs = [
+            (piece.part, tuple(t.cpu() for t in values) if replicas.count > 1 else values)
+            for r in results
+            for values, piece in zip(r.outputs, r.pieces, strict=bool(r.outputs))
+            if piece.counts
+        ]
+        all_outputs = replicas.on_first(local_outputs) if any(r.outputs for r in results) else None
+        if gather:
+            known = self._crew.by_microbatch(all_outputs or (), own_batches=replicas.own_batches)
+            all_outputs = list(enumerate(known))
+        return (
+            tuple(
+                rebuilt(variants[part], tuple(map(self._crew.here, values)))
+                for part, values in all_outputs or ()
+            )
+            or None
+        )
+
+
+@final
+class _ShareWarnings:
+    """Says once that the shares of microbatches in the loss cannot be derived."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        self._speaks = speaks
+        self._of_doubt = self._of_trial = False
+
+    def warn(self, variants: Sequence[Variant], counted: Sequence[Counted]) -> None:
+        """Says once, on rank 0, that the weights of the microbatches do not follow from the loss."""
+        each = [variant.shares for variant in variants]
+        doubt, unexpected = doubt_of(each, counted), unexpected_of(each)
+        if unexpected is not None and not self._of_trial and self._speaks:
+            warn_user(f"{trial_text(unexpected)}; its tape decided", UnknownShares)
+        self._of_trial |= unexpected is not None
+        if doubt is not None and not self._of_doubt and self._speaks:
+            warn_user(
+                f"the share of each microbatch in the loss cannot be derived: {doubt}; they count by their "
+                "samples, which may not give the loss of the whole batch. outsize check shows by how much",
+                UnknownShares,
+            )
+        self._of_doubt |= doubt is not None
+
+
+@final
 class Pipelined(Executor):
     """Runs the stages of a cut tape."""
 
@@ -110,9 +186,10 @@ class Pipelined(Executor):
         # Replicas without devices of their own share one pipeline, which runs them one after the other.
         in_turns = not copies and crew.replicas.count < plan.axes.replicas
         self._in_turn = plan.microbatches if in_turns else 0
-        self._warned = self._warned_of_trial = False  # of shares that cannot be derived
+        self._shares = _ShareWarnings(speaks=crew.global_rank == 0)
         self._told: Placement | None = None
         self._adopted: set[int] = set()  # variants of which each weight has found an owner
+        self._results = _Results(crew)
         self._counting: list[bool] = []  # for each piece of the last step: does it count?
 
     @property
@@ -143,10 +220,10 @@ class Pipelined(Executor):
             self._ready(variants, parts)
             with self._collecting():
                 results = self._run(_Step(variants, parts, step, scale, optimizer, grad_scale))
-            loss = self._loss(results)
+            loss = self._results.loss(results)
             assert loss is not None
             if outputs:
-                loss = replace(loss, outputs=self._outputs(variants, results, gather=True))
+                loss = replace(loss, outputs=self._results.outputs(variants, results, gather=True))
         return loss
 
     def evaluate(self, parts: Sequence[Batch], step: int, *, gather: bool = False) -> EvalResult:
@@ -154,7 +231,10 @@ class Pipelined(Executor):
             variants = self._find(parts, outputs=True)
             self._ready(variants, parts)
             results = self._run(_Step(variants, parts, step))
-            loss, outputs = self._loss(results), self._outputs(variants, results, gather=gather)
+            loss, outputs = (
+                self._results.loss(results),
+                self._results.outputs(variants, results, gather=gather),
+            )
         return EvalResult(None if loss is None else loss.total, outputs)
 
     def open(self, parts: Sequence[Batch], number: int, seat: int) -> OpenedCall:
@@ -196,10 +276,6 @@ class Pipelined(Executor):
         values = [values for result in results for values in result.outputs]
         return CallOutputs(variants, [piece for result in results for piece in result.pieces], values)
 
-    def output_shapes(self, part: Batch) -> Sequence[torch.Size]:
-        """Returns the shapes of the model's outputs for a microbatch, which is recorded for them alone."""
-        return self.variants.output_shapes(part)
-
     def _find(self, parts: Sequence[Batch], *, outputs: bool, waits: bool = True) -> list[Variant]:
         """Returns the variant of each microbatch."""
         self._state = self._settings.number()
@@ -229,7 +305,7 @@ class Pipelined(Executor):
         replicas = self._crew.replicas
         written = _written(step.variants) if replicas.count > 1 else frozenset[str]()
         pieces, written = replicas.pieces(counted, written)
-        self._warn_of_shares(step.variants, counted)
+        self._shares.warn(step.variants, counted)
         self._counting = [piece.counts for piece in pieces]
         self._crew.start_step()
         if self._has_copies:
@@ -261,21 +337,6 @@ class Pipelined(Executor):
                     trained.parameter.grad = None
             error.add_note("outsize: the step was dropped with all gradients, also those of steps before it")
             raise
-
-    def _warn_of_shares(self, variants: Sequence[Variant], counted: Sequence[Counted]) -> None:
-        """Says once, on rank 0, that the weights of the microbatches do not follow from the loss."""
-        each = [variant.shares for variant in variants]
-        doubt, unexpected = doubt_of(each, counted), unexpected_of(each)
-        if unexpected is not None and not self._warned_of_trial and self._crew.global_rank == 0:
-            warn_user(f"{trial_text(unexpected)}; its tape decided", UnknownShares)
-        self._warned_of_trial |= unexpected is not None
-        if doubt is not None and not self._warned and self._crew.global_rank == 0:
-            warn_user(
-                f"the share of each microbatch in the loss cannot be derived: {doubt}; they count by their "
-                "samples, which may not give the loss of the whole batch. outsize check shows by how much",
-                UnknownShares,
-            )
-        self._warned |= doubt is not None
 
     def _run_pieces(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
         with ExitStack() as stack:
@@ -328,31 +389,6 @@ class Pipelined(Executor):
         ):
             groups[group_index % count].append((group_index % count, list(members)))
         return [[group for group in round_groups if group] for round_groups in zip_longest(*groups)]
-
-    def _outputs(
-        self, variants: list[Variant], results: list[GroupOutputs], *, gather: bool
-    ) -> tuple[Any, ...] | None:
-        """Returns the outputs of each microbatch in order, on the last stage of the first replica, or
-        everywhere.
-        """
-        replicas = self._crew.replicas
-        local_outputs = [
-            (piece.part, tuple(t.cpu() for t in values) if replicas.count > 1 else values)
-            for r in results
-            for values, piece in zip(r.outputs, r.pieces, strict=bool(r.outputs))
-            if piece.counts
-        ]
-        all_outputs = replicas.on_first(local_outputs) if any(r.outputs for r in results) else None
-        if gather:
-            known = self._crew.by_microbatch(all_outputs or (), own_batches=replicas.own_batches)
-            all_outputs = list(enumerate(known))
-        return (
-            tuple(
-                rebuilt(variants[part], tuple(map(self._crew.here, values)))
-                for part, values in all_outputs or ()
-            )
-            or None
-        )
 
     def _adopt(self, variants: Sequence[Variant]) -> None:
         fresh = {v.number: v for v in variants if v.number not in self._adopted}
@@ -410,25 +446,6 @@ class Pipelined(Executor):
         own_calls = [part[: len(part) * sum(counts) // len(counts)] for part in calls]
         on_host = [[(n, mean.cpu(), m2.cpu()) for n, mean, m2 in part] for part in own_calls]
         return [list(chain(*parts)) for parts in zip(*replicas.of_all(on_host), strict=True)]
-
-    def _loss(self, results: list[GroupOutputs]) -> BatchLoss | None:
-        """Returns the sum of the microbatches' losses by their shares, in order, on every rank; None where
-        there is no loss.
-        """
-        total: Any = None
-        own: list[tuple[int, Tensor]] = []
-        for result in results:
-            for loss, piece in zip(result.losses, result.pieces, strict=False):
-                # A mean over no targets is NaN, and has no share.
-                counts = piece.counts and piece.share
-                part = loss * piece.share if counts else torch.zeros_like(loss)
-                total = part if total is None else total + part.to(total.device)
-                if piece.counts:
-                    own.append((piece.number, loss))
-        dtype, rank = results[0].loss_dtype, results[0].loss_rank
-        if dtype is None:
-            return None
-        return BatchLoss(self._crew.replicas.total(self._crew.broadcast(total, dtype, rank)), tuple(own))
 
 
 def _written(variants: Sequence[Variant]) -> frozenset[str]:

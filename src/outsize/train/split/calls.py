@@ -26,10 +26,13 @@ from outsize.train.ranks.batch_check import is_checked
 from outsize.train.split.nodes import CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
 from outsize.train.split.outputs import OutputJoin, rebuilt
+from outsize.train.variants.variant import Variants
 
 
 class CallExecutor(Protocol):
-    """What runs the microbatches of a call."""
+    """What runs the microbatches of a call; `variants` are its programs."""
+
+    variants: Variants
 
     def open(self, parts: Sequence[Batch], number: int, seat: int) -> OpenedCall:
         """Runs all forwards and keeps their graphs."""
@@ -37,10 +40,6 @@ class CallExecutor(Protocol):
 
     def outputs(self, parts: Sequence[Batch], number: int) -> CallOutputs:
         """Runs all forwards without graphs."""
-        ...
-
-    def output_shapes(self, part: Batch) -> Sequence[torch.Size]:
-        """Returns the shapes of the model's outputs for a microbatch."""
         ...
 
 
@@ -65,7 +64,7 @@ class ModelCalls:
         group = None if run.mesh is None else run.mesh.pipeline
         last = crew.rank_of(len(run.plan.stages) - 1)
         self._group = group
-        self._join = OutputJoin(executor.output_shapes, group, last, run.device)
+        self._join = OutputJoin(executor.variants.output_shapes, group, last, run.device)
         self._anchor = torch.zeros((), requires_grad=True)
         self._seats: set[int] = set()
         self._number = 0
