@@ -11,7 +11,7 @@ from torch import nn
 
 from outsize.api.elastic import ElasticRun, elastic_plan, request_like
 from outsize.api.options import request_of
-from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.api.problem import Profiler, case_of, cluster_of
 from outsize.errors import TooManyStages
 from outsize.ir.answers.request import LayoutOptions
 from outsize.ir.plan import Plan
@@ -41,7 +41,7 @@ def run(
 def planned(elastic: ElasticRun, options: LayoutOptions | None = None) -> Plan:
     case = case_of(model(), (torch.randn(BATCH, 4),), None, {"loss_fn": lambda out: out.sum()})
     request = request_of(options or {}, BATCH).model_copy(update={"every_device": True})
-    plan = elastic_plan(case, request, CostSource(), elastic)
+    plan = elastic_plan(case, request, Profiler(), elastic)
     for thread in threading.enumerate():
         if thread.name == "outsize-plans":
             thread.join()

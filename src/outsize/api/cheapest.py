@@ -12,23 +12,21 @@ tests/unit/test_cheapest_plan.py plans every part by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import groupby, product
-from typing import TypeVar
 
+from outsize.api.problem import SearchedPlan
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooFewSamples, TooManyStages
 from outsize.ir.answers.ranking import price_per_million
 from outsize.ir.cluster import Cluster, Device, Part
 from outsize.ir.findings import CheapestDevices
 from outsize.ir.plan import Plan
 
-Problem = TypeVar("Problem")
 
+def cheapest(cluster: Cluster, plan_on: Callable[[Cluster], SearchedPlan]) -> SearchedPlan:
+    """Returns the plan that costs least per sample, on the devices that have to be rented for it.
 
-def cheapest(cluster: Cluster, plan_on: Callable[[Cluster], tuple[Problem, Plan]]) -> tuple[Problem, Plan]:
-    """Returns the plan that costs least per sample, on the devices that have to be rented for it, and its
-    problem.
-
-    `plan_on` makes the fastest plan of a part, with the problem that it solves. Raises BadOption where a
+    `plan_on` makes the fastest plan of a part. Raises BadOption where a
     device has no price, and what `plan_on` raises for the whole cluster where no part has a plan.
     """
     unpriced = sorted({device.kind for device in cluster.devices if device.price_per_hour is None})
@@ -38,27 +36,28 @@ def cheapest(cluster: Cluster, plan_on: Callable[[Cluster], tuple[Problem, Plan]
             numbers=f"no price for {', '.join(unpriced)} of cluster {cluster.name!r}",
             next_step="price_per_hour for each device in a cluster file, or outsize fit --devices --prices",
         )
-    plans, refusals = list[tuple[float, Cluster, Problem, Plan]](), list[OutsizeError]()
+    plans, refusals = list[tuple[float, Cluster, SearchedPlan]](), list[OutsizeError]()
     for part in parts_of(cluster):
         try:
-            problem, plan = plan_on(part)
+            searched = plan_on(part)
         except (BadOption, NoFeasiblePlan, TooFewSamples, TooManyStages) as refused:
             refusals.append(refused)
             continue
-        plans.append((_cost(plan, part), part, problem, plan))
+        plans.append((_cost(searched.plan, part), part, searched))
     if not plans:
         raise refusals[0]
-    price, part, problem, plan = min(plans, key=lambda row: (row[0], len(row[1].devices)))
-    fastest = min(plans, key=lambda row: _step_s(row[3]))
+    price, part, searched = min(plans, key=lambda row: (row[0], len(row[1].devices)))
+    fastest = min(plans, key=lambda row: _step_s(row[2].plan))
     found = CheapestDevices(
         devices=len(part.devices),
         of_devices=len(cluster.devices),
         price_per_million=price,
         fastest_devices=len(fastest[1].devices),
-        fastest_step_s=_step_s(fastest[3]),
+        fastest_step_s=_step_s(fastest[2].plan),
         fastest_price_per_million=fastest[0],
     )
-    return problem, plan.model_copy(update={"why": (found, *plan.why)})
+    plan = searched.plan
+    return replace(searched, plan=plan.model_copy(update={"why": (found, *plan.why)}))
 
 
 def parts_of(cluster: Cluster) -> Iterator[Cluster]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Self, final
 
 from outsize.api.planning import plan_case
-from outsize.api.problem import CostSource, SearchProblem
+from outsize.api.problem import Profiler, SearchedPlan
 from outsize.axes.registry import LISTED, STAGES
 from outsize.errors import BadOption, BadPlan, NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.files.replace import replace_text
@@ -61,7 +61,7 @@ class ElasticRun:
         return replace(self, cluster=lambda ranks: room(whole(ranks)))
 
 
-def elastic_plan(case: TrainingCase, request: PlanRequest, source: CostSource, run: ElasticRun) -> Plan:
+def elastic_plan(case: TrainingCase, request: PlanRequest, profiler: Profiler, run: ElasticRun) -> Plan:
     """Returns the plan for the ranks that are there; plans for other numbers follow in a thread.
 
     What is asked for (stages, axes) is given up where it does not fit so many ranks, and the text says so.
@@ -75,14 +75,15 @@ def elastic_plan(case: TrainingCase, request: PlanRequest, source: CostSource, r
     refused: OutsizeError | None = None
     for asked in _requests(request, run, total):
         try:
-            problem, plan = plan_case(case, asked, run.cluster(run.ranks), source)
+            searched = plan_case(case, asked, run.cluster(run.ranks), profiler)
+            plan = searched.plan
             _insist_on_every_rank(plan, asked, run)
         except REFUSALS as error:
             refused = refused or error
             continue
         _tell(plan, request, run, refused)
         kept.write(run.ranks, plan)
-        _plan_ahead(problem, plan, run, kept)
+        _plan_ahead(searched, run, kept)
         return plan
     assert refused is not None
     raise refused
@@ -158,20 +159,21 @@ def _tell(plan: Plan, request: PlanRequest, run: ElasticRun, refused: OutsizeErr
         )
 
 
-def _plan_ahead(problem: SearchProblem, plan: Plan, run: ElasticRun, kept: _KeptPlans) -> None:
+def _plan_ahead(searched: SearchedPlan, run: ElasticRun, kept: _KeptPlans) -> None:
     """Makes plans for other numbers of ranks in a thread; it searches, and records nothing of the model."""
+    plan = searched.plan
     total = plan.microbatches * plan.axes.replicas
     others = sorted((size for size in run.sizes if size != run.ranks), key=lambda size: abs(size - run.ranks))
-    if kept.folder is None or not plan.bit_identical or total not in problem.candidates:
+    if kept.folder is None or not plan.bit_identical or total not in searched.models:
         return
-    request = problem.request.model_copy(update={"microbatches": total, "exact": True, "stages": None})
+    request = searched.request.model_copy(update={"microbatches": total, "exact": True, "stages": None})
 
     def make() -> None:
         for size in others[:_AHEAD]:
             with suppress(OutsizeError, OSError):  # it is made when it is needed, and then says what is wrong
                 if kept.read(size) is None:
                     cluster = run.cluster(size)
-                    kept.write(size, search(request, {total: problem.candidates[total]}, cluster))
+                    kept.write(size, search(request, {total: searched.models[total]}, cluster))
 
     threading.Thread(target=make, name="outsize-plans", daemon=True).start()
 

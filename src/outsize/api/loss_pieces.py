@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar, final
+from dataclasses import dataclass, replace
+from typing import Final, final
 
+from outsize.api.problem import SearchedPlan
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
@@ -24,7 +25,6 @@ from outsize.planner.search.relaxations import Relaxation, relaxed
 from outsize.program.loss_in_pieces.rewrite import LossBytes, loss_bytes
 from outsize.train.measure.training_case import TrainingCase
 
-Found = TypeVar("Found")
 # Logits that take a smaller share of the smallest device are left in one piece.
 WORTH: Final = 0.05
 
@@ -33,8 +33,8 @@ def with_best_loss(
     case: TrainingCase,
     request: PlanRequest,
     cluster: Cluster,
-    solve: Callable[[TrainingCase, PlanRequest], tuple[Found, Plan]],
-) -> tuple[Found, Plan]:
+    solve: Callable[[TrainingCase, PlanRequest], SearchedPlan],
+) -> SearchedPlan:
     """Returns what `solve` finds for the loss in one piece, or in several where that is better.
 
     Raises what `solve` raises, and BadOption where pieces are asked for and the loss has none.
@@ -42,10 +42,10 @@ def with_best_loss(
     asked = request.loss_pieces is not None or request.module_pieces is not None
     if asked or request.exact or request.inference:
         pieces = request.loss_pieces or 1
-        found, plan = solve(case.in_pieces(pieces, request.module_pieces or 1), request)
-        return found, _told(plan, _insist_on_pieces(case, plan, request) if pieces > 1 else None)
+        searched = solve(case.in_pieces(pieces, request.module_pieces or 1), request)
+        return _told(searched, _insist_on_pieces(case, searched.plan, request) if pieces > 1 else None)
     try:
-        found, plan = solve(case, request)
+        searched = solve(case, request)
     except NoFeasiblePlan as refused:
         sizes = _sizes(case, request, cluster, None)
         if sizes is None:
@@ -54,44 +54,44 @@ def with_best_loss(
         if instead is None:
             raise
         return instead.found
+    plan = searched.plan
     sizes = _sizes(case, request, cluster, plan) if _lacks_memory(plan) else None
     if sizes is None or plan.expected is None:
-        return found, plan
+        return searched
     try:
         # On the axes of the plan it takes a fraction of the time of a search of all.
-        other, with_pieces = _Pieces(case, request.on(plan.axes), sizes, solve).solved(module_pieces=1)
+        with_pieces = _Pieces(case, request.on(plan.axes), sizes, solve).solved(module_pieces=1)
     except OutsizeError:
-        return found, plan
-    assert with_pieces.expected is not None
-    is_faster = with_pieces.expected.step_s * BITS < plan.expected.step_s
-    return (other, with_pieces) if is_faster else (found, plan)
+        return searched
+    assert with_pieces.plan.expected is not None
+    is_faster = with_pieces.plan.expected.step_s * BITS < plan.expected.step_s
+    return with_pieces if is_faster else searched
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Pieces(Generic[Found]):
+class _Pieces:
     """Is a request whose loss may be computed in pieces of these sizes; `solve` makes its plan."""
 
     case: TrainingCase
     request: PlanRequest
     sizes: LossBytes
-    solve: Callable[[TrainingCase, PlanRequest], tuple[Found, Plan]]
+    solve: Callable[[TrainingCase, PlanRequest], SearchedPlan]
 
-    def solved(self, module_pieces: int) -> tuple[Found, Plan]:
+    def solved(self, module_pieces: int) -> SearchedPlan:
         """Returns what the search finds with so many pieces of wide modules; raises as it does."""
         pieces = {"loss_pieces": self.sizes.pieces, "module_pieces": module_pieces}
         case = self.case.in_pieces(self.sizes.pieces, module_pieces)
-        found, plan = self.solve(case, self.request.model_copy(update=pieces))
-        return found, _told(plan, self.sizes)
+        return _told(self.solve(case, self.request.model_copy(update=pieces)), self.sizes)
 
-    def found(self, module_pieces: int) -> tuple[Found, Plan] | None:
+    def found(self, module_pieces: int) -> SearchedPlan | None:
         """Returns the same; None where there is no plan, or modules have no pieces."""
         with suppress(OutsizeError):
             return self.solved(module_pieces)
         return None
 
 
-RELAXATIONS: Final[tuple[Relaxation[_Pieces[Any], tuple[Any, Plan]], ...]] = (
+RELAXATIONS: Final[tuple[Relaxation[_Pieces, SearchedPlan], ...]] = (
     Relaxation(
         name="the loss in pieces of rows, whose sums are rounded in another order",
         relaxes=frozenset({"loss_pieces"}),
@@ -110,10 +110,11 @@ RELAXATIONS: Final[tuple[Relaxation[_Pieces[Any], tuple[Any, Plan]], ...]] = (
 """Lists what is given up where a loss in one piece has no plan on any axes; small logits stay whole."""
 
 
-def _told(plan: Plan, sizes: LossBytes | None) -> Plan:
+def _told(searched: SearchedPlan, sizes: LossBytes | None) -> SearchedPlan:
     """Returns the plan with what the pieces are for."""
     if sizes is None:
-        return plan
+        return searched
+    plan = searched.plan
     ranks = plan.axes.token_parts
     reason = PiecesOfLoss(
         pieces=plan.loss_pieces,
@@ -121,7 +122,7 @@ def _told(plan: Plan, sizes: LossBytes | None) -> Plan:
         piece_bytes=sizes.whole_bytes // (ranks * plan.loss_pieces),
         module_pieces=plan.module_pieces,
     )
-    return plan.model_copy(update={"why": (*plan.why, reason)})
+    return replace(searched, plan=plan.model_copy(update={"why": (*plan.why, reason)}))
 
 
 def _lacks_memory(plan: Plan) -> bool:

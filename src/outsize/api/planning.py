@@ -19,8 +19,8 @@ from outsize.api.options import (
     reads_options,
 )
 from outsize.api.problem import (
-    CostSource,
-    SearchProblem,
+    Profiler,
+    SearchedPlan,
     adapted_case,
     asked_cluster,
     asked_in,
@@ -132,42 +132,42 @@ def plan(
     asked = asked_in(options)
     case = adapted_case(model, args, kwargs, options, asked)
     request = asked_of(case, asked)
-    return plan_case(case, request, asked_cluster(asked), CostSource.of(asked))[1]
+    return plan_case(case, request, asked_cluster(asked), Profiler.of(asked)).plan
 
 
 def plan_case(
     case: TrainingCase,
     request: PlanRequest,
     cluster: Cluster,
-    source: CostSource,
+    profiler: Profiler,
     *,
     explains: bool = True,
-) -> tuple[SearchProblem, Plan]:
-    """Returns the best plan, and the problem that it solves; `search` says what is tried in which order.
+) -> SearchedPlan:
+    """Returns the best plan, with what it was searched in; `search` says what is tried in which order.
 
     Unless it `explains`, nothing says what pipelines lack that do not fit. Raises as `search`.
     """
     if request.objective == "cost":
-        return _cheapest_case(case, request, cluster, source)
+        return _cheapest_case(case, request, cluster, profiler)
     _insist_on_common_casts(request, cluster)
 
-    def solve(case: TrainingCase, request: PlanRequest) -> tuple[SearchProblem, Plan]:
-        problem = SearchProblem.of(case, request, cluster, source)
-        smallest = functools.partial(problem.with_smallest, case, source)
-        return problem, search(request, problem.candidates, cluster, smallest, explains=explains)
+    def solve(case: TrainingCase, request: PlanRequest) -> SearchedPlan:
+        models = profiler.models(case, request, cluster)
+        smallest = functools.partial(profiler.add_smallest, models, case, request, cluster)
+        return SearchedPlan(search(request, models, cluster, smallest, explains=explains), request, models)
 
     return with_best_loss(case, request, cluster, solve)
 
 
 def _cheapest_case(
-    case: TrainingCase, request: PlanRequest, cluster: Cluster, source: CostSource
-) -> tuple[SearchProblem, Plan]:
-    """Returns the plan that costs least per sample; its problem is that of the whole cluster."""
+    case: TrainingCase, request: PlanRequest, cluster: Cluster, profiler: Profiler
+) -> SearchedPlan:
+    """Returns the plan that costs least per sample; its models have the costs of the whole cluster."""
     fastest = request.model_copy(update={"objective": "time"})
-    problem, plan = cheapest(cluster, lambda part: plan_case(case, fastest, part, source))
-    there, solved = case.under(request.precision).on(cluster), problem.candidates.items()
-    candidates = {count: (graph, source.profile(there, graph, cluster)) for count, (graph, _) in solved}
-    return SearchProblem(fastest, cluster, candidates), plan
+    searched = cheapest(cluster, lambda part: plan_case(case, fastest, part, profiler))
+    there, models = case.under(request.precision).on(cluster), searched.models.items()
+    whole = {count: (graph, profiler.profile(there, graph, cluster)) for count, (graph, _) in models}
+    return SearchedPlan(searched.plan, fastest, whole)
 
 
 def _insist_on_common_casts(request: PlanRequest, cluster: Cluster) -> None:
@@ -187,16 +187,15 @@ def outlook(
     those of `plan`. Raises as `plan` and `price`.
     """
     asked, chosen = asked_in(options), options.get("plan")
-    case, source = adapted_case(model, args, kwargs, options, asked), CostSource.of(asked)
+    case, profiler = adapted_case(model, args, kwargs, options, asked), Profiler.of(asked)
     if chosen is not None:
-        return _priced(chosen, case, source)
+        return _priced(chosen, case, profiler)
     request, cluster = asked_of(case, asked), asked_cluster(asked)
-    problem, made = plan_case(case, request, cluster, source)
-    planned = problem.candidates[made.microbatches * made.axes.replicas]
-    seen = outlooking.outlook(made, *planned, cluster)
+    searched = plan_case(case, request, cluster, profiler)
+    seen = outlooking.outlook(searched.plan, *searched.model, cluster)
     if not options.get("curves", False):
         return seen
-    return outlooking.with_curves(seen, problem.request, problem.candidates, cluster)
+    return outlooking.with_curves(seen, searched.request, searched.models, cluster)
 
 
 @reads_options(FitOptions)
@@ -221,7 +220,7 @@ def fit(
         return judged
     try:
         # The account of pipelines is `judged` already, and says more than a refusal.
-        _, plan = plan_case(case, request, cluster, CostSource(), explains=judged is None)
+        plan = plan_case(case, request, cluster, Profiler(), explains=judged is None).plan
     except (NoFeasiblePlan, TooManyStages) as refused:
         return judged or _fitted(case, request, refused, cluster)
     return with_plan(judged, plan, cluster) if judged else _fitted(case, request, plan, cluster)
@@ -243,7 +242,7 @@ def asked_alone(case: TrainingCase, request: PlanRequest, cluster: Cluster, *, s
     told = judged is None or recomputes_all
     asked = request.without_axis_search if named else request
     try:
-        _, plan = plan_case(case, asked, cluster, CostSource(), explains=told)
+        plan = plan_case(case, asked, cluster, Profiler(), explains=told).plan
     except (NoFeasiblePlan, TooManyStages) as refused:
         return judged if judged and not told else _fitted(case, request, refused, cluster)
     if judged is None:
@@ -264,7 +263,7 @@ def _judged(
     @functools.cache
     def graphs(precision: str) -> tuple[TrainingCase, Callable[[int], ModelGraph]]:
         there = case.under(precision).on(cluster)
-        return there, CostSource().graphs(there)
+        return there, Profiler().graphs(there)
 
     @functools.cache
     def at(samples: int, precision: str) -> tuple[ModelGraph, Profile] | None:
@@ -293,14 +292,14 @@ def price(
     Raises ModelMismatch for another model's plan and BadPlan for stages that do not cover the model.
     """
     case = case_of(model, args, kwargs, options)
-    seen = _priced(chosen, case, CostSource(options.get("measured", False)))
+    seen = _priced(chosen, case, Profiler(options.get("measured", False)))
     return seen.plan, seen.graph, seen.timeline
 
 
-def _priced(chosen: Plan, case: TrainingCase, source: CostSource) -> Outlook:
+def _priced(chosen: Plan, case: TrainingCase, profiler: Profiler) -> Outlook:
     cluster = cluster_of(chosen.cluster)
     case = case.under(chosen.precision).on(cluster).in_pieces(chosen.loss_pieces, chosen.module_pieces)
     captured = case.captured(chosen.microbatch_size)
     graph = styled(case, captured, chosen.axes)
-    profile = source.profile(case, graph, cluster)
+    profile = profiler.profile(case, graph, cluster)
     return outlooking.outlook(pricing.price(chosen, graph, profile, cluster), graph, profile, cluster)

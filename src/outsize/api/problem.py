@@ -23,7 +23,7 @@ from outsize.errors.arguments import shown
 from outsize.ir.answers.request import NONE_SEARCHED, PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes
+from outsize.ir.plan import Axes, Plan
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.planner.bounds.memory import exceeds_all_devices
 from outsize.planner.costs.context_parallel import LEAST_TOKENS
@@ -34,21 +34,22 @@ from outsize.program.sharding.expert_parallel.experts import insist_on_experts
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import how_on, measure_sizes
 
+Model = tuple[ModelGraph, Profile]
 # The microbatch counts that the search looks at when none is given, as multiples of the stages.
 _MULTIPLES = (1, 2, 4, 8)
 
 
 @final
 @dataclass(frozen=True)
-class CostSource:
-    """The source of units' costs: the roofline, timings on this machine, or a profile of these."""
+class Profiler:
+    """Says what the units of a model cost: by the roofline, as timed on this machine, or by a profile."""
 
     measured: bool | ProfileSet = False
     progress: Progress | None = None
 
     @classmethod
-    def of(cls, asked: Request) -> CostSource:
-        """Returns the source that the request names."""
+    def of(cls, asked: Request) -> Profiler:
+        """Returns the profiler that the request names."""
         return cls(asked.measured or False, asked.progress)
 
     def profile(self, case: TrainingCase, graph: ModelGraph, cluster: Cluster) -> Profile:
@@ -83,27 +84,13 @@ class CostSource:
             return self.measured.counts(counts, batch_size)
         return counts
 
-
-@final
-@dataclass(frozen=True)
-class SearchProblem:
-    """Holds the inputs of the search; `candidates` are by the microbatches of the whole batch."""
-
-    request: PlanRequest
-    cluster: Cluster
-    candidates: dict[int, tuple[ModelGraph, Profile]]
-
-    @classmethod
-    def of(
-        cls, case: TrainingCase, request: PlanRequest, cluster: Cluster, source: CostSource
-    ) -> SearchProblem:
-        """Captures the model for each number of microbatches that is worth a look.
+    def models(self, case: TrainingCase, request: PlanRequest, cluster: Cluster) -> dict[int, Model]:
+        """Captures the model for each number of microbatches of the whole batch that is worth a look.
 
         What tensor and context parallelism divide is found out where a mesh of them may fit.
         """
-        case, size = case.under(request.precision).on(cluster), request.batch_size
-        candidates: dict[int, tuple[ModelGraph, Profile]] = {}
-        counts = source.counts(_counts(request, cluster), size)
+        case, size, models = case.under(request.precision).on(cluster), request.batch_size, dict[int, Model]()
+        counts = self.counts(_counts(request, cluster), size)
         needed = size // (request.total_microbatches or 1)
         opens_meshes = request.opens_axes(cluster) and not request.exact and bool(counts)
         whole = case.taken(-(-size // counts[0]), needed, case.recorded_whole) if opens_meshes else None
@@ -111,30 +98,49 @@ class SearchProblem:
             profile = roofline(whole.graph, cluster.devices[0])
             optimizer = optimizer_bytes(request.optimizer)
             opens_meshes = not exceeds_all_devices(whole.graph, profile, optimizer, cluster)
-        graph_at = source.graphs(case, request.mesh(1), opens_meshes)
+        graph_at = self.graphs(case, request.mesh(1), opens_meshes)
         for count in counts:
             graph = case.taken(-(-size // count), needed, graph_at)
             if graph is not None:
-                candidates[count] = graph, source.profile(case, graph, cluster)
-        return cls(request, cluster, candidates)
+                models[count] = graph, self.profile(case, graph, cluster)
+        return models
 
-    def with_smallest(self, case: TrainingCase, source: CostSource) -> dict[int, tuple[ModelGraph, Profile]]:
+    def add_smallest(
+        self, models: dict[int, Model], case: TrainingCase, request: PlanRequest, cluster: Cluster
+    ) -> dict[int, Model]:
         """Adds the smallest microbatches that the model takes, for a pipeline whose number of them is free.
 
         Returns what was added: nothing where that many were looked at already, or where times were given.
         """
-        request, size, cluster = self.request, self.request.batch_size, self.cluster
-        if request.microbatches or request.has_group_axes or isinstance(source.measured, ProfileSet):
+        size = request.batch_size
+        if request.microbatches or request.has_group_axes or isinstance(self.measured, ProfileSet):
             return {}
-        counts = (d for d in range(size, max(self.candidates, default=0), -1) if size % d == 0)
+        counts = (d for d in range(size, max(models, default=0), -1) if size % d == 0)
         case = case.under(request.precision).on(cluster)
-        graph_at = source.graphs(case)
+        graph_at = self.graphs(case)
         for count in counts:
             if (graph := case.taken(size // count, size, graph_at)) is not None:
-                added = {count: (graph, source.profile(case, graph, cluster))}
-                self.candidates.update(added)
+                added = {count: (graph, self.profile(case, graph, cluster))}
+                models.update(added)
                 return added
         return {}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SearchedPlan:
+    """Is a plan with what it was searched in: the request, whose loss may be in pieces by now, and the model
+    by microbatches of the whole batch.
+    """
+
+    plan: Plan
+    request: PlanRequest
+    models: dict[int, Model]
+
+    @property
+    def model(self) -> Model:
+        """Returns the graph of the plan's microbatches, with its costs."""
+        return self.models[self.plan.microbatches * self.plan.axes.replicas]
 
 
 def case_of(model: nn.Module, args: Any, kwargs: Any, options: CaseOptions) -> TrainingCase:

@@ -20,7 +20,7 @@ from outsize.api.memory_room import MemoryRoom
 from outsize.api.memory_share import MemoryShare
 from outsize.api.options import CheckOptions, ParallelizeOptions, reads_options, request_of
 from outsize.api.planning import Args, Kwargs, plan_case
-from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.api.problem import Profiler, case_of, cluster_of
 from outsize.api.records import Checkpoint, OnOutOfMemory, Request
 from outsize.capture.measure.local_cluster import cluster_of_run, find_cluster
 from outsize.capture.models.planned_precision import warn_of_precision
@@ -396,7 +396,7 @@ def _elastic_plan(case: TrainingCase, asked: Request, run: ElasticRun, given: Pl
     """Returns the plan of an elastic run for the ranks that are there."""
     request = request_like(given) if given else request_of(asked.layout, case.batch.size)
     request = request.model_copy(update={"every_device": True})
-    return elastic_plan(case, request, CostSource.of(asked), run)
+    return elastic_plan(case, request, Profiler.of(asked), run)
 
 
 def _made_plan(case: TrainingCase, asked: AskedRun, cluster: Cluster, alone: bool) -> Plan:
@@ -412,7 +412,7 @@ def _made_plan(case: TrainingCase, asked: AskedRun, cluster: Cluster, alone: boo
         )
     if alone and not (request.has_group_axes or layout.get("axes")):
         request = request.model_copy(update={"exact": True})
-    return plan_case(case, request, cluster, CostSource.of(asked.request))[1]
+    return plan_case(case, request, cluster, Profiler.of(asked.request)).plan
 
 
 def _request_to_check(options: CheckOptions, batch_size: int) -> PlanRequest:

@@ -10,7 +10,7 @@ from torch import nn
 
 from outsize.api.options import FitOptions, reads_options
 from outsize.api.planning import plan_case
-from outsize.api.problem import CostSource, adapted_case, asked_in, asked_of, cluster_of
+from outsize.api.problem import Profiler, adapted_case, asked_in, asked_of, cluster_of
 from outsize.errors import BadOption, NoFeasiblePlan, TooFewSamples, TooManyStages
 from outsize.errors.arguments import is_number, shown
 from outsize.ir.answers.ranking import ClusterRanking, RankedCluster
@@ -117,7 +117,7 @@ def _ranked(case: TrainingCase, request: PlanRequest, cluster: Cluster) -> Ranke
         price_per_hour=cluster.price_per_hour,
     )
     try:
-        _, plan = plan_case(case, request, cluster, CostSource())
+        plan = plan_case(case, request, cluster, Profiler()).plan
     except (BadOption, NoFeasiblePlan, TooFewSamples, TooManyStages) as refused:
         return ranked.model_copy(update={"refused": refusal(refused)})
     assert plan.expected is not None, "the search has priced it"

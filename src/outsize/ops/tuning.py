@@ -13,7 +13,7 @@ from torch import nn
 
 from outsize.api.options import TuneOptions, reads_options, request_of
 from outsize.api.planning import Args, Kwargs
-from outsize.api.problem import CostSource, asked_in, case_of, cluster_of
+from outsize.api.problem import Profiler, asked_in, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.capture.measure.units import Progress
 from outsize.device.accelerators import CPU, device_type
@@ -139,11 +139,11 @@ class _Task:
         if self.world.rank:
             return None
         profiles = _mean([ProfileSet.model_validate_json(text) for text in texts if text is not None])
-        source, candidates = CostSource(profiles), {}
+        profiler, candidates = Profiler(profiles), {}
         case = self.case.in_pieces(self.request.loss_pieces or 1, self.request.module_pieces or 1)
         for count in profiles.counts(sorted([*profiled, *between]), size):
             captured = case.on(self.cluster).captured(-(-size // count))
-            candidates[count] = captured.graph, source.profile(case, captured.graph, self.cluster)
+            candidates[count] = captured.graph, profiler.profile(case, captured.graph, self.cluster)
         return Tuner(self.request, candidates, self.cluster, options.get("trials", TRIALS))
 
     def _profiles(

@@ -25,7 +25,7 @@ from outsize.api.elastic import ElasticRun, elastic_plan, request_like
 from outsize.api.memory_share import MemoryShare
 from outsize.api.options import CaseOptions
 from outsize.api.planning import plan_case
-from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.api.problem import Profiler, case_of, cluster_of
 from outsize.api.records import Ranks, Watch
 from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.cli.model_input import ModelInput, make_model_input
@@ -177,7 +177,7 @@ def _elastic_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen)
     with screen.bar("planning") as progress:
         case = case_of(*inputs.call, options)
         asked = request.model_copy(update={"every_device": True})
-        return elastic_plan(case, asked, CostSource(job.measure, progress), run)
+        return elastic_plan(case, asked, Profiler(job.measure, progress), run)
 
 
 def _make_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Plan:
@@ -192,9 +192,9 @@ def _make_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen) ->
     alone = world.world_size == 1 or from_places
     request = job.request.model_copy(update={"stages": stages}) if alone else job.request
     with screen.bar("planning") as progress:
-        source = CostSource(job.measure, progress)
+        profiler = Profiler(job.measure, progress)
         options: CaseOptions = {**inputs.loss}
-        return plan_case(case_of(*inputs.call, options), request, cluster, source)[1]
+        return plan_case(case_of(*inputs.call, options), request, cluster, profiler).plan
 
 
 def _engine(job: RunJob, inputs: ModelInput, plan: Plan) -> Engine:

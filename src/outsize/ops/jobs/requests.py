@@ -10,7 +10,7 @@ from torch import nn
 from outsize.api.elastic import REFUSALS, request_like
 from outsize.api.options import OutlookOptions, reads_options
 from outsize.api.planning import Args, Kwargs, plan_case
-from outsize.api.problem import CostSource, adapted_case, asked_in, asked_of, cluster_of
+from outsize.api.problem import Profiler, adapted_case, asked_in, asked_of, cluster_of
 from outsize.errors import BadOption, BadPlan, OutsizeError, UnsupportedPlan
 from outsize.ir.answers.job import JobRequest, JobSize, JobSizeLeftOut
 from outsize.ir.answers.request import PlanRequest
@@ -38,12 +38,12 @@ def job_request(
     the error of the fewest nodes where no number of them has a plan.
     """
     asked, given = asked_in(options), options.get("plan")
-    case, source = adapted_case(model, args, kwargs, options, asked), CostSource.of(asked)
+    case, profiler = adapted_case(model, args, kwargs, options, asked), Profiler.of(asked)
     node = node_of(cluster_of(asked.cluster or ("local" if given is None else given.cluster)))
     request = asked_of(case, asked) if given is None else request_like(given)
 
     def planned(request: PlanRequest) -> _Answer:
-        return lambda count: _runs(plan_case(case, request, with_nodes(node, count), source)[1])
+        return lambda count: _runs(plan_case(case, request, with_nodes(node, count), profiler).plan)
 
     first = _given(given, node) if given is not None else _first(nodes, planned(_fills(request)))
     like = _fills(request_like(first) if given is not None else request)

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from math import inf
 from operator import itemgetter
-from typing import Final, NamedTuple, Self, final
+from typing import Final
 
 import numpy as np
 
@@ -63,7 +63,7 @@ from outsize.planner.offload.host_traffic import (
     two_places,
     updated,
 )
-from outsize.planner.partition.stage_prices import Pipeline, PricedModel
+from outsize.planner.partition.stage_prices import ChainCut, Pipeline, PricedModel
 from outsize.planner.simulation.host_copies import CopyCosts
 from outsize.policies.activations import KEEP, RECOMPUTE, WHOLE_STAGE, Recompute, activation_policy
 from outsize.policies.weights import OF_SEVERAL, RESIDENT, Weights
@@ -71,31 +71,29 @@ from outsize.schedules.families import LAYER_BY_LAYER
 
 # These numbers of stages of all devices are tried.
 MOST: Final = (16, 32, BLOCKS)
+# What all stages of a plan do with their activations.
+OPTIONS: Final = (KEEP.name, RECOMPUTE.name)
 Model = tuple[ModelGraph, Profile]
 WeightAndGradientBytes = tuple[Bytes, Bytes]
 """Holds weights and gradients of each stage, shape (stages,)."""
 
 
-@final
-class HostedStages(NamedTuple):
-    """Holds a model whose units are stages: weights and gradients of each, and the bytes that its optimizer
-    moves.
-    """
+def _in_stages(graph: ModelGraph, profile: Profile, bounds: Sequence[int], optimizer: str) -> PricedModel:
+    """Returns the model with its stages as units; `bounds` are the first unit of each, then their number."""
+    return PricedModel.of(coarse_graph(graph, bounds), coarse_profile(profile, bounds), 1, optimizer)
 
-    whole: PricedModel
-    held: WeightAndGradientBytes
-    updated: Seconds
 
-    @classmethod
-    def of(cls, graph: ModelGraph, profile: Profile, bounds: Sequence[int], optimizer: str) -> Self:
-        """Builds the stages; `bounds` are the first unit of each stage, then their number."""
-        coarse = coarse_graph(graph, bounds)
-        whole = PricedModel.of(coarse, coarse_profile(profile, bounds), 1, optimizer)
-        held = (
-            single_units(whole.ranges.weights - whole.ranges.buffers),
-            single_units(whole.ranges.gradients),
-        )
-        return cls(whole, held, updated(coarse, optimizer_bytes(optimizer)))
+def _copied_bytes(whole: PricedModel) -> WeightAndGradientBytes:
+    """Returns what comes from the host, and what goes there, of each stage."""
+    ranges = whole.ranges
+    return single_units(ranges.weights - ranges.buffers), single_units(ranges.gradients)
+
+
+# Plans of the same cut differ in their degrees. The last models stay alive.
+@lru_cache(maxsize=128)
+def _updated_bytes(whole: PricedModel, optimizer: str) -> Seconds:
+    """Returns the bytes that the optimizer's step moves of each stage."""
+    return updated(whole.graph, optimizer_bytes(optimizer))
 
 
 # -- the choice ------------------------------------------------------------------------------------------
@@ -144,32 +142,34 @@ def _round_robin(
 
     A plan's bound is its compute alone, then its step without copies; only what may win is played with them.
     """
-    known = cache(lambda count, cut: HostedStages.of(*models[count], cut, request.optimizer))
-    planned = cache(lambda pp, count, cut: _plan(request, models[count][0], cluster, pp, count, cut))
-    choices = sorted(_choices(request, models, cluster, recomputes), key=itemgetter(0))
+    known = cache(lambda count, bounds: _in_stages(*models[count], bounds, request.optimizer))
+    planned = cache(lambda pp, count, bounds: _plan(request, models[count][0], cluster, pp, count, bounds))
+    bounded = sorted(_layouts_and_cuts(request, models, cluster, recomputes), key=itemgetter(0))
+    least_s, choices = [s for s, _, _ in bounded], [(layout, cut) for _, layout, cut in bounded]
     unplayed, fitting, best_s = dict[int, Candidate](), list[tuple[int, float]](), inf
 
     def plan_at(place: int) -> Plan:
-        choice = choices[place]
-        changes = {"weights": choice.weights, "recompute": RECOMPUTE.name if choice.recomputes else KEEP.name}
-        return planned(choice.pp, choice.microbatches, choice.cut).model_copy(update=changes)
+        layout, cut = choices[place]
+        changes = {"weights": layout.weights, "recompute": OPTIONS[cut.choices[0]]}
+        return planned(layout.axes.pp, layout.microbatches, cut.bounds).model_copy(update=changes)
 
-    def blocks_at(place: int) -> HostedStages:
-        return known(choices[place].microbatches, choices[place].cut)
+    def stages_at(place: int) -> PricedModel:
+        layout, cut = choices[place]
+        return known(layout.microbatches, cut.bounds)
 
     def without_copies(choice: Bounded, _: float) -> Bounded:
         place = choice.number
-        candidate = _without_copies(plan_at(place), blocks_at(place), cluster)
+        candidate = _without_copies(plan_at(place), stages_at(place), cluster)
         if not candidate.fits:
             return Bounded(inf, True, place)
         unplayed[place] = candidate
         return Bounded(max(choice.least_s, candidate.step_s), True, place)
 
-    queue = BestFirst([choice.least_s for choice in choices], without_copies)
+    queue = BestFirst(least_s, without_copies)
     while queue.least_s < inf and queue.least_s <= CLOSE * best_s:
         if (least := queue.pop()) is not None:
             place = least.number
-            played = _with_copies(unplayed.pop(place), blocks_at(place), cluster)
+            played = _with_copies(unplayed.pop(place), stages_at(place), cluster)
             fitting.append((place, played.step_s))
             best_s = min(best_s, played.step_s)
     close = [plan_at(place) for place, step_s in sorted(fitting) if step_s <= CLOSE * best_s]
@@ -179,24 +179,12 @@ def _round_robin(
     return priced(plan, *models[plan.microbatches], cluster)
 
 
-@final
-class _Choice(NamedTuple):
-    """Is a plan that may be made, with a lower bound of its seconds and its cut: all devices compute, then
-    their hosts update an equal share.
-    """
-
-    least_s: float
-    pp: int
-    microbatches: int
-    cut: tuple[int, ...]
-    weights: Weights
-    recomputes: bool
-
-
-def _choices(
+def _layouts_and_cuts(
     request: PlanRequest, models: Mapping[int, Model], cluster: Cluster, recomputes: Sequence[bool]
-) -> Iterator[_Choice]:
-    """Yields the plans that the request allows."""
+) -> Iterator[tuple[float, Layout, ChainCut]]:
+    """Yields the layouts that the request allows, each with a lower bound of its seconds and a cut, whose
+    stages are in one of the OPTIONS: all devices compute, then their hosts update an equal share.
+    """
     devices = len(cluster.devices)
     degrees: list[Weights] = [w for w in OF_SEVERAL if request.weights in (None, w)]
     applicable = request.schedule in (None, LAYER_BY_LAYER.name) and not request.has_group_axes
@@ -216,7 +204,9 @@ def _choices(
             for cut, weights, recomputed in product(filter(None, cuts), degrees, recomputes):
                 compute = seconds.recomputed() if recomputed else seconds
                 least_s = count * float(compute.total.sum()) / pp + update_s
-                yield _Choice(least_s, pp, count, cut, weights, recomputed)
+                stages = len(cut) - 1
+                layout = Layout(Axes(pp=pp), stages, LAYER_BY_LAYER.name, count, count, weights)
+                yield least_s, layout, ChainCut(cut, (int(recomputed),) * stages)
 
 
 def _cut(ends: Sequence[int], seconds: UnitSeconds, pp: int) -> tuple[int, ...]:
@@ -260,8 +250,8 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     does.
     """
     bounds = plan.bounds(graph)
-    blocks = HostedStages.of(graph, profile, bounds, plan.optimizer)
-    candidate, bound = _estimate_and_bound(plan, blocks, cluster)
+    stages = _in_stages(graph, profile, bounds, plan.optimizer)
+    candidate, bound = _estimate_and_bound(plan, stages, cluster)
     whole = expected(candidate, plan.batch_size, bounds)
     # Bytes counted as the optimizer's are gradients on their way to it (`_on_device`).
     rows = (
@@ -273,7 +263,7 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
         update={
             "stages": tuple(rows),
             "limited_by": limit,
-            "degrees": tuple(_degrees(plan, blocks, cluster)),
+            "degrees": tuple(_degrees(plan, stages, cluster)),
         }
     )
     why = (
@@ -288,9 +278,9 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
     """Returns the predicted Timeline of one step, with its copies."""
-    blocks = HostedStages.of(graph, profile, plan.bounds(graph), plan.optimizer)
-    candidate, _ = _estimate_and_bound(plan, blocks, cluster)
-    return _hosted_step(candidate, blocks.held, cluster).timeline()
+    stages = _in_stages(graph, profile, plan.bounds(graph), plan.optimizer)
+    candidate, _ = _estimate_and_bound(plan, stages, cluster)
+    return _hosted_step(candidate, stages, cluster).timeline()
 
 
 def _shortages(candidate: Candidate) -> Iterator[MemoryShortage]:
@@ -304,10 +294,10 @@ def _shortages(candidate: Candidate) -> Iterator[MemoryShortage]:
             yield MemoryShortage(stage=None, device=room.name, needs_bytes=held, room_bytes=room.memory_bytes)
 
 
-def _degrees(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Iterator[Degree]:
+def _degrees(plan: Plan, stages: PricedModel, cluster: Cluster) -> Iterator[Degree]:
     """Yields what each degree would cost if all else were as in this plan."""
     for weights in (RESIDENT.name, *OF_SEVERAL):
-        candidate, bound = _estimate_and_bound(plan.model_copy(update={"weights": weights}), blocks, cluster)
+        candidate, bound = _estimate_and_bound(plan.model_copy(update={"weights": weights}), stages, cluster)
         yield Degree(
             weights=weights,
             microbatches=plan.microbatches,
@@ -319,17 +309,17 @@ def _degrees(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Iterator[Deg
         )
 
 
-def _estimate_and_bound(plan: Plan, blocks: HostedStages, cluster: Cluster) -> tuple[Candidate, Bound]:
-    """Prices a plan; each stage is a unit."""
+def _estimate_and_bound(plan: Plan, stages: PricedModel, cluster: Cluster) -> tuple[Candidate, Bound]:
+    """Prices a plan; each stage is a unit of `stages`."""
     check_enough(plan.batch_size, plan.microbatches)
-    candidate = _with_copies(_without_copies(plan, blocks, cluster), blocks, cluster)
-    return candidate, _bound(candidate.layout, candidate.cases[0], blocks.held, cluster)
+    candidate = _with_copies(_without_copies(plan, stages, cluster), stages, cluster)
+    return candidate, _bound(candidate.layout, candidate.cases[0], _copied_bytes(stages), cluster)
 
 
-def _without_copies(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Candidate:
+def _without_copies(plan: Plan, whole: PricedModel, cluster: Cluster) -> Candidate:
     """Prices a plan whose copies take no time: no step with them is shorter."""
     layout = Layout.of_plan(plan)
-    case = _case(plan, layout, blocks, cluster)
+    case = _case(plan, layout, whole, cluster)
     places, stages = tuple(rank_named(stage.device, cluster) for stage in plan.stages), layout.stages
     room, collectives = with_usable_memory(cluster), WeightCollectives(layout, cluster)
     bounds = tuple(range(stages + 1))  # Each stage is one piece.
@@ -337,31 +327,32 @@ def _without_copies(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Candi
     return Candidate.of(pipeline, bounds, (0,) * stages)
 
 
-def _with_copies(candidate: Candidate, blocks: HostedStages, cluster: Cluster) -> Candidate:
+def _with_copies(candidate: Candidate, whole: PricedModel, cluster: Cluster) -> Candidate:
     """Returns the estimate with the seconds of the step that is played with its copies."""
     if not candidate.layout.hosted:
         return candidate
-    return replace(candidate, hosted=_hosted_step(candidate, blocks.held, cluster))
+    return replace(candidate, hosted=_hosted_step(candidate, whole, cluster))
 
 
-def _hosted_step(candidate: Candidate, held: WeightAndGradientBytes, cluster: Cluster) -> HostedStep:
+def _hosted_step(candidate: Candidate, whole: PricedModel, cluster: Cluster) -> HostedStep:
     layout, pipeline = candidate.layout, candidate.pipeline
     host = Host.of(cluster, layout.axes.pp)
-    copies = CopyCosts(host.link, host.bytes_per_s, *(size.tolist() for size in held))
+    copies = CopyCosts(host.link, host.bytes_per_s, *(size.tolist() for size in _copied_bytes(whole)))
     edges = edges_of(pipeline.case.flows, candidate.bounds)
     return HostedStep(layout, candidate.costs, copies, edges, pipeline.link)
 
 
-def _case(plan: Plan, layout: Layout, blocks: HostedStages, cluster: Cluster) -> PricedModel:
-    whole = replace(blocks.whole, microbatches=plan.microbatches)
+def _case(plan: Plan, layout: Layout, whole: PricedModel, cluster: Cluster) -> PricedModel:
+    moved_bytes, held = _updated_bytes(whole, plan.optimizer), _copied_bytes(whole)
+    whole = replace(whole, microbatches=plan.microbatches)
     if not plan.keeps_activations:
         whole = whole.fully_recomputed()
     if not layout.hosted:
         return whole
     host, after_s = Host.of(cluster, layout.axes.pp), np.zeros(layout.stages)
     for own in _stages_of_each_rank(layout):
-        after_s[own] = blocks.updated[own].sum() / host.bytes_per_s
-    return replace(whole, ranges=_on_device(whole, blocks.held, layout), after_s=np.diag(after_s, 1))
+        after_s[own] = moved_bytes[own].sum() / host.bytes_per_s
+    return replace(whole, ranges=_on_device(whole, held, layout), after_s=np.diag(after_s, 1))
 
 
 def _stages_of_each_rank(layout: Layout) -> list[list[int]]:

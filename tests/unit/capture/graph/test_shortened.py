@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from outsize.api.problem import CostSource, styled
+from outsize.api.problem import Profiler, styled
 from outsize.capture.graph.shortened import LAYERS, LEAST, Stacks
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
@@ -92,7 +92,7 @@ def test_figures_of_a_few_layers_are_those_of_all(
         return captured
 
     monkeypatch.setattr(TrainingCase, "captured", counted)
-    graph_at = CostSource().graphs(asked, always=True)
+    graph_at = Profiler().graphs(asked, always=True)
     sizes = (4, 2, 1, 16)
     derived = {samples: graph_at(samples) for samples in sizes}
     whole = max(units for _, units in recorded)
@@ -115,12 +115,12 @@ def test_a_loss_in_pieces_is_made_of_the_tapes_that_were_recorded(monkeypatch: p
 
     monkeypatch.setattr(TrainingCase, "_recorded", counted)
     whole = case(model := Stacked(classes=64)).under("bf16")
-    graphs = CostSource().graphs(whole)
+    graphs = Profiler().graphs(whole)
     for samples in (8, 4, 2):
         graphs(samples)
     before = len(recorded)
     ending = whole.with_loss_of(4)
-    pieces = CostSource().graphs(whole.in_pieces(3))(4)
+    pieces = Profiler().graphs(whole.in_pieces(3))(4)
     assert len(recorded) == before
     assert ending.graph.batch_size == 4
     alone = case(model).under("bf16").in_pieces(3).captured(4).graph
@@ -130,7 +130,7 @@ def test_a_loss_in_pieces_is_made_of_the_tapes_that_were_recorded(monkeypatch: p
 
 def test_a_stack_with_another_layer_is_recorded_whole() -> None:
     asked = case(Stacked(wide=(COUNT // 2,)))
-    graph_at = CostSource().graphs(asked)
+    graph_at = Profiler().graphs(asked)
     for samples in (4, 2):
         expected = case(asked.module).captured(samples).graph
         assert without_numbers(graph_at(samples)) == without_numbers(expected)

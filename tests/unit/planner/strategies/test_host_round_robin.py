@@ -167,15 +167,15 @@ def test_no_step_is_shorter_than_its_bound() -> None:
     """Which is what all devices compute, and a share of the update for each host."""
     cluster, found = several(9000, 4), models()
     request = PlanRequest(batch_size=8, weights="host")
-    choices = list(host_round_robin._choices(request, found, cluster, [False, True]))
-    assert {choice.pp for choice in choices} == {2, 4}
-    for choice in choices:
-        graph = found[choice.microbatches][0]
-        plan = host_round_robin._plan(request, graph, cluster, choice.pp, choice.microbatches, choice.cut)
-        changes = {"weights": choice.weights, "recompute": "full" if choice.recomputes else "none"}
-        made = price(plan.model_copy(update=changes), *found[choice.microbatches], cluster)
+    bounded = list(host_round_robin._layouts_and_cuts(request, found, cluster, [False, True]))
+    assert {layout.axes.pp for _, layout, _ in bounded} == {2, 4}
+    for least_s, layout, cut in bounded:
+        pp, count = layout.axes.pp, layout.microbatches
+        plan = host_round_robin._plan(request, found[count][0], cluster, pp, count, cut.bounds)
+        changes = {"weights": layout.weights, "recompute": "full" if cut.choices[0] else "none"}
+        made = price(plan.model_copy(update=changes), *found[count], cluster)
         assert made.expected is not None
-        assert 0 < choice.least_s <= made.expected.step_s
+        assert 0 < least_s <= made.expected.step_s
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "ranks"), [(4, 2, 2), (4, 7, 2), (6, 9, 3), (8, 12, 2)])
