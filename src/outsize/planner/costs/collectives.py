@@ -106,8 +106,8 @@ class _Group:
             for protocol in _protocols(self.outer):
                 yield _alike(self.nodes, path, protocol, self.nic_bytes_per_s)
         else:
-            both = _protocols(self.inner, self.outer), _protocols(self.outer, self.inner)
-            for inside, across in zip(*both, strict=True):
+            within, between = _protocols(self.inner, self.outer), _protocols(self.outer, self.inner)
+            for inside, across in zip(within, between, strict=True):
                 yield self._mixed(path, inside, across)
 
     def _mixed(self, path: Path, inside: Protocol, across: Protocol) -> _Wire:
