@@ -16,6 +16,8 @@ from zoo import case
 import outsize
 from outsize.errors import BadOption
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 MICROBATCHES = 4
 
 
