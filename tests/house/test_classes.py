@@ -21,12 +21,10 @@ LARGE = {
     "ReadTrace": "a method for each kind of bytecode, which the table of opcodes names",
     "Trainer": "its methods are the interface of transformers.Trainer",
     "OutsizeStrategy": "its methods are the interface of a strategy of Lightning",
-    "Recorder": "not divided yet",
-    "Notes": "not divided yet",
-    "Ownership": "not divided yet",
-    "_Handlers": "not divided yet",
-    "Crew": "not divided yet",
-    "StageExecutor": "not divided yet",
+    "Ownership": "not divided yet: who owns a weight, and how its values are loaded and shown",
+    "_Handlers": "a method for each kind of action, which its table names",
+    "Crew": "the interface of those who run the ranks together",
+    "StageExecutor": "its methods are the interface of RunnableStage",
 }
 SEALED = {"Enum", "StrEnum", "IntEnum", "Flag", "IntFlag"}
 

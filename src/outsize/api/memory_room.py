@@ -46,11 +46,11 @@ class MemoryRoom:
                 next_step="parallelize(..., resume=FOLDER, devices=outsize.Ranks(on_oom='replan')), and "
                 "engine.state.checkpoint(FOLDER)",
             )
-        share: object = None
+        fraction: object = None
         with suppress(OSError, DamagedFile):
-            share = unseal((Path(folder) / FILE).read_bytes()).get("share")
-        if isinstance(share, float) and 0 < share <= 1:
-            return cls(Path(folder), whole, share)
+            fraction = unseal((Path(folder) / FILE).read_bytes()).get("share")
+        if isinstance(fraction, float) and 0 < fraction <= 1:
+            return cls(Path(folder), whole, fraction)
         return cls(Path(folder), whole)
 
     def of_cluster(self, cluster: Cluster) -> Cluster:
@@ -66,11 +66,11 @@ class MemoryRoom:
 
     def shrink(self, plan: Plan) -> str:
         """Records that a plan did not fit; returns what the next start does, as a sentence."""
-        share = SHRUNK * min(self.share, _filled(plan, self.whole))
+        fraction = SHRUNK * min(self.share, _filled(plan, self.whole))
         self.folder.mkdir(parents=True, exist_ok=True)
-        replace_bytes(self.folder / FILE, seal({"share": share}))
+        replace_bytes(self.folder / FILE, seal({"share": fraction}))
         return (
-            f"outsize: the next start plans again, for at most {percent_text(share)} of each device's "
+            f"outsize: the next start plans again, for at most {percent_text(fraction)} of each device's "
             f"memory, and goes on from the newest checkpoint in {self.folder}"
         )
 
@@ -81,9 +81,9 @@ def _filled(plan: Plan, whole: Cluster) -> float:
     """
     rows = () if plan.expected is None else plan.expected.stages
     sizes = {device.name: device.memory_bytes for device in whole.devices}
-    shares = [
+    fractions = [
         row.p95_bytes / sizes.get(stage.device, row.device_bytes)
         for row, stage in zip(rows, plan.stages, strict=True)
         if row.p95_bytes and sizes.get(stage.device, row.device_bytes)
     ]
-    return min(1.0, max(shares, default=1.0))
+    return min(1.0, max(fractions, default=1.0))

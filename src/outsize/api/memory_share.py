@@ -49,26 +49,26 @@ class MemoryShare:
 
         The devices of a plan with a share of its own get that. Raises BadOption for a plan that needs more.
         """
-        share = self.share or split_share(plan.cluster)[1]
-        if share is None or share == 1:
+        fraction = self.share or split_share(plan.cluster)[1]
+        if fraction is None or fraction == 1:
             return 0
         rows = () if plan.expected is None else plan.expected.stages
         devices = {crew.device_of(stage) or torch.device(CPU) for stage in crew.stages}
         allowed_bytes = 0
         for device in devices:
             on_cpu = not is_accelerator(device)
-            allowed_bytes = int(share * device_bytes(device) / (world.world_size if on_cpu else 1))
+            allowed_bytes = int(fraction * device_bytes(device) / (world.world_size if on_cpu else 1))
             needed_bytes = max((row.p95_bytes for row in rows), default=0)
             if needed_bytes > allowed_bytes:
                 raise BadOption(
-                    f"the plan needs more of a device than {percent_text(share)} of its memory",
+                    f"the plan needs more of a device than {percent_text(fraction)} of its memory",
                     numbers=f"{bytes_text(needed_bytes)} (P95) of {bytes_text(allowed_bytes)}",
-                    next_step=f"outsize plan MODEL --cluster {with_share(plan.cluster, share)}",
+                    next_step=f"outsize plan MODEL --cluster {with_share(plan.cluster, fraction)}",
                 )
             context_bytes = 0 if on_cpu else max((row.context_bytes for row in rows), default=0)
             if not limit_memory(device, max(1, allowed_bytes - context_bytes)):
                 warn_user(
-                    f"{percent_text(share)} of {device} is planned, and nothing here holds the run to it",
+                    f"{percent_text(fraction)} of {device} is planned, and nothing here holds the run to it",
                     ShareNote,
                 )
         return allowed_bytes

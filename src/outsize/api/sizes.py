@@ -115,8 +115,8 @@ def _largest(quantity: str, answer: Answer, step: int, most: int) -> Largest:
             answers[key] = _taken(answer, count * step, searched, least=count == 1)
         made = answers[key]
         devices = made.devices if made is not None else ()
-        share = max((device.least_bytes / device.memory_bytes for device in devices), default=float("inf"))
-        return Filled(made is not None and made.answer == "YES", share)
+        fraction = max((device.least_bytes / device.memory_bytes for device in devices), default=float("inf"))
+        return Filled(made is not None and made.answer == "YES", fraction)
 
     counts = max(1, most // step)
     quick = largest_fitting(functools.partial(filled, searched=False), counts)

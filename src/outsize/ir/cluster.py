@@ -167,9 +167,9 @@ def parse_cluster(text: str) -> Cluster:
     Raises UnknownDevice when a device is not in the table, BadOption when a count, a memory or a share is
     zero or the network is unknown.
     """
-    plain, share = split_share(text)
+    plain, fraction = split_share(text)
     cluster = _parsed(plain)
-    return cluster if share is None else cluster.shared(share, text)
+    return cluster if fraction is None else cluster.shared(fraction, text)
 
 
 def _parsed(text: str) -> Cluster:

@@ -184,9 +184,9 @@ class ProfileSet(Record):
 
 
 def _between(below: Profile, above: Profile, size: int) -> Profile:
-    share = (size - below.microbatch_size) / (above.microbatch_size - below.microbatch_size)
+    fraction = (size - below.microbatch_size) / (above.microbatch_size - below.microbatch_size)
     pairs = zip(below.units, above.units, strict=True)
-    units = tuple(_mixed(a, b, share) for a, b in pairs)
+    units = tuple(_mixed(a, b, fraction) for a, b in pairs)
     return below.model_copy(update={"microbatch_size": size, "units": units})
 
 

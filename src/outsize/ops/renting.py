@@ -121,13 +121,13 @@ def _ranked(case: TrainingCase, request: PlanRequest, cluster: Cluster) -> Ranke
     except (BadOption, NoFeasiblePlan, TooFewSamples, TooManyStages) as refused:
         return ranked.model_copy(update={"refused": refusal(refused)})
     assert plan.expected is not None, "the search has priced it"
-    shares = (stage.p95_bytes / stage.device_bytes for stage in plan.expected.stages if stage.device_bytes)
+    fractions = (stage.p95_bytes / stage.device_bytes for stage in plan.expected.stages if stage.device_bytes)
     found = {
         "axes": plan.axes,
         "weights": plan.weights,
         "recompute": recompute_of(plan),
         "step_s": plan.expected.step_s,
-        "share": max(shares, default=None),
+        "share": max(fractions, default=None),
     }
     return ranked.model_copy(update=found)
 

@@ -216,8 +216,8 @@ def _device_kind_use(f: DeviceKindUse) -> str:
         return f"{f.kind}: all {f.devices} devices stay idle, since no order that uses them is faster"
     stages = stages_text(f.stages) if len(f.stages) <= STAGES_NAMED else f"{len(f.stages)} stages"
     idle = f"; {f.devices - f.busy_devices} idle" if f.devices > f.busy_devices else ""
-    share = percent_text(f.flops_share)
-    return f"{f.kind}: {stages} on {f.busy_devices} of {f.devices} devices, {share} of the FLOPs{idle}"
+    percent = percent_text(f.flops_share)
+    return f"{f.kind}: {stages} on {f.busy_devices} of {f.devices} devices, {percent} of the FLOPs{idle}"
 
 
 @sentence.register
@@ -534,8 +534,8 @@ def _memory_bound(f: MemoryBound) -> str:
 
 @sentence.register
 def _collective_bound(f: CollectiveBound) -> str:
-    share = percent_text(f.share)
-    return f"collectives of {f.replicas} replicas: {share} of the step, which no computation hides"
+    percent = percent_text(f.share)
+    return f"collectives of {f.replicas} replicas: {percent} of the step, which no computation hides"
 
 
 @sentence.register
@@ -770,8 +770,8 @@ def _why_idle(idle: Idle) -> str:
         case "few-microbatches":
             return f"{idle.microbatches} microbatches are few for {idle.stages} stages"
         case "uneven-stages":
-            share = percent_text(idle.slowest_share)
-            return f"stages are uneven, stage {idle.slowest_stage} computes {share} of the step's work"
+            percent = percent_text(idle.slowest_share)
+            return f"stages are uneven, stage {idle.slowest_stage} computes {percent} of the step's work"
         case "transfers":
             return f"{percent_text(idle.part)} of it are messages and what happens between the actions"
 

@@ -221,6 +221,7 @@ class CostMeter:
         """
         self._taken, self.random = cost, self.random or draws
         self._kept.clear()
+        # What was saved until the leaf failed has no later user; a probe tells what is saved instead.
         self._seen -= self._fresh.keys()
         self._fresh.clear()
 
@@ -328,6 +329,7 @@ class CostMeter:
         if getattr(op, "namespace", "") == "prim":
             return  # Such an op is a query, for example for the device of a tensor.
         known = self._ops.get(op) or self._learn(op)
+        # Ops of a backward that runs for its costs are no part of the forward, and save nothing for it.
         if self._running is not None:
             self._count_run(self._running, known, args, kwargs, out)
             return
@@ -338,6 +340,7 @@ class CostMeter:
             self._noise[storage_key(results[0])] = results[0].numel()
             self._noise_dtype = _dtype(known.family, results, inputs)
         if known.name == "mul" and self._noise:
+            # A mask of whole channels, or of rows, is broadcast: kernels draw that by themselves as well.
             self._noise = {key: n for key, n in self._noise.items() if n == results[0].numel()}
         self._reads_noise = any(storage_key(tensor) in self._noise for tensor in inputs)
         if known.name not in ALLOCATIONS:
@@ -355,6 +358,7 @@ class CostMeter:
         try:
             with contextlib.suppress(Exception):
                 run()
+                # Backwards may be nested: a custom function can call another one in its own.
                 (outer or self._input).merge(self._running)
         finally:
             self._running = outer
@@ -371,12 +375,14 @@ class CostMeter:
             self._seen.add(key)
             self._fresh[key] = size = self._real_bytes.get(key) or storage_bytes(tensor)
             moment, results = self._last
+            # What the last op has made is saved right behind it, and counts to the memory of that moment.
             if key in results:
                 self._last = (moment + size, results)
 
     def mark_of(self, tensor: Tensor) -> tuple[Any, ...]:
         """Returns what earlier instructions have noted about a tensor that later ones count by."""
         key, used = storage_key(tensor), self._used.get(id(tensor))
+        # The id of a tensor that was freed may be that of another one by now; the weak reference tells.
         known = (key in table for table in (self._weights, self._derived, self._seen))
         return (*known, self._real_bytes.get(key), used is not None and used() is tensor)
 

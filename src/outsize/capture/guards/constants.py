@@ -19,7 +19,8 @@ from typing import Any, Final, final
 
 from torch import Tensor
 
-from outsize.capture.guards.notes import Notes, Site
+from outsize.capture.guards.noted import Site
+from outsize.capture.guards.notes import Notes
 from outsize.capture.guards.values import PLAIN
 from outsize.errors import BadOption
 from outsize.program.objects import Scope, walk
@@ -81,7 +82,7 @@ class Origins:
 
 def _unknown(constants: Constants, reads: Notes) -> list[tuple[Tensor, Site]]:
     """Returns the constants that are not reached from any object that lived before the recording."""
-    parts_of_old = (part for _, part in walk(reads.old_objects(), _SCOPE))
+    parts_of_old = (part for _, part in walk(reads.old.every(), _SCOPE))
     known = {id(part) for part in parts_of_old if isinstance(part, Tensor)}
     return [(tensor, site) for tensor, site in constants if id(tensor) not in known]
 

@@ -65,7 +65,8 @@ from outsize.capture.guards.consumed import (
 )
 from outsize.capture.guards.events import Events, events_for
 from outsize.capture.guards.lookup import UNKNOWN, Method, Place, instance_dict, table_of
-from outsize.capture.guards.notes import Key, Notes, Site, roots_of
+from outsize.capture.guards.noted import Key, Site
+from outsize.capture.guards.notes import Notes, roots_of
 from outsize.capture.guards.opcodes import (
     CALLS_NAME_FUNCTION_FIRST,
     FIRST_IN_PLACE,
@@ -370,13 +371,13 @@ class ReadTrace:
 
     def _look_into(self, frame: FrameType, entries: list[_Entry]) -> None:
         for value, text in entries:
-            if value is not UNKNOWN and is_container(value) and self.notes.is_old(value):
+            if value is not UNKNOWN and is_container(value) and self.notes.old.has(value):
                 self.notes.content(value, self._site(frame, text))
 
     def _use(self, frame: FrameType, entries: list[_Entry]) -> None:
         """Notes that code which is not traced uses these values. Raises Consumed."""
         for value, text in entries:
-            if value is UNKNOWN or not self.notes.is_old(value):
+            if value is UNKNOWN or not self.notes.old.has(value):
                 continue
             if is_consumed(value):
                 self.notes.use(value, self._site(frame, text))
@@ -384,7 +385,7 @@ class ReadTrace:
     def _hand_over(self, frame: FrameType, entries: list[_Entry]) -> None:
         """Notes what code that is not traced may see of its arguments, and of what containers hold."""
         for value, text in entries:
-            if value is UNKNOWN or not self.notes.is_old(value):
+            if value is UNKNOWN or not self.notes.old.has(value):
                 continue
             parts = parts_of(value) if is_container(value) else [value]
             self._use(frame, [_Entry(part, text) for part in parts])
@@ -401,7 +402,7 @@ class ReadTrace:
         candidates = [callee.function if isinstance(callee, Method) else callee]
         candidates.append(getattr(candidates[0], "__func__", None))
         if code in self._born:
-            old = (f for f in candidates if isinstance(f, FunctionType) and self.notes.is_old(f))
+            old = (f for f in candidates if isinstance(f, FunctionType) and self.notes.old.has(f))
             return [f for f in old if f.__code__ is code][:1]
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if owner is not None:
@@ -478,7 +479,7 @@ class ReadTrace:
             return self._call_of_method(frame, value, arguments, callee.text)
         if isinstance(value, Method) and is_consumed(value.owner):
             self.notes.use(value.owner, self._site(frame, callee.text))
-        if isinstance(value, weakref.ref) and self.notes.is_old(value) and not _is_torchs(frame.f_code):
+        if isinstance(value, weakref.ref) and self.notes.old.has(value) and not _is_torchs(frame.f_code):
             return self.notes.referent(value, self._site(frame, f"{callee.text}()"))
         if isinstance(value, _GETTERS) and arguments:
             return self._got(frame, value, arguments[0])
@@ -499,7 +500,7 @@ class ReadTrace:
             self._set_attribute(frame, arguments[0], arguments[1].value, arguments[2].value)
         if self._numbers is not None:
             self._insist_on_known_types(self._numbers, value, arguments)
-        if value is type and len(arguments) == 1 and self.notes.is_old(arguments[0].value):
+        if value is type and len(arguments) == 1 and self.notes.old.has(arguments[0].value):
             return type(arguments[0].value)
         if value is vars and len(arguments) == 1:
             return self.notes.attribute(arguments[0].value, "__dict__", self._site(frame, "vars(...)"))
@@ -509,7 +510,7 @@ class ReadTrace:
         """Returns what `getattr(owner, name)` is; all attributes count where the name is not known."""
         if isinstance(name, str):
             return self.notes.attribute(owner.value, name, self._site(frame, f"{owner.text}.{name}"))
-        table = instance_dict(owner.value) if self.notes.is_old(owner.value) else None
+        table = instance_dict(owner.value) if self.notes.old.has(owner.value) else None
         if table is not None and not isinstance(owner.value, type | ModuleType):
             self.notes.items(table, self._site(frame, owner.text))
         return UNKNOWN
@@ -536,7 +537,7 @@ class ReadTrace:
         return results[0] if len(results) == 1 else UNKNOWN
 
     def _got_one(self, frame: FrameType, getter: Any, owner: _Entry, step: Any) -> Any:
-        if owner.value is UNKNOWN or not self.notes.is_old(owner.value):
+        if owner.value is UNKNOWN or not self.notes.old.has(owner.value):
             return UNKNOWN
         if isinstance(getter, operator.attrgetter):
             return self.notes.attribute(owner.value, step, self._site(frame, f"{owner.text}.{step}"))
@@ -556,7 +557,7 @@ class ReadTrace:
 
     def _iterator_over(self, frame: FrameType, entry: _Entry) -> Any:
         value = _unproxied(entry.value)
-        if value is UNKNOWN or not self.notes.is_old(entry.value):
+        if value is UNKNOWN or not self.notes.old.has(entry.value):
             return UNKNOWN
         if is_container(value):
             self._look_into(frame, [entry])
@@ -592,11 +593,11 @@ class ReadTrace:
         if name in _CHANGES:
             for argument in arguments:
                 self.notes.log(argument.text)
-            self.notes.mutate(container, self._site(frame, text))
+            self.notes.writes.mutate(container, self._site(frame, text))
         else:
             self.notes.content(container, self._site(frame, text))
             if name in _CHANGES_AND_READS:
-                self.notes.mutate(container, self._site(frame, text))
+                self.notes.writes.mutate(container, self._site(frame, text))
         return UNKNOWN
 
     def _call_of_context(self, frame: FrameType, method: _BoundMethod, text: str) -> Any:
@@ -604,26 +605,26 @@ class ReadTrace:
         if method.name == "get":
             return self.notes.read(Place("context", variable, None), site)
         if method.name == "set":
-            self.notes.set_context(variable, site)
+            self.notes.writes.set_context(variable, site)
         return UNKNOWN
 
     # -- writes ------------------------------------------------------------------------------------
 
     def _set_attribute(self, frame: FrameType, owner: _Entry, name: str, value: Any) -> None:
         holder = owner.value
-        if holder is not UNKNOWN and not isinstance(holder, Tensor) and self.notes.is_old(holder):
+        if holder is not UNKNOWN and not isinstance(holder, Tensor) and self.notes.old.has(holder):
             site = self._site(frame, f"{owner.text}.{name}")
-            self.notes.write(table_of(holder, name), value, site, _keys_in(value))
+            self.notes.writes.write(table_of(holder, name), value, site, _keys_in(value))
 
     def _set_item(self, frame: FrameType, owner: _Entry, key: Any, value: Any) -> None:
         holder = owner.value
-        if holder is UNKNOWN or not is_container(holder) or not self.notes.is_old(holder):
+        if holder is UNKNOWN or not is_container(holder) or not self.notes.old.has(holder):
             return
         site = self._site(frame, f"{owner.text}[...]")
         if isinstance(holder, dict) and is_known(key):
-            self.notes.write(Place("item", holder, key), value, site, _keys_in(value))
+            self.notes.writes.write(Place("item", holder, key), value, site, _keys_in(value))
         else:
-            self.notes.mutate(holder, site)
+            self.notes.writes.mutate(holder, site)
 
     # -- instructions ------------------------------------------------------------------------------
 
@@ -701,7 +702,7 @@ class ReadTrace:
         value: Any = UNKNOWN
         if owner.value is object:
             value = getattr(object, name, UNKNOWN)
-        elif owner.value is not UNKNOWN and self.notes.is_old(owner.value):
+        elif owner.value is not UNKNOWN and self.notes.old.has(owner.value):
             value = self.notes.attribute(owner.value, name, self._site(frame, text))
         if value is not UNKNOWN:
             state.push(_Entry(value, text), is_called=is_called)
@@ -721,7 +722,7 @@ class ReadTrace:
         (owner,) = state.pop(1)
         name = operation.value
         is_in_c = is_container(owner.value) or isinstance(owner.value, ContextVar | MappingProxyType)
-        if (is_in_c or is_consumed(owner.value)) and self.notes.is_old(owner.value):
+        if (is_in_c or is_consumed(owner.value)) and self.notes.old.has(owner.value):
             method = _BoundMethod(name, owner.value)
             state.push(_Entry(method, f"{owner.text}.{name}"), is_called=True)
         else:
@@ -732,7 +733,7 @@ class ReadTrace:
         value: Any = UNKNOWN
         text = f"{owner.text}[{key.text}]"
         container = _unproxied(owner.value)
-        if container is not UNKNOWN and is_container(container) and self.notes.is_old(owner.value):
+        if container is not UNKNOWN and is_container(container) and self.notes.old.has(owner.value):
             site = self._site(frame, text)
             if not is_known(key.value):
                 self._look_into(frame, [owner])
@@ -771,8 +772,8 @@ class ReadTrace:
     def _binary_op(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         left, right = state.pop(2)
         in_place = operation.arg >= FIRST_IN_PLACE
-        if in_place and isinstance(left.value, list | set | dict) and self.notes.is_old(left.value):
-            self.notes.mutate(left.value, self._site(frame, left.text))
+        if in_place and isinstance(left.value, list | set | dict) and self.notes.old.has(left.value):
+            self.notes.writes.mutate(left.value, self._site(frame, left.text))
             self._look_into(frame, [right])
             state.entries.append(left)
             return
@@ -826,13 +827,13 @@ class ReadTrace:
     def _store_global(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (entry,) = state.pop(1)
         place = Place("item", frame.f_globals, operation.value)
-        self.notes.write(place, entry.value, self._site(frame, operation.value), _keys_in(entry.value))
+        self.notes.writes.write(place, entry.value, self._site(frame, operation.value), _keys_in(entry.value))
 
     def _store_deref(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (entry,) = state.pop(1)
         site = self._site(frame, operation.value)
         for cell in _cells_of(state, operation.value):
-            self.notes.write(Place("cell", cell, None), entry.value, site, _keys_in(entry.value))
+            self.notes.writes.write(Place("cell", cell, None), entry.value, site, _keys_in(entry.value))
 
     def _unpack(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         entry = state.pop(1)[0]
@@ -853,7 +854,7 @@ class ReadTrace:
         subject, kind, names = state.pop(3)
         wanted = names.value if isinstance(names.value, tuple) else ()
         wanted += getattr(kind.value, "__match_args__", ())[: operation.arg]
-        for name in wanted if subject.value is not UNKNOWN and self.notes.is_old(subject.value) else ():
+        for name in wanted if subject.value is not UNKNOWN and self.notes.old.has(subject.value) else ():
             self.notes.attribute(subject.value, name, self._site(frame, f"{subject.text}.{name}"))
         state.entries.append(_UNKNOWN)
 
@@ -920,7 +921,7 @@ def without_writes(*functions: Any) -> Iterator[None]:
     randoms, iterators = list[tuple[Any, Any]](), dict[Path, tuple[Any, Any]]()
     for path, part in walk(roots, _HELD):
         if isinstance(part, Tensor):
-            notes.remember_tensor(part)
+            notes.writes.remember_tensor(part)
         elif isinstance(part, torch.Generator):
             generators.append((part, part.get_state()))
         elif is_random_generator(part):
@@ -932,7 +933,7 @@ def without_writes(*functions: Any) -> Iterator[None]:
         with ReadTrace(notes, lambda: LOSS).active():
             yield
     finally:
-        notes.undo()
+        notes.writes.undo()
         apply(roots, [(path, one) for path, (one, _) in iterators.items()])
         for generator, state in generators:
             generator.set_state(state)

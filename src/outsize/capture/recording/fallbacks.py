@@ -31,6 +31,7 @@ from outsize.capture.guards.opcodes import insist_on_known_python
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.call_advice import advice_for_loss, call_text, rejected_by_model, shape_text
+from outsize.capture.recording.calls.failures import FrameFailed, Leaked
 from outsize.capture.recording.intercept import watching
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_state import (
@@ -42,7 +43,7 @@ from outsize.capture.recording.module_state import (
     unsettled,
 )
 from outsize.capture.recording.python_random import restored_generators, self_seeding
-from outsize.capture.recording.recorder import FrameFailed, Leaked, Recorder
+from outsize.capture.recording.recorder import Recorder
 from outsize.capture.recording.weight_cache import own_weight_cache
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
 from outsize.program.python_reads import LOSS
@@ -267,7 +268,7 @@ def _reads_of(
     try:
         yield reads
     finally:
-        reads.undo()
+        reads.writes.undo()
 
 
 def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, reads: Notes) -> Tape:
@@ -288,7 +289,7 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
     with planted, caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
         fakes.begin(numbers=rule.numbers is not None)
         output = plain_model(call.model)(*args, **kwargs)
-        recorder.end_model()
+        recorder.position.end_model()
         if loss_fn is None:
             tape = _tape(recorder, inputs, output, find_loss(output), rule, modes)
             _note_origins(recorder, reads, caches, call.origins)
@@ -299,13 +300,17 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
             loss, detail = _live_loss(recorder, loss_fn, (output, *target), loss, detail)
     tape = _tape(recorder, inputs, output, loss, rule, modes)
     _note_origins(recorder, reads, caches, call.origins)
-    live = {fqn for fqn in rule.forced if fqn} | ({LOSS} if recorder.has_live_loss else set())
+    live = {fqn for fqn in rule.forced if fqn} | ({LOSS} if recorder.loss.is_live else set())
     return replace(tape, loss_detail=detail, live=frozenset(live), keepers=frozenset(fakes.left))
 
 
 def _note_origins(recorder: Recorder, reads: Notes, caches: Caches, origins: Origins) -> None:
     """Notes real tensors on the tape that are not found again at each step, where reads are noted."""
-    used = [(t, site) for t, site in recorder.constants if site.frame != LOSS or not recorder.has_live_loss]
+    used = [
+        (t, site)
+        for t, site in recorder.references.constants
+        if site.frame != LOSS or not recorder.loss.is_live
+    ]
     if origins.asks_again(used, reads, caches.has):
         raise _Retry
 
@@ -317,7 +322,7 @@ def _fine_loss(recorder: Recorder, loss_fn: Any, arguments: tuple[Any, ...], rul
         loss = _one_number(loss_fn(*arguments))
         recorder.insist_on_no_draws()
         # What the loss writes (a counter, an average) is written once for each microbatch.
-        if LOSS in recorder.reads.notes.writers():
+        if LOSS in recorder.reads.notes.writes.writers():
             rule.run_loss_live()
         return loss
     except FrameFailed as failure:
@@ -333,25 +338,26 @@ def _live_loss(
     recorder: Recorder, loss_fn: Any, arguments: tuple[Any, ...], loss: Any, detail: Tape | None
 ) -> tuple[Any, Tape | None]:
     """Replaces the recorded loss by one instruction that calls it; leaves it as it is where that fails."""
-    recorded = recorder.forget_loss()
+    recorded = recorder.loss.forget()
     try:
         return _one_number(recorder.run_loss(loss_fn, arguments)), detail
     except FrameFailed:
         if loss is None:
             raise
-        recorder.restore_loss(recorded)
+        recorder.loss.restore(recorded)
         return loss, None
 
 
 def _tape(recorder: Recorder, inputs: list[int], output: Any, loss: Any, rule: LeafRule, modes: Any) -> Tape:
-    recorder.insist_on_lasting_decisions()
-    recorder.insist_on_unfilled_arguments()
-    recorder.insist_on_own_statistics()
-    recorder.settle_gradients()
+    recorder.decider.insist_on_lasting_decisions()
+    recorder.argument_objects.insist_on_unfilled()
+    recorder.regions.insist_on_own_statistics()
+    recorder.gradients.settle()
     loss_ref = recorder.refer(loss) if isinstance(loss, Tensor) else None
     notes = [f"{fqn}: {reason}" for fqn, reason in (*rule.forced.items(), *rule.opened.items())]
     notes += [
-        f"{place}: a checkpoint region runs flat, its activations are kept" for place in recorder.checkpoints
+        f"{place}: a checkpoint region runs flat, its activations are kept"
+        for place in recorder.regions.lines
     ]
     return Tape(
         inputs=tuple(inputs),

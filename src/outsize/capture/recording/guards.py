@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from outsize.capture.fakes.fake_model import FakeModel, fake_like
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
+from outsize.capture.recording.calls.failures import FrameFailed
 from outsize.capture.recording.slots import Slots
 from outsize.program.python_reads import NumberInput
 from outsize.program.replaying.replay import evaluate, resolve
@@ -70,6 +71,21 @@ class Decider:
         self.drew = False
         # The list holds the weights that decisions have read, and where.
         self.weights: list[tuple[Weight, str]] = []
+        self.frames: dict[str, str] = {}  # The table maps the source line of a decision to its module.
+
+    def begin(self, where: str, frame: str) -> None:
+        """Notes that the code of a module decides, at a line of it."""
+        self.frames[where] = frame
+
+    def insist_on_lasting_decisions(self) -> None:
+        """Checks that the forward does not write what guards read, since they run before a step. Raises
+        FrameFailed.
+        """
+        written = {w for i in self._instructions for w in i.written_weights}
+        for weight, where in self.weights:
+            if weight in written:
+                reason = f"a decision on {weight.name}, which the forward writes"
+                raise FrameFailed(self.frames[where], reason, where)
 
     def decide(self, fn: Callable[..., Any], args: Any, kwargs: Any, where: str, fakes: FakeModel) -> Any:
         """Returns the result of `fn`, tensors as fakes; `drew` says whether it drew random numbers. Raises

@@ -17,8 +17,9 @@ from torch import nn
 
 from outsize.capture.fakes.fake_model import FakeModel
 from outsize.capture.guards.consumed import Consumed, is_random_generator
-from outsize.capture.guards.notes import Notes, Write
+from outsize.capture.guards.notes import Notes
 from outsize.capture.guards.values import is_container
+from outsize.capture.guards.writes import Write
 from outsize.capture.recording.leaf_rule import LeafRule, common_module
 from outsize.errors import NotCapturable
 from outsize.program.python_reads import LOSS
@@ -97,7 +98,7 @@ def insist_on_harmless(
         # A flag, or a cache, of the first call has its last value after the second.
         value = vars(module).get(name)
         moves = is_container(value) and before[fqn].get(name) != fakes.state_of(fqn)[""].get(name)
-        if (type(value) in (int, float) or moves) and reads.uses_what_it_writes(module, name):
+        if (type(value) in (int, float) or moves) and reads.writes.uses_what_it_writes(module, name):
             raise _refusal(model, fqn, name, "a later call may compute something else")
     return tuple(
         f"{_path(f, n)}: set by the forward, not kept (the numbers do not depend on it)"
@@ -115,7 +116,7 @@ def insist_on_harmless_writes(
     records a second forward: what is written once alone, such as a cache, is no state.
     """
     modules = dict(model.named_modules())
-    writes = reads.writes_elsewhere()
+    writes = reads.writes.writes_elsewhere()
     enclosed = [write for write in writes if _is_enclosed(model, write, modules, rule)]
     if enclosed:
         return ()
@@ -124,7 +125,7 @@ def insist_on_harmless_writes(
     times = {id(write): write.times for write in writes}
     again()
     # It judges anew, and what was made by the first forward may be written by the second.
-    now = (w for w in reads.writes_elsewhere() if not _runs_as_it_is(w.site.frame, modules, rule))
+    now = (w for w in reads.writes.writes_elsewhere() if not _runs_as_it_is(w.site.frame, modules, rule))
     moving = [write for write in now if write.times > times.get(id(write), 0)]
     lasting: list[Write] = []
     for write in moving:

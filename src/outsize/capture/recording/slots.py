@@ -54,6 +54,10 @@ class Slots:
         self.stand_for(slot, tensor)
         return Ref(slot)
 
+    def define_leaf(self, leaf: Any) -> Any:
+        """Defines a slot for a leaf of a result that is a tensor, and returns any other leaf as it is."""
+        return self.define(leaf) if isinstance(leaf, Tensor) else leaf
+
     def stand_for(self, slot: int, tensor: Tensor) -> None:
         """Assigns the tensor to a slot from now on."""
         storage = self.metas[slot].storage

@@ -218,10 +218,10 @@ def _heaviest(
 ) -> Iterator[HeavyUnit]:
     heaviest = max(range(len(amounts)), key=amounts.__getitem__)
     total, even = sum(amounts), 1 / view.stages
-    share = amounts[heaviest] / total if total else 0.0
-    if share > even:
+    fraction = amounts[heaviest] / total if total else 0.0
+    if fraction > even:
         name = view.unit(heaviest)
-        yield HeavyUnit(unit=name, amount=amount, share=share, even_share=even, stages=view.stages)
+        yield HeavyUnit(unit=name, amount=amount, share=fraction, even_share=even, stages=view.stages)
 
 
 def _branches(view: _View) -> Iterator[BranchOrder]:

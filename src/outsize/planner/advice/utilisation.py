@@ -85,8 +85,8 @@ def _one_pipeline(timeline: Timeline, alike: int) -> Timeline:
 
 def _by_modules(result: Utilisation, plan: Plan) -> Idle:
     """Explains a model by modules, which run one after the other."""
-    share, stages = result.bubble, len(plan.stages)
-    return Idle(share=share, cause="modules", stages=stages, microbatches=plan.microbatches, part=share)
+    fraction, stages = result.bubble, len(plan.stages)
+    return Idle(share=fraction, cause="modules", stages=stages, microbatches=plan.microbatches, part=fraction)
 
 
 @final
@@ -219,9 +219,11 @@ class _IdleCauses:
     def _scaled(
         self, name: str, count: int, costs: Sequence[StageCost] | None = None
     ) -> tuple[Schedule, list[StageCost]]:
-        share = self.replay.schedule.microbatches / count
+        fraction = self.replay.schedule.microbatches / count
         stage_costs = self._costs if costs is None else costs
-        times = [(share * c.forward_s, share * c.backward_s, share * c.weight_s) for c in stage_costs]
+        times = [
+            (fraction * c.forward_s, fraction * c.backward_s, fraction * c.weight_s) for c in stage_costs
+        ]
         return self._schedule(name, count), [StageCost(*each) for each in times]
 
     def _schedule(self, name: str, count: int) -> Schedule:

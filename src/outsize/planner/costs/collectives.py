@@ -206,8 +206,8 @@ def _slowest_inner(ranks: Sequence[int], cluster: Cluster) -> Link:
 def _nic_share(ranks: Sequence[int], cluster: Cluster) -> float:
     """Returns the bytes per second of one rank's share of its node's NICs; no rank uses more than one."""
     if not cluster.parts:
-        shares = {cluster.nics_per_node / cluster.devices_per_node}
+        fractions = {cluster.nics_per_node / cluster.devices_per_node}
     else:
         parts = [cluster.part_of(rank) for rank in ranks]
-        shares = {part.nics_per_node / part.devices_per_node for part in parts}
-    return cluster.outer.bytes_per_s * min(1.0, *shares)
+        fractions = {part.nics_per_node / part.devices_per_node for part in parts}
+    return cluster.outer.bytes_per_s * min(1.0, *fractions)

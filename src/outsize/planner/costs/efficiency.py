@@ -232,14 +232,14 @@ def default_of(device: Device) -> Efficiency:
 def _of_kind(kind: str, host_s: float | None) -> Efficiency:
     base = HOPPER if kind.split("-")[0] in _HOPPER else GPU
     reached = reached_by(kind)
-    shares: dict[OpFamily, float] = {
+    fractions: dict[OpFamily, float] = {
         "matmul": reached.matmul / USUAL.matmul,
         "unaligned_matmul": reached.matmul / USUAL.matmul,
         "attention": reached.attention / USUAL.attention,
     }
     scaled = {
-        family: base.compute[family].model_copy(update={"peak": base.compute[family].peak * share})
-        for family, share in shares.items()
+        family: base.compute[family].model_copy(update={"peak": base.compute[family].peak * fraction})
+        for family, fraction in fractions.items()
     }
     return base.model_copy(
         update={

@@ -279,8 +279,8 @@ def _without_waits(
     alone = UnitSeconds.from_rows(works[sharing.pass_of].tolist())
     waiting = alone.behind_host(launching, sharing.blocks, default_of(device).lateness(1))
     own, working, waited = (np.array(each.rows()) for each in (times, alone, waiting))
-    shares = np.divide(working, waited, out=np.ones_like(own), where=waited > 0)
-    return UnitSeconds.from_rows(np.maximum(own - (waited - working), own * shares).tolist())
+    fractions = np.divide(working, waited, out=np.ones_like(own), where=waited > 0)
+    return UnitSeconds.from_rows(np.maximum(own - (waited - working), own * fractions).tolist())
 
 
 def _with_gathers(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:

@@ -61,9 +61,9 @@ class UnitSeconds:
         own, launching = (np.stack([t.forward, t.backward_input, t.backward_weight]) for t in (self, host))
         late_seconds, more = np.maximum(0.0, launching - own), launching - own
         late_s, more_s = (np.add.reduceat(seconds.sum(axis=0), blocks) for seconds in (late_seconds, more))
-        share = _ratio(more_s, late_s).clip(min=0.0)
+        fraction = _ratio(more_s, late_s).clip(min=0.0)
         lengths = np.diff([*blocks, own.shape[1]])
-        behind = own + np.repeat(share, lengths) * late_seconds
+        behind = own + np.repeat(fraction, lengths) * late_seconds
         if late:
             own_s: Seconds = np.add.reduceat(own.sum(axis=0), blocks)
             host_s: Seconds = np.add.reduceat(launching.sum(axis=0), blocks)

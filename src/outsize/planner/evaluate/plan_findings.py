@@ -52,8 +52,8 @@ def fullest_device(
     used = [0] * (max(ranks) + 1)
     for rank, memory in zip(ranks, memories, strict=True):
         used[rank] += memory.peak_bytes
-    shares = [used[rank] / device.memory_bytes for rank, device in zip(ranks, devices, strict=True)]
-    fullest = shares.index(max(shares))
+    fractions = [used[rank] / device.memory_bytes for rank, device in zip(ranks, devices, strict=True)]
+    fullest = fractions.index(max(fractions))
     rank, device = ranks[fullest], devices[fullest]
     own_memories = [m for at, m in zip(ranks, memories, strict=True) if at == rank]
     largest = sorted((unit for m in own_memories for unit in m.largest), key=lambda unit: -unit[1])

@@ -249,8 +249,8 @@ class PlayedStep:
             node, rank = network.place[index], self.layout.ranks[stage]
             end_s = ends[node]
             start_s = max(ends[other] for other in network.waits[:, node]) if kind is Kind.B else end_s
-            for share, bucket_s in self.buckets[stage]:
-                begin_s = max(queue_s[rank], start_s + share * (end_s - start_s))
+            for fraction, bucket_s in self.buckets[stage]:
+                begin_s = max(queue_s[rank], start_s + fraction * (end_s - start_s))
                 queue_s[rank] = begin_s + bucket_s
                 action = str(Action(stage, Kind.REDUCE_GRAD))
                 yield Span(rank=rank, lane="load", action=action, start_s=begin_s, end_s=queue_s[rank])
@@ -411,8 +411,8 @@ def _beside_buckets(
     begin before it ends, and copies gradients into buckets and out of them, in the mean over microbatches.
     """
     device, within_s, free_s = pipeline.device(stage), 0.0, 0.0
-    for share, bucket_s in buckets:
-        begin_s = max(free_s, share * cost.backward_s)
+    for fraction, bucket_s in buckets:
+        begin_s = max(free_s, fraction * cost.backward_s)
         free_s = begin_s + bucket_s
         within_s += max(0.0, min(free_s, cost.backward_s) - begin_s)
     slower_s = _slower_s(pipeline, stage, cost.backward_s, within_s)
@@ -429,10 +429,10 @@ def _beside_gathers(
     (stage, part), cost = place, stage_cost(case, *run)
     once = pipeline.layout.weight_policy.gathers_once
     weights, gradients = _weights_and_gradients_bytes(case, run, pipeline.layout)
-    share = 1 / pipeline.layout.microbatches
-    uses, device = share if once else 1.0, pipeline.device(stage)
+    fraction = 1 / pipeline.layout.microbatches
+    uses, device = fraction if once else 1.0, pipeline.device(stage)
     gather_s, reduce_s = (seconds[kind, part, -1] * uses for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))
-    summing_s = (seconds[Kind.REDUCE_GRAD, part, LAST] - seconds[Kind.REDUCE_GRAD, part, -1]) * share
+    summing_s = (seconds[Kind.REDUCE_GRAD, part, LAST] - seconds[Kind.REDUCE_GRAD, part, -1]) * fraction
     if not _overlaps(device):
         reduce_s, summing_s = 0.0, 0.0
     again_s, again_bytes = (0.0, 0) if once else (gather_s, weights)
@@ -474,7 +474,7 @@ def _buckets(case: PricedModel, run: Run, collectives: WeightCollectives) -> lis
     for unit in reversed(range(run[1] - first)):
         passed_s, held = passed_s + float(own_s[unit]), held + int(gradients[unit])
         if held and (held >= BUCKET_BYTES or not gradients[:unit].any()):
-            share = passed_s / whole_s if whole_s else 1.0
-            found.append((share, collectives.reduce_s(held, last=True)))
+            fraction = passed_s / whole_s if whole_s else 1.0
+            found.append((fraction, collectives.reduce_s(held, last=True)))
             held = 0
     return found

@@ -221,9 +221,9 @@ def _least_full(case: PricedModel, schedule: ScheduleName, stages: int, cluster:
     runs = zip(pairwise(bounds), states, strict=True)
     memories = [account_stage(case.ranges, case.graph, *of) for of in runs]
     pairs = zip(memories, cluster.devices[:stages], strict=True)
-    shares = [memory.peak_bytes / device.memory_bytes for memory, device in pairs]
-    stage = shares.index(max(shares))
-    return LeastFull(case, schedule, stages, stage, memories[stage], shares[stage])
+    fractions = [memory.peak_bytes / device.memory_bytes for memory, device in pairs]
+    stage = fractions.index(max(fractions))
+    return LeastFull(case, schedule, stages, stage, memories[stage], fractions[stage])
 
 
 def widened(cluster: Cluster, stages: int) -> Cluster:

@@ -110,7 +110,7 @@ def in_use(peak_bytes: int, device: Device, load: Load) -> InUse:
         likely_bytes, rare_bytes = (kept * load.largest_bytes for kept in MARGINS.kept_tensors)
         libraries_bytes = device.library_bytes
         if not load.convolves:
-            likely_bytes, rare_bytes = (share * peak_bytes for share in MARGINS.kept_shares)
+            likely_bytes, rare_bytes = (fraction * peak_bytes for fraction in MARGINS.kept_shares)
             libraries_bytes = 0
         wanted_bytes = round(likely_bytes) + libraries_bytes
         most_bytes = round(peak_bytes * (1 + MARGINS.unseen) + rare_bytes) + libraries_bytes

@@ -88,11 +88,11 @@ def _draw_span(svg: Svg, span: Span, top: float, start_s: float, end_s: float, r
 
 def _time_axis(svg: Svg, end_s: float, bottom: float) -> None:
     for tick in ticks(0.0, end_s, 6):
-        share = tick / end_s
-        svg.add("line", x1=percent(share), x2=percent(share), y1="0", y2=bottom, class_="grid")
-        anchor = "start" if share < 0.02 else "end" if share > 0.96 else "middle"
+        fraction = tick / end_s
+        svg.add("line", x1=percent(fraction), x2=percent(fraction), y1="0", y2=bottom, class_="grid")
+        anchor = "start" if fraction < 0.02 else "end" if fraction > 0.96 else "middle"
         text = seconds_text(tick) if tick else "0"
-        svg.add("text", text, x=percent(share), y=bottom + 16, class_="tick", text_anchor=anchor)
+        svg.add("text", text, x=percent(fraction), y=bottom + 16, class_="tick", text_anchor=anchor)
 
 
 def memory_svg(key: str, plan: Plan, expected: Expected, measured: Sequence[MeasuredMemory] = ()) -> str:
@@ -182,8 +182,8 @@ def sure_text(figures: StageFigures) -> str:
     """Returns `P95 79.0 GiB of 79.1 GiB (100 %)`, as much of it as is known."""
     text = f"P95 {bytes_text(figures.p95_bytes)}" if figures.p95_bytes else ""
     if figures.device_bytes:
-        share = percent_text(sure_bytes(figures) / figures.device_bytes)
-        text += f" of {bytes_text(figures.device_bytes)} ({share})"
+        filled = percent_text(sure_bytes(figures) / figures.device_bytes)
+        text += f" of {bytes_text(figures.device_bytes)} ({filled})"
     return text.strip()
 
 
@@ -214,8 +214,8 @@ def _draw_stack(svg: Svg, device: str, figures: StageFigures, top: float, end: f
 def _bytes_axis(svg: Svg, end: float, bottom: float) -> None:
     unit, size = byte_unit(end)
     for tick in ticks(0.0, end / size, 5):
-        share = tick * size / end
-        svg.add("line", x1=percent(share), x2=percent(share), y1="0", y2=bottom, class_="grid")
-        anchor = "start" if share < 0.02 else "end" if share > 0.94 else "middle"
+        fraction = tick * size / end
+        svg.add("line", x1=percent(fraction), x2=percent(fraction), y1="0", y2=bottom, class_="grid")
+        anchor = "start" if fraction < 0.02 else "end" if fraction > 0.94 else "middle"
         text = f"{tick:g} {unit}" if tick else "0"
-        svg.add("text", text, x=percent(share), y=bottom + 16, class_="tick", text_anchor=anchor)
+        svg.add("text", text, x=percent(fraction), y=bottom + 16, class_="tick", text_anchor=anchor)

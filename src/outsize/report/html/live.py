@@ -172,11 +172,11 @@ def _device_bars(svg: Svg, device: RunDevice, top: float, end: float) -> None:
 def _bytes_axis(svg: Svg, end: float, bottom: float) -> None:
     unit, size = byte_unit(end)
     for tick in ticks(0.0, end / size, 4):
-        share = tick * size / end
-        svg.add("line", x1=percent(share), x2=percent(share), y1="0", y2=bottom, class_="grid")
-        anchor = "start" if share < 0.02 else "end" if share > 0.9 else "middle"
+        fraction = tick * size / end
+        svg.add("line", x1=percent(fraction), x2=percent(fraction), y1="0", y2=bottom, class_="grid")
+        anchor = "start" if fraction < 0.02 else "end" if fraction > 0.9 else "middle"
         text = f"{tick:g} {unit}" if tick else "0"
-        svg.add("text", text, x=percent(share), y=bottom + 16, class_="tick", text_anchor=anchor)
+        svg.add("text", text, x=percent(fraction), y=bottom + 16, class_="tick", text_anchor=anchor)
 
 
 def loss_svg(points: Sequence[LossPoint]) -> str:

@@ -111,10 +111,12 @@ def step_svg(chart: StepChart) -> str:
 def _step_axis(svg: Svg, first: int, last: int) -> None:
     svg.add("text", "step", x="0", y=HEIGHT + 18, class_="tick")
     for tick in (t for t in ticks(first, last, 5) if t == int(t)):
-        share = (tick - first) / max(1, last - first)
-        if share >= 0.1:
-            anchor = "end" if share > 0.94 else "middle"
-            svg.add("text", f"{tick:.0f}", x=percent(share), y=HEIGHT + 18, class_="tick", text_anchor=anchor)
+        fraction = (tick - first) / max(1, last - first)
+        if fraction >= 0.1:
+            anchor = "end" if fraction > 0.94 else "middle"
+            svg.add(
+                "text", f"{tick:.0f}", x=percent(fraction), y=HEIGHT + 18, class_="tick", text_anchor=anchor
+            )
 
 
 def _paths(chart: StepChart, values: Sequence[float | None]) -> Iterator[str]:

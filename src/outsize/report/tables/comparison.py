@@ -72,5 +72,5 @@ def _change(row: ReportDifference) -> str:
     """
     if row.ratio is None or row.what.endswith("bubble") or row.what.startswith("last "):
         return "-" if row.first is None or row.second is None else ""
-    share = row.ratio - 1
-    return "=" if share == 0 else f"{'+' if share > 0 else '-'}{percent_text(abs(share))}"
+    fraction = row.ratio - 1
+    return "=" if fraction == 0 else f"{'+' if fraction > 0 else '-'}{percent_text(abs(fraction))}"

@@ -38,13 +38,13 @@ def _doubts(profiles: ProfileSet) -> list[Text]:
     """Returns a warning where laps differ much, since other programs used the machine; the figures are
     kept.
     """
-    shares = [_spread(profile) for profile in profiles.profiles]
-    if max(shares) <= BUSY:
+    fractions = [_spread(profile) for profile in profiles.profiles]
+    if max(fractions) <= BUSY:
         return []
-    worst = profiles.profiles[shares.index(max(shares))].microbatch_size
+    worst = profiles.profiles[fractions.index(max(fractions))].microbatch_size
     return [
         Text(
-            f"The laps of microbatch {worst} differ by {percent_text(max(shares))}: the machine was busy. "
+            f"The laps of microbatch {worst} differ by {percent_text(max(fractions))}: the machine was busy. "
             "Measure again when it is idle, with --fresh."
         )
     ]
@@ -62,8 +62,8 @@ def _units(profile: Profile) -> RenderableType:
     for unit in ranked[:SLOWEST]:
         total_s = unit.forward_s + unit.backward_s
         seconds = (unit.forward_s, unit.backward_input_s, unit.backward_weight_s)
-        share = percent_text(total_s / profile.step_compute_s) if profile.step_compute_s else "-"
-        table.add_row(unit.name, *map(_time, seconds), share, spread_text(unit))
+        percent = percent_text(total_s / profile.step_compute_s) if profile.step_compute_s else "-"
+        table.add_row(unit.name, *map(_time, seconds), percent, spread_text(unit))
     rest = f"The slowest of {len(ranked)} units" if len(ranked) > SLOWEST else "Slowest first"
     return Group(table, Text(f"{rest}, one microbatch of {profile.microbatch_size}; median of the laps."))
 

@@ -305,8 +305,8 @@ def _of_unit(number: float) -> str:
 def _full(figures: StageFigures) -> Text:
     if not figures.device_bytes:
         return Text("-")
-    share = (figures.p95_bytes or figures.peak_bytes) / figures.device_bytes
-    return Text(percent_text(share), "bold red" if share > 1 else "")
+    fraction = (figures.p95_bytes or figures.peak_bytes) / figures.device_bytes
+    return Text(percent_text(fraction), "bold red" if fraction > 1 else "")
 
 
 def causes(figures: StageFigures) -> list[tuple[str, int]]:

@@ -94,6 +94,7 @@ class ValueWriter:
             raise NotSendable(f"a tensor of layout {tensor.layout}")
         if tensor.is_meta:
             return ["meta", list(tensor.shape), _torch_name(tensor.dtype)]
+        # A tensor that is in a value twice is one tensor at the other end, too: writes show in both places.
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
@@ -102,9 +103,11 @@ class ValueWriter:
     def _container(self, value: Any) -> list[Any]:
         known = self._known.get(id(value))
         if known is not None:
+            # A tuple is made of its items, so at the other end it could not be among them.
             if known in self._open and isinstance(value, tuple | frozenset):
                 raise NotSendable(f"a {type(value).__name__} that holds itself")
             return ["again", known]
+        # Both ends number containers when they come to them, before what is in them: numbers need no message.
         number = self._known[id(value)] = len(self._known)
         self._alive.append(value)
         self._open.add(number)
@@ -125,10 +128,12 @@ class ValueWriter:
             return ["error", _name_of(kind), self.write(value.args), self._state(value)]
         if base in (dict, OrderedDict):
             return ["object", _name_of(kind), self._items(value), self._state(value)]
+        # The base's own method: a class may iterate over something else than what it holds.
         items = None if base is object else [self.write(item) for item in base.__iter__(value)]
         return ["object", _name_of(kind), items, self._state(value)]
 
     def _items(self, mapping: Mapping[Any, Any]) -> list[Any]:
+        # `OrderedDict` keeps its order beside the table of the dict, which `move_to_end` does not touch.
         base = OrderedDict if isinstance(mapping, OrderedDict) else dict
         return [[self.write(key), self.write(value)] for key, value in base.items(mapping)]  # pyright: ignore[reportArgumentType]
 
@@ -159,7 +164,7 @@ class ValueReader:
                 return _SINGLES[kind](*parts)
             if kind in _CONTAINERS:
                 return _CONTAINERS[kind](self, *parts)
-        except NotSendable:
+        except NotSendable:  # It is a TypeError, and says already what is wrong.
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise NotSendable(f"a message with a wrong {kind!r}: {error}") from error
@@ -184,7 +189,7 @@ class ValueReader:
 
     def _list(self, items: list[Any]) -> list[Any]:
         made: list[Any] = []
-        self._known.append(made)
+        self._known.append(made)  # Before its items, which may hold it.
         made.extend(map(self.read, items))
         return made
 
@@ -222,6 +227,7 @@ class ValueReader:
         if not issubclass(builtin, BaseException):
             raise NotSendable(f"{name}, which is no exception")
         given = self.read(args)
+        # The constructor of the class may want other arguments than those that `args` keeps, and run code.
         made = self._known[number] = builtin.__new__(kind, *given)
         builtin.__init__(made, *given)
         self._fill(made, state)
@@ -235,6 +241,7 @@ class ValueReader:
             made = self._known[number] = base.__new__(kind, [self.read(item) for item in items or ()])
         else:
             made = self._known[number] = base.__new__(kind)
+            # By methods of the base alone: no code of the class runs while a message is read.
             if base in (dict, OrderedDict):
                 refill(made, {self.read(key): self.read(value) for key, value in items or ()})
             elif base in (list, set):

@@ -97,6 +97,7 @@ class Batch:
         """Returns, for each of the batch's tensors, whether it is in one of the listed parts."""
         wholes = self.in_lists()
         found: list[bool] = []
+        # A tensor in a list of samples has no dim of the batch: its first dim may be a length.
         for steps, part in self._parts(wholes):
             is_listed = steps in wholes
             found += [is_listed] * (len(tensors_in(part)) if is_listed else isinstance(part, Tensor))
@@ -190,10 +191,11 @@ class Batch:
         All tensors are halved where another order changes nothing. Those of integers keep their values, which
         may be positions in something; None when a batch has no others.
         """
+        # Another order keeps values that are valid, such as tokens of the vocabulary; new ones may not be.
         turned = self.take(torch.arange(self.size).roll(1))
         before, now = self.tensors(), turned.tensors()
         is_turned = not _are_equal(before, now)
-        if len(before) != len(now):
+        if len(before) != len(now):  # Samples that are objects may hold other numbers of tensors.
             return turned
         is_whole = [dim is None for dim in turned.batch_dims()]
         pairs = zip(before, now, is_whole, turned.is_inside(), strict=True)
@@ -250,6 +252,7 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
         return tensor
     if tensor.stride() == like.stride():
         return tensor
+    # `empty_strided` with a stride of 0 would write each element several times, into one place.
     once = tensor.detach()
     for dim in (d for d, stride in enumerate(like.stride()) if not stride and like.shape[d]):
         once = once.narrow(dim, 0, 1)
@@ -277,6 +280,7 @@ def _recognised(tree: Any) -> tuple[Steps, ...]:
     if not lists:
         return divided
     wholes = (*divided, *(steps for steps, *_ in lists))
+    # Tensors outside of lists are the surest sign of how many samples there are.
     free = (part for steps, part in parts(tree, lambda steps, _: steps in wholes) if steps not in wholes)
     counts = [samples_in(part) for steps, part in found if steps in divided]
     counts += [part.shape[0] for part in free if isinstance(part, Tensor) and part.ndim]
@@ -308,6 +312,7 @@ def _insist_on_splittable(steps: Steps, part: Any, size: int) -> None:
         return
     hidden = ((path, t) for path, t in walk([[part]], _HIDDEN) if isinstance(t, Tensor) and t.ndim)
     found = next(((path, t) for path, t in hidden if t.shape[0] == size), None)
+    # A tensor of another size than the batch is taken for one that holds no samples, such as a table.
     if found is not None:
         raise BadOption(
             f"the batch holds a {type(part).__name__} (at {name}) with a tensor in it, which is not split",

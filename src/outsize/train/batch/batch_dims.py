@@ -189,8 +189,10 @@ def warn_of_tables(batch: Batch, rejection: Rejection, asked: Asked) -> None:
     if batch.in_lists():
         return
     split = [place for place, dim in enumerate(dims) if dim is not None and owners[place] != "target"]
+    # The first tensor with samples is the input itself: no table stands before it.
     for place in split[1:]:
         tensor, owner = batch.tensors()[place], owners[place]
+        # The others get one sample more. If this one is samples, too, the model sees that one is missing.
         whole = (*dims[:place], None, *dims[place + 1 :])
         is_asked = owner not in asked and tensor.is_floating_point()
         if is_asked and rejection(_grown(replace(batch, dims=whole))) is None:
@@ -316,8 +318,10 @@ def _candidates(batch: Batch, fixed: Mapping[int, Rule]) -> list[Rules]:
     tensors = batch.tensors()
     known_sizes = [samples_in(part) for _, part in batch.listed_parts()]
     known_sizes += [tensors[place].shape[dim] for place, dim in fixed.items() if isinstance(dim, int)]
+    # One size that is known settles it: a tensor of any other size holds no samples.
     sizes = known_sizes[:1] or list(dict.fromkeys(t.shape[0] for t in tensors if t.ndim))
     tables = ([_options(t, p, size, fixed) for p, t in enumerate(tensors)] for size in sizes)
+    # The product grows with the number of tensors as a power; the likely readings come early in it.
     candidates = list(islice((dims for table in tables for dims in product(*table)), _KNOWN))
     candidates = [dims for dims in candidates if known_sizes or any(d is not None for d in dims)]
     return sorted(candidates, key=lambda dims: (dims.count(None), -dims.count(0)))[:_TRIES]

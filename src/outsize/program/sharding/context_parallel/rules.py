@@ -96,6 +96,7 @@ def _by_rule(call: RuleInput, rule: Rule) -> RankStep:
     try:
         return ruled(rule, call)
     except NeedsParts as parted:
+        # Parts answer for weights, which can be divided otherwise; where the rows of a batch lie is given.
         raise NotPropagated("it takes some rows apart from others") from parted
 
 
@@ -109,6 +110,7 @@ def _are_indices(call: RuleInput) -> bool:
     They have no gradient and are few beside the channels of their tokens, so all of them may be gathered.
     """
     metas = [call.metas[operand.slot] for operand in call.divided() if isinstance(operand, Ref)]
+    # A mask of bools is as large as what it masks, and what is written must stay on its own ranks.
     integers = not any(m.requires_grad or m.dtype.is_floating_point or m.dtype.is_complex for m in metas)
     return integers and not call.instruction.writes and torch.bool not in {m.dtype for m in metas}
 
@@ -128,6 +130,7 @@ def _opaque(call: RuleInput, module: nn.Module) -> RankStep:
     except NotPropagated:
         shares = {call.share(operand) for operand in call.operands()}
         share = shares.pop()
+        # Operands that are divided in two ways cannot be compared with one trial on rows.
         if shares or share is None or not _treats_tokens_equally(call, module, share.dim):
             raise
     before = call.shape(next(call.operands()))
@@ -173,6 +176,8 @@ def _looked_up(call: RuleInput, module: nn.Embedding) -> RankStep:
 
 def looks_up_by_row(module: nn.Embedding) -> bool:
     """Returns whether rows of an index give rows of the result, by a trial on a copy with few rows."""
+    # Both look at all indices of a batch: the one renormalises weights in place, the other counts how often
+    # each is used.
     if module.max_norm is not None or module.scale_grad_by_freq or runs_own_code(module):
         return False
     if type(module) is nn.Embedding:
@@ -181,6 +186,7 @@ def looks_up_by_row(module: nn.Embedding) -> bool:
     index = torch.randint(0, small.num_embeddings, (2, 6), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
+            # Rows in the middle: a module that counts positions from its first row gives others there.
             whole, rows = small(index), small(index[:, 2:5])
         except (RuntimeError, ValueError, TypeError, IndexError):
             return False
@@ -192,6 +198,7 @@ _ROWS, _WIDTH = 16, 4
 
 def _small_copy(module: nn.Embedding) -> nn.Embedding:
     """Returns a copy with new weights of a few rows; the values of the module's own are not read."""
+    # `deepcopy` would copy the table of the vocabulary, so it is taken out meanwhile.
     parameters = dict(module._parameters)
     try:
         module._parameters.update(dict.fromkeys(parameters))
@@ -200,6 +207,7 @@ def _small_copy(module: nn.Embedding) -> nn.Embedding:
         module._parameters.update(parameters)
     weight = torch.rand(_ROWS, _WIDTH, generator=torch.Generator().manual_seed(1))
     small._parameters["weight"] = nn.Parameter(weight)
+    # An index of padding beyond the few rows would be refused.
     small.num_embeddings, small.embedding_dim, small.padding_idx = _ROWS, _WIDTH, None
     for each in small.modules():
         buffers = each._buffers.items()
@@ -215,11 +223,13 @@ def _attention(call: RuleInput) -> RankStep:
     query, *others = (call.arg(n, name) for n, name in enumerate(("query", "key", "value")))
     ndim, share = len(call.shape(query)), call.share(query)
     by_rows = share is not None and share.dim == ndim - 2
+    # Divided by samples or heads, each rank has all that its part of the attention needs.
     if share is not None and not by_rows:
         return follow(call, None)
     gather = {o: s for o in others if (s := call.share(o)) is not None}
     if share is None:
         return _by_all(call, gather)
+    # The query would have to be its rows and, as the keys, all of it: an operand has one form in a step.
     if query in gather:
         raise NotPropagated("its query and its keys are one value")
     if call.instruction.random and call.arg(4, "dropout_p", 0.0) > 0:
@@ -228,6 +238,7 @@ def _attention(call: RuleInput) -> RankStep:
     if mask is not None and call.share(mask) is not None:
         raise NotPropagated("a mask that is made of divided values")
     cut: dict[Operand, Share] = {}
+    # A mask with one row is for all queries: padding of the keys, which every rank reads whole.
     if mask is not None and len(shape := call.shape(mask)) > 1 and shape[-2] > 1:
         cut[mask] = _fitting(share.at(len(shape) - 2), shape)
     return call.same(share, cut=cut, gather=gather, call=OverRows("attention", share))
@@ -244,6 +255,7 @@ def _module_attention(call: RuleInput, module: nn.MultiheadAttention) -> RankSte
     """Handles a call of nn.MultiheadAttention: rows of the query, all of key and value."""
     if module.training and module.dropout > 0:
         raise NotPropagated("its dropout draws one mask for all rows; p=0 is divided")
+    # The positions of its forward; the caller may have named any of them.
     names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average", "is_causal")
     query, key, value, _, wants_weights, mask, _, _ = (
         call.arg(n, name, {"need_weights": True}.get(name)) for n, name in enumerate(names)
@@ -257,6 +269,7 @@ def _module_attention(call: RuleInput, module: nn.MultiheadAttention) -> RankSte
     if mask is not None:
         cut[mask] = _fitting(share.at(len(call.shape(mask)) - 2), call.shape(mask))
     gather = {o: s for o in (key, value) if (s := call.share(o)) is not None}
+    # One value may be query and keys: its own rows are named apart from what is gathered of it.
     kwargs = dict(zip(("query", "key", "value"), (OwnPart(query), key, value), strict=True))
     more = {n: call.arg(at, n) for at, n in ((3, "key_padding_mask"), (5, "attn_mask"))}
     return call.same(
@@ -271,6 +284,7 @@ def _matmul(call: RuleInput) -> RankStep:
     """Handles eager attention: rows of the first matrix, all of the second."""
     a, b, *_ = call.args
     shares, ndims = (call.share(a), call.share(b)), (len(call.shape(a)), len(call.shape(b)))
+    # Dims are counted from the end, because the matrices may have other numbers of batch dims.
     behind = [None if s is None else n - s.dim for s, n in zip(shares, ndims, strict=True)]
     if min(ndims) < 2 or shares[1] is None or (behind[0] is not None and behind[0] != 2):
         return follow(call, None)
@@ -291,6 +305,7 @@ def _einsum(call: RuleInput) -> RankStep:
     inputs, result = text.replace(" ", "").split("->")
     named = list(zip(operands, inputs.split(","), strict=True))
     letters = [None if (s := call.share(o)) is None else names[s.dim] for o, names in named]
+    # The first divided letter of the result is that of its rows; another one is that of the keys.
     kept = next((each for each in letters if each is not None and each in result), None)
     if kept is None:
         raise NotPropagated("an einsum over what is divided")
@@ -321,12 +336,14 @@ def _cross_entropy(call: RuleInput) -> RankStep:
     """Handles cross entropies of (rows, classes) or (samples, classes, rows)."""
     logits, target = call.arg(0, "input"), call.arg(1, "target")
     share, shape = call.share(logits), call.shape(logits)
+    # Both would override `reduction`, by which the sums of ranks are put together.
     old = [call.instruction.kwargs.get(name) for name in ("size_average", "reduce")]
     if share is None or any(value is not None for value in old):
         raise NotPropagated("a cross entropy whose logits are whole, or with arguments of old")
     classes = 1 if len(shape) > 1 else 0
     if share.dim == classes:
         return _by_all(call, call.divided())
+    # A target of probabilities has the dim of classes, too; one of indices has all dims but that.
     by_class = len(call.shape(target)) == len(shape)
     at = share.dim if by_class or share.dim == 0 else share.dim - 1
     cut: dict[Operand, Share] = {}
@@ -347,6 +364,7 @@ def _averaged(call: RuleInput) -> RankStep:
     others = [v for k, v in call.instruction.kwargs.items() if k not in ("reduction", "delta", "beta")]
     if len(call.args) != 2 or any(v is not None for v in others):
         raise NotPropagated("a loss with weights, or with arguments of old")
+    # Elementwise rules read the shape of the result: that before the mean, where a row is still a row.
     each = replace(call, metas=_with_result(call, shape))
     step = elementwise(each)
     (share,) = step.out
@@ -404,7 +422,9 @@ def _view(call: RuleInput) -> RankStep:
 
 
 def _viewed(share: Share, before: Shape, after: Shape) -> Share:
+    # Two sequences of 4 rows in one dim are the parts (4, 4): a rank has a run of rows of each.
     runs = share.parts * prod(before[: share.dim])
+    # A mirrored sequence is a pair of parts: a dim with half of a pair would mirror nothing.
     inner, least = prod(before[share.dim + 1 :]), 2 if share.mirrored else 1
     for dim, size in enumerate(after):
         outside = prod(after[:dim])
@@ -430,6 +450,7 @@ def _first_rows(call: RuleInput, ranks: int) -> RankStep | None:
     """Returns the step for x[..., :stop, ...] that leaves the rows of every rank where they are."""
     share, index = call.share(call.args[0]), call.args[1]
     index = index if isinstance(index, tuple) else (index,)
+    # Sequences that are joined in one dim end in the middle of it, where no slice ends.
     runs = 2 if share is not None and share.mirrored else 1
     if share is None or len(share.parts) > runs:
         return None
@@ -444,6 +465,8 @@ def _first_rows(call: RuleInput, ranks: int) -> RankStep | None:
     if step != 1 or start != 0 or stop >= share.size or last < 1:
         return None
     new = replace(share, parts=(*share.parts[:-1], last))
+    # `logits[:, :-1]` shortens the last rank alone. Divided anew, the shorter sequence may have other edges:
+    # then a rank has not the rows that the share says, and all are gathered.
     places = [RankPosition(rank, ranks) for rank in range(ranks)]
     kept = ([(min(a, stop), min(b, stop)) for a, b in place.ranges(share)] for place in places)
     if [place.ranges(new) for place in places] != list(kept) or not all(map(_any_row(new), places)):
@@ -474,6 +497,7 @@ def _stacked(call: RuleInput) -> RankStep:
     share = next(s for p in pieces if (s := call.share(p)) is not None)
     if any(call.share(p) not in (None, share) for p in pieces):
         raise NotPropagated("its pieces are divided along different dims")
+    # The new dim counts among those of the result, and moves the rows behind it by one.
     at = int(call.arg(1, "dim", 0)) % len(call.results()[0])
     cut: dict[Operand, Share] = {p: _fitting(share, call.shape(p)) for p in pieces if call.share(p) is None}
     return call.same(share.at(share.dim + (at <= share.dim)), cut=cut)
@@ -482,6 +506,7 @@ def _stacked(call: RuleInput) -> RankStep:
 def _repeated(call: RuleInput) -> RankStep:
     """Handles repeat: sequences one after the other are runs of rows."""
     share, times = call.alone(), [int(n) for n in leaves(call.args[1:])]
+    # Where there are more numbers than dims, `repeat` puts the new dims in front.
     dim = share.dim + len(times) - len(call.shape(call.args[0]))
     return call.same(replace(share, dim=dim, parts=share.parts * times[dim]))
 
@@ -493,6 +518,7 @@ def _added_product(call: RuleInput) -> RankStep:
     if share is None or share.dim != 1:
         raise NotPropagated("its first matrix is not divided by rows")
     cut: dict[Operand, Share] = {}
+    # One row that is added to all of them is no row of any rank.
     if call.share(added) is None and shape[-2] > 1:
         cut[added] = _fitting(share.at(len(shape) - 2), shape)
     gather = {second: s} if (s := call.share(second)) is not None else {}

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from outsize.capture.costs.meter import CostMeter
-from outsize.capture.guards.symbolic_numbers import PlantedNumbers, input_of, is_symbolic, number_of
+from outsize.capture.guards.symbolic_numbers import (
+    PlantedNumbers,
+    has_symbolic,
+    input_of,
+    is_symbolic,
+    number_of,
+    with_numbers,
+)
 from outsize.program.python_reads import NumberDecision, NumberInput
 from outsize.program.tree import leaves, map_leaves
 
@@ -40,6 +47,21 @@ class _ResultKind:
     shapes: tuple[Any, ...]
     shared: tuple[int, ...]
     draws: bool
+
+
+def without_symbolic(
+    numbers: PlantedNumbers, meter: CostMeter, function: Callable[..., Any] | None, given: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """Returns arguments with numbers for symbolic ones. Raises Unfollowed where the instruction could not
+    take others: `function` is None where it runs code that nobody has looked into.
+    """
+    if not has_symbolic(given):
+        return given
+    if function is None:
+        numbers.refuse_in(given)
+    else:
+        insist_on_one_kind(numbers, meter, function, *given)
+    return with_numbers(given)
 
 
 def insist_on_one_kind(
