@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -21,7 +22,11 @@ from outsize.ops.jobs.requests import job_request
 from outsize.ops.renting import rank_clusters
 from outsize.train.variants.variant import KEPT
 
-SCALER, SEEN = object(), lambda done, total: None
+SCALER, SEEN = torch.amp.GradScaler("cpu"), lambda done, total: None
+SLURM_0, SLURM_2 = (
+    {"SLURM_PROCID": rank, "SLURM_NTASKS": "4", "SLURM_LOCALID": rank, "SLURM_STEP_ID": "0"}
+    for rank in ("0", "2")
+)
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "parallelize": outsize.parallelize,
     "plan": outsize.plan,
@@ -51,7 +56,7 @@ RUN: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (value, {"plan": Request(**{name: value})}) for name, value in (ASKED | OF_A_RUN).items()},
     "weights": ("w.safetensors", {"weight_files": "w.safetensors"}),
     "counting": ("sum", {"loss_fn": outsize.Loss(counting="sum")}),
-    "scaler": (SCALER, {"loss_fn": outsize.Loss(scaler=SCALER)}),  # pyright: ignore[reportArgumentType]
+    "scaler": (SCALER, {"loss_fn": outsize.Loss(scaler=SCALER)}),
     "clipping": ("speculative", {"clip_norm": outsize.Clip(clipping="speculative")}),
     "checkpoint": ("run", {"resume": outsize.Checkpoint(saves_in="run")}),
     "device_graphs": (True, {"compiled": outsize.Compile(device_graphs=True)}),
@@ -122,9 +127,41 @@ def test_the_warning_says_what_to_type_at_the_users_line(function: str, name: st
     assert issubclass(caught[0].category, FutureWarning), "which Python shows"
     assert caught[0].filename == __file__
     said, _, typed = str(caught[0].message).partition("Next: ")
-    assert f"outsize.{function}({name}=)" in said
+    assert said.startswith(f"outsize.{function}({name}=")
+    assert len(caught) == 1
     if isinstance(value, int | str | float):
         assert eval(f"dict({typed})", {"outsize": outsize}) == new
+
+
+def test_several_old_keywords_are_in_one_warning_which_can_be_pasted() -> None:
+    old = {"clip_norm": 1.0, "clipping": "speculative", "seed": 3, "backend": "mpi", "on_hang": "wait"}
+    old |= {"hang_timeout": 60, "tp": 2, "dp_shard": 4, "bn": "sync", "precision": "bf16"}
+    known = inspect.signature(FUNCTIONS["parallelize"]).parameters
+    with pytest.warns(OldSpelling) as caught:
+        new = in_new_spelling("parallelize", old, known)
+    assert len(caught) == 1
+    said, _, typed = str(caught[0].message).partition("Next: ")
+    assert said.startswith("outsize.parallelize(clipping=, seed=, backend=, on_hang=, hang_timeout=")
+    assert eval(f"dict({typed})", {"outsize": outsize}) == new
+    with pytest.warns(OldSpelling, match=r"Next: loss_fn=outsize\.Loss\(mse_loss, counting='sum'\)"):
+        in_new_spelling("parallelize", {"loss_fn": F.mse_loss, "counting": "sum"}, known)
+    with pytest.warns(OldSpelling, match=r"Request\(bn='sync', lora=outsize\.Lora\(rank=8\)\)"):
+        in_new_spelling("fit", {"bn": "sync", "lora_rank": 8}, known)
+
+
+@pytest.mark.parametrize(
+    ("variables", "speaks"),
+    [({}, True), ({"RANK": "0"}, True), ({"RANK": "3"}, False), (SLURM_2, False), (SLURM_0, True)],
+)
+def test_rank_0_alone_says_it(
+    variables: dict[str, str], speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert in_new_spelling("parallelize", {"seed": 3}, ()) == {"devices": outsize.Ranks(seed=3)}
+    assert len(caught) == speaks
 
 
 @pytest.mark.parametrize("name", [row.name for row in OLD["parallelize"]])

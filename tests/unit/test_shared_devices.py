@@ -65,7 +65,7 @@ def test_a_plan_that_needs_more_is_refused(
     monkeypatch.setattr(memory_share, "device_bytes", lambda device: 100)
     with pytest.raises(BadOption, match=r"needs more of a device than 50 %.*P95.*Next: outsize plan"):
         engine_of(stages=2, devices=outsize.Ranks(memory_share=0.5))
-    with pytest.raises(BadOption, match="memory_share= nan makes no sense"):
+    with pytest.raises(BadOption, match="memory_share=nan makes no sense"):
         engine_of(devices=outsize.Ranks(memory_share=float("nan")))
     assert limits == []
 

@@ -52,7 +52,7 @@ class AskedRun:
         Raises BadOption for a plan that does not run or that an option contradicts, for what a run cannot
         follow, and for a file or a folder that is no path.
         """
-        loss = Loss.of(options.get("loss_fn"))
+        loss = Loss.of(options.get("loss_fn"), "loss_fn")
         example: CaseOptions = {
             "loss_fn": loss.function,
             "target": options.get("target"),
@@ -63,10 +63,10 @@ class AskedRun:
             request=(plan if isinstance(plan, Request) else Request()).joined(_layout_of(options)),
             example=example,
             loss=loss,
-            clip=Clip.of(options.get("clip_norm")),
-            ranks=Ranks.of(options.get("devices")),
-            checkpoint=Checkpoint.of(options.get("resume")),
-            compile=Compile.of(options.get("compiled")),
+            clip=Clip.of(options.get("clip_norm"), "clip_norm"),
+            ranks=Ranks.of(options.get("devices"), "devices"),
+            checkpoint=Checkpoint.of(options.get("resume"), "resume"),
+            compile=Compile.of(options.get("compiled"), "compiled"),
             optimizer=options.get("optimizer"),
             weight_files=options.get("weight_files"),
             callbacks=options.get("callbacks", ()),

@@ -52,25 +52,23 @@ class Old:
     """A keyword argument `name` that is now the `field` of what `keyword` takes.
 
     `joined(plain, fields)` returns what the keyword takes for its plain value and the old fields,
-    `typed(field, value, plain)` what to type.
+    `typed(fields, plain)` what to type for it.
     """
 
     name: str
     keyword: str
     field: str
     joined: Callable[[Any, Fields], Any]
-    typed: Callable[[str, Any, Any], str]
+    typed: Callable[[Fields, Any], str]
 
-    def new(self, value: Any, plain: Any = None) -> str:
-        """Returns what to type for a value, beside the plain value of the keyword."""
-        return f"{self.keyword}={self.typed(self.field, value, plain)}"
+    def new(self, fields: Fields, plain: Any = None) -> str:
+        """Returns what to type for the fields of a keyword, beside its plain value."""
+        return f"{self.keyword}={self.typed(fields, plain)}"
 
 
-def _beside(plain: Any) -> str:
-    """Returns the beginning of what is typed beside the plain value of a keyword."""
-    if plain is None:
-        return ""
-    return "..., "
+def _typed_fields(fields: Fields) -> str:
+    """Returns fields as they are typed in a record."""
+    return ", ".join(f"{name}={_typed(value)}" for name, value in fields.items())
 
 
 def _moved(names: Mapping[str, str], keyword: str, record: type[OptionRecord]) -> Iterator[Old]:
@@ -80,11 +78,12 @@ def _moved(names: Mapping[str, str], keyword: str, record: type[OptionRecord]) -
         if isinstance(plain, OptionRecord):
             old = {name: fields[field] for name, field in names.items() if field in fields}
             raise _both(old, f"{keyword}=outsize.{type(plain).__name__}(...)")
-        made: Any = record.of(plain)
+        made: Any = record.of(plain, keyword)
         return replace(made, **fields)
 
-    def typed(field: str, value: Any, plain: Any) -> str:
-        return f"outsize.{record.__name__}({_beside(plain)}{field}={_typed(value)})"
+    def typed(fields: Fields, plain: Any) -> str:
+        beside = "" if plain is None else f"{_typed(plain)}, "
+        return f"outsize.{record.__name__}({beside}{_typed_fields(fields)})"
 
     for name, field in names.items():
         yield Old(name, keyword, field, joined, typed)
@@ -95,7 +94,8 @@ def _typed(value: Any) -> str:
     if isinstance(value, Path):
         return repr(str(value))
     is_literal = value is None or isinstance(value, bool | int | float | str | list)
-    return shown(value) if is_literal else "..."
+    name = getattr(value, "__name__", "")
+    return shown(value) if is_literal else name if name.isidentifier() else "..."
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -166,28 +166,33 @@ def _renamed(plain: Any, fields: Fields) -> Any:
     return value
 
 
-def _request_typed(field: str, value: Any, _: Any) -> str:
-    if field.startswith("lora_"):
-        return f"outsize.Request(lora=outsize.Lora({field.removeprefix('lora_')}={_typed(value)}))"
-    return f"outsize.Request({field}={_typed(value)})"
+def _request_typed(fields: Fields, _: Any) -> str:
+    own = {name: value for name, value in fields.items() if name not in _OF_LORA}
+    lora = {_OF_LORA[name]: value for name, value in fields.items() if name in _OF_LORA}
+    said = [_typed_fields(own)] if own else []
+    said += [f"lora=outsize.Lora({_typed_fields(lora)})"] if lora else []
+    return f"outsize.Request({', '.join(said)})"
 
 
-def _axes_typed(field: str, value: Any, plain: Any) -> str:
-    return repr(mesh_asked({field: value}, plain if plain in get_args(AxisSearch) else None))
+def _axes_typed(fields: Fields, plain: Any) -> str:
+    asked = mesh_asked(dict(fields), plain if plain in get_args(AxisSearch) else None)
+    assert isinstance(asked, Mapping)
+    return f"{{{', '.join(f'{name!r}: {_typed(size)}' for name, size in asked.items())}}}"
 
 
+def _callbacks_typed(fields: Fields, plain: Any) -> str:
+    given: list[Any] = list(plain) if isinstance(plain, Iterable) else []
+    own = [f"{type(one).__name__}(...)" for one in given]
+    return f"[{', '.join((*own, f'outsize.Watch({_typed_fields(fields)})'))}]"
+
+
+_OF_LORA: Final = {"lora_rank": "rank", "lora_targets": "targets"}
 _MESH: Final = tuple(Old(name, "axes", name, _in_axes, _axes_typed) for name in AXES)
 _WEIGHT_FILES: Final = (
-    Old("weights", "weight_files", "weights", _renamed, lambda _, value, __: _typed(value)),
+    Old("weights", "weight_files", "weights", _renamed, lambda fields, _: _typed(fields["weights"])),
 )
 _WATCHED: Final = tuple(
-    Old(
-        name,
-        "callbacks",
-        name,
-        _in_callbacks,
-        lambda field, value, plain: f"[{_beside(plain)}outsize.Watch({field}={_typed(value)})]",
-    )
+    Old(name, "callbacks", name, _in_callbacks, _callbacks_typed)
     for name in ("hang_timeout", "on_hang", "publish", "total_steps")
 )
 _RARE: Final = ("bn", "sequence_parallel", "loss_pieces", "module_pieces")
@@ -229,7 +234,7 @@ OLD: Final[Mapping[str, tuple[Old, ...]]] = {
 
 
 def in_new_spelling(function: str, options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Returns the options in the new spelling, with a warning for each that was old.
+    """Returns the options in the new spelling, with one warning for all that were old, on rank 0.
 
     An old name that the function knows in another meaning is left as it is. Raises BadOption for old and
     new together.
@@ -242,14 +247,23 @@ def in_new_spelling(function: str, options: Mapping[str, Any], known: Collection
         fields[row.keyword][row.field], joins[row.keyword] = options[name], row
     for keyword, row in joins.items():
         read[keyword] = row.joined(read.get(keyword), fields[keyword])
-    for name, value in options.items():
-        if (row := rows.get(name)) is not None:
-            warn_user(
-                f"outsize.{function}({name}=) is the old spelling, which the next release does not know. "
-                f"Next: {row.new(value, options.get(row.keyword))}",
-                OldSpelling,
-            )
+    old = [name for name in options if name in rows]
+    if old and _is_first_rank():
+        new = [row.new(fields[keyword], options.get(keyword)) for keyword, row in joins.items()]
+        are = "is the old spelling" if len(old) == 1 else "are old spellings"
+        warn_user(
+            f"outsize.{function}({', '.join(f'{name}=' for name in old)}) {are}, which the next release does "
+            f"not know. Next: {', '.join(new)}",
+            OldSpelling,
+        )
     return read
+
+
+def _is_first_rank() -> bool:
+    """Tells whether this process is the one of its run that speaks. Imports torch, with which it runs."""
+    from outsize.train.world.join import is_first_rank
+
+    return is_first_rank()
 
 
 def unknown_keyword(name: str, function: str, known: Collection[str]) -> BadOption:
@@ -259,5 +273,5 @@ def unknown_keyword(name: str, function: str, known: Collection[str]) -> BadOpti
     near = nearest(name, [*known, *rows])
     if near is None or near in known or spoken(name) is not None:
         return unknown_option(name, f"outsize.{function}", known)
-    new = rows[near].new(...)
+    new = rows[near].new({rows[near].field: ...})
     return BadOption(f"no option `{name}`; did you mean `{near}`?", next_step=new)

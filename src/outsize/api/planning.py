@@ -74,7 +74,9 @@ def capture(
     ExampleRejected (with the model's own error).
     """
     batch = as_batch(args, kwargs, target)
-    return capture_model(model, batch.args, batch.kwargs, Loss.of(loss_fn).function, batch.target).graph
+    return capture_model(
+        model, batch.args, batch.kwargs, Loss.of(loss_fn, "loss_fn").function, batch.target
+    ).graph
 
 
 @reads_options()

@@ -146,7 +146,9 @@ class SearchedPlan:
 def case_of(model: nn.Module, args: Any, kwargs: Any, options: CaseOptions) -> TrainingCase:
     """Returns the model with its example batch and its loss. Raises BadOption."""
     batch = as_batch(args, kwargs, options.get("target"))
-    return TrainingCase.of(model, batch, Loss.of(options.get("loss_fn")).function, options.get("batch_dims"))
+    return TrainingCase.of(
+        model, batch, Loss.of(options.get("loss_fn"), "loss_fn").function, options.get("batch_dims")
+    )
 
 
 def asked_in(options: FitOptions, function: str = "plan") -> Request:
@@ -182,7 +184,7 @@ def adapted_case(
 
     Raises BadOption, and ModelNotImportable without peft.
     """
-    lora = Lora.of(asked.lora)
+    lora = Lora.of(asked.lora, "lora")
     if lora.rank is not None:
         model = with_adapters(model, lora.rank, lora.targets)
     if asked.inference:

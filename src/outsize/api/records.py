@@ -11,12 +11,16 @@ nearest one. Nothing here imports torch, so that the command line reads the same
 
 from __future__ import annotations
 
+import builtins
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, cast, final, get_args
 
+from outsize.api.field_types import FieldHelp, FieldType
 from outsize.axes.registry import LISTED
 from outsize.errors import BadOption
 from outsize.errors.arguments import shown
@@ -38,6 +42,23 @@ if TYPE_CHECKING:
     from outsize.train.batch.loss_weights import Counting
     from outsize.train.crew.grad_clip import Clipping
 
+# Where the names of annotations are that a type checker reads above.
+_LATER: Final = {
+    "torch": "torch",
+    "GradScaler": "torch.amp.grad_scaler",
+    "Progress": "outsize.capture.measure.units",
+    "LossFn": "outsize.capture.recording.fallbacks",
+    "Cluster": "outsize.ir.cluster",
+    "BatchNormMode": "outsize.ir.plan",
+    "Precision": "outsize.ir.plan",
+    "ScheduleName": "outsize.ir.plan",
+    "ProfileSet": "outsize.ir.profile",
+    "Schedule": "outsize.ir.schedule",
+    "Recompute": "outsize.policies.activations",
+    "Weights": "outsize.policies.weights",
+    "Counting": "outsize.train.batch.loss_weights",
+    "Clipping": "outsize.train.context.options",
+}
 OnOutOfMemory = Literal["raise", "replan"]
 AXES: Final = tuple(axis.name for axis in LISTED if not axis.cuts_stages)
 OTHERS: Final = "others"
@@ -68,14 +89,24 @@ class OptionRecord(ABC):
             )
         return super().__new__(cls)
 
+    def __post_init__(self) -> None:
+        """Raises BadOption for a value that is not of the type of its field."""
+        for name, value in self.given().items():
+            field_type(type(self), name).insist(value, name, self.typed(name))
+
+    @classmethod
+    def typed(cls, name: str) -> str:
+        """Returns what a user types for a field, with braces in the place of its value."""
+        return f"outsize.{cls.__name__}({name}={{}})"
+
     @abstractmethod
     def __init__(self) -> None:
         """Takes the fields, which a dataclass sets."""
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def of(cls, value: Any, keyword: str) -> Self:
         """Returns the record of a keyword: itself, the first field with a plain value, or the defaults
-        for None."""
+        for None. Raises BadOption."""
         if isinstance(value, cls):
             return value
         if isinstance(value, OptionRecord):
@@ -85,12 +116,32 @@ class OptionRecord(ABC):
                 next_step=f"outsize.{cls.__name__}({', '.join(f'{name}=...' for name in fields_of(cls))})",
             )
         made: Any = cls  # a dataclass, whose first field takes the plain value
-        return made() if value is None else made(value)
+        if value is None:
+            return made()
+        field_type(cls, fields_of(cls)[0]).insist(value, keyword, f"{keyword}={{}}")
+        return made(value)
 
     def given(self) -> dict[str, Any]:
         """Returns the fields that are not at their defaults."""
         values = {one.name: (getattr(self, one.name), one.default) for one in fields(cast("Any", self))}
         return {name: value for name, (value, usual) in values.items() if value is not usual}
+
+
+@cache
+def field_type(record: type[OptionRecord], name: str) -> FieldType:
+    """Returns what a field takes, as it is annotated, and an example of it."""
+    annotation = record.__annotations__[name]
+    kind: Any = eval(annotation, _Namespace(globals()))
+    return FieldType(*get_args(kind))
+
+
+@final
+class _Namespace(dict[str, Any]):
+    """The names of annotations, of which those below TYPE_CHECKING are imported when a value is checked:
+    most of them import torch."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(import_module(_LATER[name]), name) if name in _LATER else getattr(builtins, name)
 
 
 def fields_of(record: type[OptionRecord]) -> tuple[str, ...]:
@@ -113,13 +164,13 @@ def unknown_option(name: str, function: str, known: Any) -> BadOption:
 class Loss(OptionRecord):
     """How the loss of a step is computed, weighed and scaled; `loss_fn=` takes a function or this record."""
 
-    function: LossFn | None = None
+    function: Annotated[LossFn | None, "torch.nn.functional.cross_entropy"] = None
     """`loss_fn(output, *target)`; without it the output holds the loss."""
-    counting: Counting = "auto"
+    counting: Annotated[Counting, "'auto'"] = "auto"
     """By what a microbatch counts in the batch's loss: "auto" by what the loss is a mean over, "samples",
     or "sum" where losses of microbatches are added as they are (the loss has divided by a count of the
     whole batch)."""
-    scaler: GradScaler | None = None
+    scaler: Annotated[GradScaler | None, 'torch.amp.GradScaler("cuda")'] = None
     """A GradScaler of torch, which scales the loss for fp16."""
 
 
@@ -128,9 +179,9 @@ class Loss(OptionRecord):
 class Clip(OptionRecord):
     """How gradients are clipped before the update; `clip_norm=` takes a number or this record."""
 
-    norm: float | None = None
+    norm: Annotated[float | None, "1.0"] = None
     """The largest norm of all gradients, for which an optimizer on the host waits; None clips nothing."""
-    clipping: Clipping = "exact"
+    clipping: Annotated[Clipping, "'speculative'"] = "exact"
     """"speculative" does not wait, and undoes a step where the norm was too large: the same bits, for 12
     more bytes per parameter on the host (AdamW)."""
 
@@ -141,16 +192,16 @@ class Compile(OptionRecord):
     """How the functions of stages are compiled and kept; `compiled=` takes a backend, a flag or this
     record."""
 
-    compiled: bool | str = False
+    compiled: Annotated[bool | str, "True"] = False
     """A backend of torch.compile: "inductor" (or True) fuses kernels, "aot_eager" keeps every bit. "auto"
     compiles where devices are expected to wait for their host (`engine.compilation` says why), and runs a
     stage as it is where that fails. False: never."""
-    device_graphs: bool | str = False
+    device_graphs: Annotated[bool | str, "'auto'"] = False
     """True records each stage's forward and backward as graphs of its device (CUDA graphs) after two
     steps, and replays them, which keeps every bit; a stage that cannot be recorded runs as it is, with a
     warning. "auto" does so where devices are expected to wait for their host. `engine.device_graphs` says
     what was recorded, and its bytes."""
-    captures: int = CAPTURES
+    captures: Annotated[int, "32"] = CAPTURES
     """How many shapes of a microbatch keep their recorded programs."""
 
 
@@ -159,11 +210,11 @@ class Compile(OptionRecord):
 class Checkpoint(OptionRecord):
     """Where a run goes on from, and where it saves itself; `resume=` takes a folder or this record."""
 
-    folder: str | Path | None = None
+    folder: Annotated[str | Path | None, "'run'"] = None
     """A folder of `engine.save`: the run goes on from its newest complete checkpoint, which may be of
     another layout, and begins where there is none. Without a plan, that of the checkpoint is used if it
     fits."""
-    saves_in: str | Path | None = None
+    saves_in: Annotated[str | Path | None, "'run'"] = None
     """The folder in which the run will save itself (`folder` by default): what could not go on from
     there, such as an optimizer whose `state_dict()` lacks something, is an error now."""
 
@@ -175,22 +226,22 @@ class Ranks(OptionRecord):
     `devices=` takes a list of devices or this record.
     """
 
-    devices: Sequence[str | torch.device] | None = None
+    devices: Annotated[Sequence[str | torch.device] | None, '["cuda:0", "cuda:1"]'] = None
     """`["cuda:0", "cuda:1"]` runs in this process, with a rank on each device; name a device several
     times for several ranks on it. A plan made for such devices needs none. Batches may be on any."""
-    memory_share: float | None = None
+    memory_share: Annotated[float | None, "0.5"] = None
     """How much of each device's memory the run is planned for, and held to: 0.5."""
-    on_oom: OnOutOfMemory | None = None
+    on_oom: Annotated[OnOutOfMemory | None, "'replan'"] = None
     """"replan" plans again at the next start, for less memory, where a device of this run ran out of it,
     and goes on from the newest checkpoint in `resume`; "raise" (default) only raises."""
-    offload_folder: str | Path | None = None
+    offload_folder: Annotated[str | Path | None, "'/scratch'"] = None
     """The folder for the files of weights, gradients or states that a plan puts on the host."""
-    backend: str | None = None
+    backend: Annotated[str | None, "'nccl'"] = None
     """torch's name of the communication backend ("mpi", "nccl"); by default gloo for CPUs and the
     device's own. A process group that exists already is used as it is."""
-    own_batches: bool = False
+    own_batches: Annotated[bool, "True"] = False
     """True: each replica passes its own samples alone (`engine.batch_sampler`)."""
-    seed: int = 0
+    seed: Annotated[int, "0"] = 0
     """The seed of random numbers in the model."""
 
 
@@ -199,14 +250,14 @@ class Ranks(OptionRecord):
 class Watch(OptionRecord):
     """How a run is watched and published; an entry of `callbacks=`, beside the user's own."""
 
-    hang_timeout: float | None = None
+    hang_timeout: Annotated[float | None, "60"] = None
     """After so many seconds without progress ranks find out whom they wait for (10, and five steps at
     least); 0: never."""
-    on_hang: Literal["end", "wait"] | None = None
+    on_hang: Annotated[Literal["end", "wait"] | None, "'wait'"] = None
     """"end" (default) ends a run that cannot go on, "wait" only says so."""
-    publish: bool = False
+    publish: Annotated[bool, "True"] = False
     """True lets `outsize top` see a run that `outsize run` has not started (it publishes each)."""
-    total_steps: int | None = None
+    total_steps: Annotated[int | None, "1000"] = None
     """How many steps the run will have, from which `outsize top` knows the time left."""
 
 
@@ -217,13 +268,14 @@ class Lora(OptionRecord):
     them; the weights of the model itself are frozen. `lora=` takes a rank or this record.
     """
 
-    rank: int | None = None
+    rank: Annotated[int | None, "8"] = None
     """The rank of the adapters; None: none."""
-    targets: Sequence[str] | str | None = None
+    targets: Annotated[Sequence[str] | str | None, "['q_proj', 'v_proj']"] = None
     """The layers that have one, as peft's `target_modules`."""
 
     def __post_init__(self) -> None:
-        """Raises BadOption for layers of adapters that have no rank."""
+        """Raises BadOption for layers of adapters that have no rank, and for values of another type."""
+        super().__post_init__()
         if self.targets is not None and self.rank is None:
             raise BadOption(
                 "lora_targets says where adapters are, and there are none",
@@ -242,63 +294,68 @@ class Request(OptionRecord):
     given once.
     """
 
-    cluster: str | Cluster | None = None
+    cluster: Annotated[str | Cluster | None, "'2xcpu'"] = None
     """The devices, by name ("2xcpu", "8xh100-80gb") or as a Cluster; "local" by default."""
-    batch_size: int | None = None
+    batch_size: Annotated[int | None, "32"] = None
     """The samples of the global batch; by default those of the example."""
-    microbatches: int | None = None
+    microbatches: Annotated[int | None, "2"] = None
     """Into how many microbatches the batch is split, for each replica."""
-    stages: int | None = None
+    stages: Annotated[int | None, "2"] = None
     """Into how many stages the model is split; searched by default."""
-    schedule: ScheduleName | Schedule | None = None
+    schedule: Annotated[ScheduleName | Schedule | None, "'1f1b'"] = None
     """A name, "auto", or one of your own (`outsize.Schedule.from_csv(text)`), which fixes stages and
     microbatches."""
-    optimizer: str | None = None
+    optimizer: Annotated[str | None, "'adamw'"] = None
     """The optimizer whose states have to fit; "adamw" by default."""
-    precision: Precision | None = None
+    precision: Annotated[Precision | None, "'bf16-mixed'"] = None
     """The precision of training ("bf16-mixed" is autocast); "fp32" by default, which leaves the weights
     unchanged, so a model that is bf16 by itself needs no other value."""
-    recompute: Recompute | None = None
+    recompute: Annotated[Recompute | None, "'full'"] = None
     """"full" recomputes all activations in the backward, stage by stage, or block by block where a stage
     does not fit; "selective" those of some units, "offload" stores them on the host until their backward,
     "none" leaves them on the device."""
-    weights: Weights | None = None
+    weights: Annotated[Weights | None, "'sharded'"] = None
     """"sharded" or "resident" (whole during a step) over `dp_shard`; "host-optimizer" keeps the optimizer
     and its states on the host, "host" weights and gradients as well, "host-activations" also what stages
     send to each other. By default the host is used where nothing else fits."""
-    axes: AxisSizes | None = None
+    axes: Annotated[AxisSizes | None, "{'tp': 2}"] = None
     """Sizes of axes that give every stage several devices: {"dp_replicate": 2}, "dp_shard" (FSDP), "tp",
     "cp" (each sequence shared by its tokens), "ep" (each has some of the experts). Axes that are not
     named are searched where the devices leave any, but with "others": 1. "all" (the default) searches
     every axis, "pp" none."""
-    exact: bool | None = None
+    exact: Annotated[bool | None, "True"] = None
     """True keeps to layouts whose results are bit-identical to one device's: pipelines, and where none
     fits, weights on the host. By default sums over replicas or tp may be rounded in another order, where
     a step is shorter for it by more than a prediction's error."""
-    bn: BatchNormMode | None = None
+    bn: Annotated[BatchNormMode | None, "'sync'"] = None
     """How BatchNorm keeps its running statistics (see Plan); "micro" by default."""
-    sequence_parallel: bool | None = None
+    sequence_parallel: Annotated[bool | None, "True"] = None
     """Whether tp also divides the activations between layers."""
-    loss_pieces: int | None = None
+    loss_pieces: Annotated[int | None, "8"] = None
     """In so many pieces of rows the loss is computed from the last product on, so that logits of all rows
     never exist at once; by default where that makes room for a faster plan (1: never)."""
-    module_pieces: int | None = None
-    """The same of modules that work on each row and are wide inside, such as an MLP; by default where
-    nothing else fits."""
-    objective: Objective | None = None
+    module_pieces: Annotated[int | None, "8"] = None
+    """In so many pieces of rows modules are computed that work on each row and are wide inside, such as an
+    MLP; by default where nothing else fits (1: never)."""
+    objective: Annotated[Objective | None, "'cost'"] = None
     """"cost" takes the plan with the least money per sample, on as many devices as are to be rented for
     it, instead of the fastest one; each device needs a price (`price_per_hour`)."""
-    inference: bool | None = None
+    inference: Annotated[bool | None, "True"] = None
     """True plans forwards alone: no gradients, no states, nothing saved for a backward. A model of
     transformers that generates has its whole batch at once, and the cache of all tokens of the
     example."""
-    lora: int | Lora | None = None
+    lora: Annotated[int | Lora | None, "8"] = None
     """Plans for the model with LoRA adapters of this rank, or as `outsize.Lora` says."""
-    measured: bool | ProfileSet | None = None
+    measured: Annotated[bool | ProfileSet | None, "True"] = None
     """True times the units on this machine; the result of `measure` uses its times, and only the
     microbatch sizes that it covers are considered. By default units are estimated."""
-    progress: Progress | None = None
+    progress: Annotated[Progress | None, "print"] = None
     """`progress(done, total)` is called while units are timed."""
+
+    @classmethod
+    def typed(cls, name: str) -> str:
+        """Returns the field alone, since functions have it as a keyword, too."""
+        return f"{name}={{}}"
 
     def joined(self, keywords: Mapping[str, Any]) -> Request:
         """Returns the request with the keywords that are fields of it and are given. Raises BadOption for
@@ -376,3 +433,5 @@ def _no_axis(name: Any) -> BadOption:
 
 RECORDS: Final = (Checkpoint, Clip, Compile, Loss, Lora, Ranks, Request, Watch)
 """Lists every record of options."""
+for _record in RECORDS:
+    FieldHelp.attach(_record)

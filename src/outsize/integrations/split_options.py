@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from outsize.api.old_spellings import in_new_spelling
 from outsize.api.options import ParallelizeOptions
-from outsize.api.records import Request
+from outsize.api.records import Checkpoint, Clip, Request, fields_of
 from outsize.axes.registry import GROUP
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
@@ -39,7 +39,7 @@ def options_of(split: Split | None) -> dict[str, Any]:
             numbers=f"a {type(split).__name__}",
             next_step='outsize={"stages": 2}',
         )
-    own = sorted(_FRAMEWORKS & set(split))
+    own = sorted(name for name, value in split.items() if _is_frameworks(name, value))
     if own:
         raise BadOption(
             f"{', '.join(own)} of outsize= is what the training framework says itself",
@@ -47,6 +47,13 @@ def options_of(split: Split | None) -> dict[str, Any]:
             next_step="leave it out, and use the framework's own argument",
         )
     return in_new_spelling("parallelize", split, ParallelizeOptions.__annotations__)
+
+
+def _is_frameworks(name: str, value: Any) -> bool:
+    """Tells whether the framework says it itself: of clipping the norm alone, of saving the folder."""
+    if isinstance(value, Clip | Checkpoint):
+        return fields_of(type(value))[0] in value.given()
+    return name in _FRAMEWORKS
 
 
 def split_into(
@@ -57,7 +64,7 @@ def split_into(
     What the user says counts more. The layout is `exact` where no axis is asked for that adds up in
     another order.
     """
-    asked = Request.of(options.get("plan"))
+    asked = Request.of(options.get("plan"), "plan")
     own = asked.joined({name: options[name] for name in options if name in ("axes", "microbatches")})
     rounds = {axis.name for axis in GROUP if not axis.keeps_bits}
     wants_axes = isinstance(own.axes, Mapping) and not rounds.isdisjoint(map(str, own.axes))

@@ -15,7 +15,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, final
 
-from pydantic import AfterValidator, create_model, field_validator
+from pydantic import (
+    AfterValidator,
+    ValidationError,
+    create_model,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from outsize.axes.axis import Axis
@@ -34,7 +39,18 @@ from outsize.axes.registry import (
 from outsize.errors import BadOption, BadPlan, ModelMismatch, UnsupportedPlan
 from outsize.errors.arguments import path_of
 from outsize.files.strict_json import BadJson
-from outsize.ir.base import Bytes, Count, DeviceName, Finite, Rate, Record, Seconds, Whole, Word
+from outsize.ir.base import (
+    Bytes,
+    Count,
+    DeviceName,
+    Finite,
+    Rate,
+    Record,
+    Seconds,
+    Whole,
+    Word,
+    first_problem,
+)
 from outsize.ir.findings import REJECTIONS, Bottleneck, PeakMargin, Reason
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.offload import Degree
@@ -429,6 +445,22 @@ class Plan(Record):
         plan = super().of_document(document)
         _check_ranks(plan)
         return plan
+
+    if not TYPE_CHECKING:  # where the fields are the parameters
+
+        def __init__(self, **fields: Any) -> None:
+            """Raises BadPlan for fields that are given by hand; of a file the reader names the field."""
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise BadPlan(
+                    f"a plan cannot be made of these fields: {': '.join(first_problem(error))}",
+                    numbers=f"{error.error_count()} fields are missing or wrong",
+                    next_step="outsize.plan(model, (x,), ...), or outsize.Plan.load('plan.json')",
+                ) from None
+
+        # else pydantic reads files through it as well, and no more strictly
+        __init__.__pydantic_base_init__ = True
 
     @field_validator("actions")
     @classmethod

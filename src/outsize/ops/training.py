@@ -171,7 +171,7 @@ def resume(
     `resume=outsize.Checkpoint(saves_in="elsewhere")` beside it says where the run saves.
     `engine.steps` says where it goes on. Raises BadCheckpoint, BadOption and as `parallelize`.
     """
-    beside = Checkpoint.of(options.get("resume"))
+    beside = Checkpoint.of(options.get("resume"), "resume")
     if beside.folder is not None:
         raise BadOption(
             "outsize.resume has the folder as its first argument, and resume= names one as well",

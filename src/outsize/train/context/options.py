@@ -88,6 +88,11 @@ class EngineOptions:
     def _check_callbacks(self) -> None:
         """Raises BadOption for what cannot be told of a step."""
         given: Any = self.callbacks
+        if given is None:
+            raise BadOption(
+                "callbacks is None, no list of callbacks",
+                next_step="callbacks=[MyCallback()], or leave it out",
+            )
         wrong = (
             next((one for one in given if isinstance(one, type) or not hasattr(one, "on_step")), None)
             if isinstance(given, Iterable)

@@ -199,6 +199,13 @@ def detected(
     }
 
 
+def places_first(env: Mapping[str, str]) -> bool:
+    """Tells whether this process is rank 0 of its run, or alone; also before the ranks have met."""
+    launcher = _launcher(env)
+    name = "RANK" if launcher is None else launcher.rank
+    return not whole_number(env.get(name, "0"))
+
+
 def looks_like_one_of_many(env: Mapping[str, str], script: str) -> str | None:
     """Returns the sentence for a process that trains alone, but was started as one of several; None where
     nothing says so.

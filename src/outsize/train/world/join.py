@@ -17,11 +17,16 @@ from pathlib import Path
 from outsize.ir.hardware.memory_share import checked_share
 from outsize.program.source_line import warn_user
 from outsize.run.transport.run_secret import RunSecret
-from outsize.train.world.environments import TrainsAlone, detected, looks_like_one_of_many
+from outsize.train.world.environments import TrainsAlone, detected, looks_like_one_of_many, places_first
 from outsize.train.world.exit import end_well_outside_workers
 from outsize.train.world.rendezvous import LOOPBACK, STORE, loopback_interface
 from outsize.train.world.variables import COPIES, ON_OOM, PREFIX, SHARE, PeerCopies
 from outsize.train.world.world import World, join_world, on_one_machine, sizes_in
+
+
+def is_first_rank() -> bool:
+    """Tells whether this process is rank 0 of its run, or alone, by what its launcher says."""
+    return places_first(os.environ)
 
 
 def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | None = None) -> World:
