@@ -26,6 +26,7 @@ from outsize.errors import BadOption
 from outsize.errors.arguments import shown
 from outsize.errors.words import nearest, spoken
 from outsize.ir.answers.request import NONE_SEARCHED, AxisSearch, Objective, RequestOptions
+from outsize.ir.formatting import whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,12 @@ class OptionRecord(ABC):
     def __post_init__(self) -> None:
         """Raises BadOption for a value that is not of the type of its field."""
         for name, value in self.given().items():
-            field_type(type(self), name).insist(value, name, self.typed(name))
+            if not self.reads(name, value):
+                field_type(type(self), name).insist(value, name, self.typed(name))
+
+    def reads(self, name: str, value: Any) -> bool:
+        """Tells whether whoever reads the field turns this value into one of its type."""
+        return False
 
     @classmethod
     def typed(cls, name: str) -> str:
@@ -356,6 +362,11 @@ class Request(OptionRecord):
     def typed(cls, name: str) -> str:
         """Returns the field alone, since functions have it as a keyword, too."""
         return f"{name}={{}}"
+
+    def reads(self, name: str, value: Any) -> bool:
+        """Tells whether a count is a text, as of a file of settings: a PlanRequest makes it a number."""
+        is_count = field_type(Request, name).kind == int | None
+        return is_count and isinstance(value, str) and whole_number(value) is not None
 
     def joined(self, keywords: Mapping[str, Any]) -> Request:
         """Returns the request with the keywords that are fields of it and are given. Raises BadOption for
