@@ -48,7 +48,7 @@ class Ownership:
         tensor: DividedWeights | None = None,
     ) -> None:
         model = run.whole
-        self._model, self._plan, self._crew, self._files = model, run.plan, crew, run.options.weights
+        self._model, self._plan, self.crew, self._files = model, run.plan, crew, run.options.weights
         self._tensor, self._without_loss = tensor, run.model
         self._names = frozenset(name for name, _ in model.named_parameters())
         self._of_loss = of_loss(model, (name for _, _, name in places(model)))
@@ -70,9 +70,9 @@ class Ownership:
         self._fill(lambda name: name not in sharded, notes)
         if sharded:
             self._shard(sharded, notes)
-        for note in notes if self._crew.global_rank == 0 else ():
+        for note in notes if self.crew.global_rank == 0 else ():
             warn_user(note)
-        if self._crew.device is not None and self._crew.device.type == "cpu":
+        if self.crew.device is not None and self.crew.device.type == "cpu":
             keep_freed_memory()
 
     def _fill(self, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
@@ -84,13 +84,13 @@ class Ownership:
         for of_experts in (False, True):
             own = [tensor for kind, tensor in used if kind is of_experts]
             parts = (part for tensor in own for part in plain_parts(tensor).values())
-            self._crew.replicas.spread(parts, of_experts=of_experts)
+            self.crew.replicas.spread(parts, of_experts=of_experts)
 
     def _to_shard(self) -> dict[str, int]:
         """Returns the stage of each weight that this rank owns and a program uses; the rest is not
         sharded.
         """
-        if not self._plan.shards or self._crew.mesh is None:
+        if not self._plan.shards or self.crew.mesh is None:
             return {}
         home, unused = self.placement.home, self.placement.unused
         own = ((n, t) for n, t in self.used() if self.is_own(n) and n not in unused)
@@ -102,7 +102,7 @@ class Ownership:
         def fill(names: Collection[str]) -> None:
             self._fill(set(names).__contains__, notes)
 
-        self._crew.shard(self._model, home, set(filter(self.of_experts, home)), fill)
+        self.crew.shard(self._model, home, set(filter(self.of_experts, home)), fill)
         self._sharded = frozenset(home)
 
     def adopt(self, find: Callable[[], Placement]) -> None:
@@ -126,7 +126,7 @@ class Ownership:
         That is its stage's device, or the host when weights come from there to their stage.
         """
         hosted = self._plan.streams and name in self._names
-        return torch.device("cpu") if hosted else self._crew.device_of(self.placement.home[name], replica)
+        return torch.device("cpu") if hosted else self.crew.device_of(self.placement.home[name], replica)
 
     def _follow(self, names: Iterable[str]) -> None:
         """Moves weights to their stages in place: an optimizer may hold these tensors already."""
@@ -161,7 +161,7 @@ class Ownership:
 
     def is_own(self, name: str) -> bool:
         """Tells whether this rank owns the weight of this name."""
-        return self._placement is not None and self._placement.home.get(name) in self._crew.stages
+        return self._placement is not None and self._placement.home.get(name) in self.crew.stages
 
     def of_experts(self, name: str) -> bool:
         """Tells whether ranks divide the weight of this name as one of experts."""
@@ -172,7 +172,7 @@ class Ownership:
         """Returns the axis whose ranks may hold parts of the weight of this name."""
         if self._tensor is not None and self._tensor.share(name) is not None:
             return self._tensor.axis_of(name)
-        return SHARD if self._plan.shards and self._crew.mesh is not None else None
+        return SHARD if self._plan.shards and self.crew.mesh is not None else None
 
     def trained(self) -> list[nn.Parameter]:
         """Returns the parameters of this rank that are given to the maker of its optimizer: the model's.
@@ -200,7 +200,7 @@ class Ownership:
         freed = [entry for entry in held if at_all or isinstance(entry[2], FreedWeight)]
         for table, key, weight in freed:
             if isinstance(weight, nn.Parameter):
-                table[key] = nn.Parameter(torch.empty(0, dtype=weight.dtype, device=self._crew.device))
+                table[key] = nn.Parameter(torch.empty(0, dtype=weight.dtype, device=self.crew.device))
         try:
             yield
         finally:
@@ -242,7 +242,7 @@ class Ownership:
         """
         if self._trained[0] is not self.placement:
             self._trained = self.placement, self._own_parameters()
-        by_stage: dict[int, list[TrainedWeight]] = {stage: [] for stage in self._crew.stages}
+        by_stage: dict[int, list[TrainedWeight]] = {stage: [] for stage in self.crew.stages}
         for stage, table, key, *kinds in self._trained[1]:
             if table[key].requires_grad:
                 by_stage[stage].append(TrainedWeight(table[key], *kinds))
@@ -266,19 +266,19 @@ class Ownership:
         """Returns the run of the model's own Python over the ranks of its pipeline; None where that is one
         rank.
         """
-        if self._crew.mesh is None or self._crew.world_size == 1:
+        if self.crew.mesh is None or self.crew.world_size == 1:
             return None
-        device = self._crew.device or torch.device("cpu")
-        rank_of, stages_of = self._crew.rank_of, self.placement.holders.items()
+        device = self.crew.device or torch.device("cpu")
+        rank_of, stages_of = self.crew.rank_of, self.placement.holders.items()
         holders: Holders = {name: frozenset(map(rank_of, stages)) for name, stages in stages_of}
-        return OwnedRun(self._model, holders, Exchange(self._crew.mesh.pipeline, device), device)
+        return OwnedRun(self._model, holders, Exchange(self.crew.mesh.pipeline, device), device)
 
     def _place(self, placement: Placement) -> None:
         self._insist_on_one_memory(placement)
         self._placement = placement
-        self._foreign = placement.foreign(self._crew.stages) - self._constants_of_loss(placement)
-        if self._crew.world_size > 1:
-            ranks = {name: min(map(self._crew.rank_of, placement.holders[name])) for name in self._foreign}
+        self._foreign = placement.foreign(self.crew.stages) - self._constants_of_loss(placement)
+        if self.crew.world_size > 1:
+            ranks = {name: min(map(self.crew.rank_of, placement.holders[name])) for name in self._foreign}
             free_foreign(self._model, {name: f"rank {rank}" for name, rank in ranks.items()})
             refuse_parts(self._model)
 
@@ -305,14 +305,14 @@ class Ownership:
 
     def _moves_apart(self, stages: Iterable[int], device: torch.device) -> bool:
         """Tells whether weights of these stages leave the memory that they have on `device`."""
-        ranks = {self._crew.rank_of(stage) for stage in stages}
-        devices = {self._crew.device_of(stage) for stage in stages} - {None, device}
+        ranks = {self.crew.rank_of(stage) for stage in stages}
+        devices = {self.crew.device_of(stage) for stage in stages} - {None, device}
         divided = self._plan.streams or self._plan.shards or self._tensor is not None
-        copied = self._files is not None or self._crew.local_replicas > 1
+        copied = self._files is not None or self.crew.local_replicas > 1
         return len(ranks) > 1 or bool(devices) or divided or copied
 
     def _load(self, files: WeightSource, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
-        default_device = self._crew.device or device_of(self._plan)
+        default_device = self.crew.device or device_of(self._plan)
         device_by_name = {n: self.device_of(n) or default_device for n in self.placement.home}
         for device in dict.fromkeys(device_by_name.values()) or [default_device]:
             others = {

@@ -109,7 +109,7 @@ class Engine:
             self._executor: Executor = ByModules(run, crew, ownership)
         else:
             self._executor = pipelined = Pipelined(run, crew, ownership, recording)
-            self.calls = ModelCalls(run, crew, self._split, pipelined)
+            self.calls = ModelCalls(run, ownership, self._split, pipelined)
         self._reports = StepReports(run, crew, self._executor, self._update, tensor, self._callbacks)
 
     def __repr__(self) -> str:

@@ -15,17 +15,18 @@ from itertools import count
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outsize.errors import BadOption
 from outsize.run.stage.rng import borrowed_generators
 from outsize.train.batch.batch import Batch
 from outsize.train.context.run_context import RunContext
-from outsize.train.crew.crew import Crew
+from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.ranks.batch_check import is_checked
 from outsize.train.split.nodes import CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
 from outsize.train.split.outputs import OutputJoin, rebuilt
+from outsize.train.split.rank_gradients import mark_gradients
 from outsize.train.variants.variant import Variants
 
 
@@ -59,13 +60,17 @@ class BatchSplit(Protocol):
 class ModelCalls:
     """The calls of one split model."""
 
-    def __init__(self, run: RunContext, crew: Crew, split: BatchSplit, executor: CallExecutor) -> None:
+    def __init__(
+        self, run: RunContext, ownership: Ownership, split: BatchSplit, executor: CallExecutor
+    ) -> None:
+        crew, self._ownership = ownership.crew, ownership
         self._model, self._crew, self._split, self._executor = run.model, crew, split, executor
         group = None if run.mesh is None else run.mesh.pipeline
         last = crew.rank_of(len(run.plan.stages) - 1)
         self._group = group
         self._join = OutputJoin(executor.variants.output_shapes, group, last, run.device)
-        self._anchor = torch.zeros((), requires_grad=True)
+        # An optimizer refuses a rank that has no weights, and what sums over ranks must find one on each.
+        self.stand_in = nn.Parameter(torch.zeros(0, device=run.device))
         self._seats: set[int] = set()
         self._number = 0
 
@@ -95,6 +100,8 @@ class ModelCalls:
 
     def _with_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Any:
         parts = self._split.of_batch(self._shared(Batch(args, kwargs)))
+        if self._group is not None and self._group.size() > 1:
+            mark_gradients(self._numbered(), self._group)
         inputs = [_inputs_with_gradient(part) for part in parts]
         own = [part.mapped(_detached) for part in parts]
         if self._crew.mesh is not None and is_checked(number):
@@ -109,9 +116,15 @@ class ModelCalls:
         close = _once(call.close, self._seats, seat)
         call = OpenedCall(call.outputs, call.groups, close)
         joined, wholes = self._join.join(call.outputs, own)
-        nodes = CallNodes(call, joined, inputs, self._anchor)
+        nodes = CallNodes(call, joined, inputs, self.stand_in)
         weakref.finalize(nodes, close).atexit = False
         return rebuilt(call.outputs, nodes.outputs(wholes), self._model)
+
+    def _numbered(self) -> list[tuple[int, nn.Parameter]]:
+        """Returns this rank's parameters with their numbers in the model's order."""
+        names = {name: number for number, (name, _) in enumerate(self._model.named_parameters())}
+        own = [(names[name], weight) for name, weight in self._ownership.own_parameters()]
+        return [*own, (-1, self.stand_in)]
 
     def _shared(self, batch: Batch) -> Batch:
         """Returns the batch with inputs whose gradients all ranks get."""

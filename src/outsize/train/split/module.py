@@ -20,6 +20,7 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_NONE = "nothing_trained_on_this_rank"
 
 
 class SplitEngine(Protocol):
@@ -27,7 +28,7 @@ class SplitEngine(Protocol):
 
     model: nn.Module
     plan: Plan
-    calls: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    calls: Any
     weights: Any
     state: Any
     crew: Any
@@ -78,11 +79,16 @@ class SplitModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this process has; in one process all."""
+        """Yields the parameters that this process has; in one process all. A rank that trains none yields one
+        without elements.
+        """
         if self.engine.crew.world_size == 1:
             return super().named_parameters(prefix, recurse, remove_duplicate)
         dot = f"{prefix}." if prefix else ""
-        return ((dot + name, parameter) for name, parameter in self.engine.weights.named_parameters())
+        own = list(self.engine.weights.named_parameters())
+        if not any(parameter.requires_grad for _, parameter in own):
+            own.append((_NONE, self.engine.calls.stand_in))
+        return ((dot + name, parameter) for name, parameter in own)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the state of the model, as far as this process has it; `engine.weights.full_state_dict()`

@@ -58,9 +58,13 @@ class CallNodes:
     """The nodes of one call, and what they share."""
 
     def __init__(
-        self, call: OpenedCall, joined: Sequence[JoinedOutput], inputs: Sequence[GradInputs], anchor: Tensor
+        self,
+        call: OpenedCall,
+        joined: Sequence[JoinedOutput],
+        inputs: Sequence[GradInputs],
+        stand_in: Tensor,
     ) -> None:
-        self._call, self._joined, self._inputs, self._anchor = call, joined, inputs, anchor
+        self._call, self._joined, self._inputs, self._stand_in = call, joined, inputs, stand_in
         self._left = len(inputs)
         self._trained = [at for at, output in enumerate(joined) if output.requires_grad]
 
@@ -71,7 +75,7 @@ class CallNodes:
             self._call.close()
             return outputs
         tokens = [
-            _Microbatch.apply(self, number, self._anchor, *self._edges(number))
+            _Microbatch.apply(self, number, self._stand_in, *self._edges(number))
             for number in range(len(self._inputs))
         ]
         tokens = [each if isinstance(each, tuple) else (each,) for each in tokens]
@@ -124,15 +128,17 @@ class CallNodes:
         yield from self._call.group_of(number).outers(number)
 
     def _edges(self, number: int) -> Iterator[Tensor]:
-        """Yields what gets gradients of a microbatch, once for each gradient that may arrive."""
+        """Yields what gets gradients of a microbatch behind the stand-in, once for each that may arrive."""
         for _, outer in self._outers(number):
             yield from (tensor for _, tensor in self._inputs[number])
             for name, weight in outer.weights.items():
                 yield from [weight] * outer.most(name)
 
     def _gradients(self, number: int) -> Iterator[Tensor | None]:
-        """Yields the gradients of `_edges`."""
+        """Yields the gradients of the stand-in, where there are no others, and of `_edges`."""
         group = self._call.group_of(number)
+        has_weights = any(outer.weights for _, outer in group.outers(number))
+        yield None if has_weights else torch.zeros_like(self._stand_in)
         place = group.numbers.index(number)
         for _, outer in group.outers(number):
             found = outer.gradients.pop(place)
@@ -150,7 +156,7 @@ class _Microbatch(Function):
     """The node of one microbatch: its inputs get gradients, its outputs stand for the model's."""
 
     @staticmethod
-    def forward(ctx: Any, nodes: CallNodes, number: int, anchor: Tensor, *edges: Tensor) -> Any:
+    def forward(ctx: Any, nodes: CallNodes, number: int, *edges: Tensor) -> Any:
         """Returns a tensor for each output."""
         ctx.set_materialize_grads(False)
         ctx.nodes, ctx.number = nodes, number
@@ -159,7 +165,7 @@ class _Microbatch(Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Returns the gradients of the edges."""
-        return (None, None, None, *ctx.nodes.backward(ctx.number, grad_outputs))
+        return (None, None, *ctx.nodes.backward(ctx.number, grad_outputs))
 
 
 @final

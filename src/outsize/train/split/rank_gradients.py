@@ -1,0 +1,154 @@
+"""Problem: `clip_grad_norm_(model.parameters(), 1.0)` sees the gradients of one rank, and would clip by them.
+
+    rank 0    norms of 3 gradients ─┐ stacked    gathered: norms of all 5, in the model's order    one norm
+    rank 1    norms of 2 gradients ─┘            gathered: the same                                of norms
+
+Each `.grad` of a split model over processes is a RankGradient. It computes as any tensor does; but the norm
+of one is a RankNorm, a stack of those knows that it is a part, and the norm of that stack is the one of all
+ranks, in the model's order, so with the bits of one process. A GradScaler's look for infinities is made one
+over all ranks in the same way. So torch's own functions give what they give for the whole model:
+`clip_grad_norm_`, `get_total_norm`, `GradScaler.unscale_`. All ranks call them alike; a rank without trained
+weights has a gradient without elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outsize.run.transport.control_messages import all_gather_values
+from outsize.run.transport.groups import RankGroup
+
+_NORMS: Final = frozenset({torch.linalg.vector_norm, torch.norm, Tensor.norm})
+_STACKS: Final = frozenset({torch.stack, torch.cat})
+_MOVES: Final = frozenset({Tensor.to, Tensor.cpu, Tensor.float, Tensor.double, Tensor.detach})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which gradients of the model these are the norms of: by their numbers in its order; None: of a tensor
+    that all ranks have.
+    """
+
+    numbers: tuple[int | None, ...]
+    group: RankGroup
+
+
+def as_rank_gradient(gradient: Tensor, number: int, group: RankGroup) -> Tensor:
+    """Returns the gradient of the model's parameter of this number, as one that other ranks do not have."""
+    marked = gradient.as_subclass(RankGradient)
+    vars(marked)["part"] = Part((number,), group)
+    return marked
+
+
+def mark_gradients(weights: Sequence[tuple[int, nn.Parameter]], group: RankGroup) -> None:
+    """Makes each gradient that these parameters get a RankGradient; the number is the model's order."""
+    for number, weight in weights:
+        if weight.requires_grad and not vars(weight).get("is_marked"):
+            vars(weight)["is_marked"] = True
+            weight.register_post_accumulate_grad_hook(_Mark(number, group))
+
+
+@final
+class _Mark:
+    """Marks the gradient of one parameter, once it has its value."""
+
+    def __init__(self, number: int, group: RankGroup) -> None:
+        self._number, self._group = number, group
+
+    def __call__(self, weight: Tensor) -> None:
+        gradient = weight.grad
+        if gradient is not None and type(gradient) is Tensor:
+            weight.grad = as_rank_gradient(gradient, self._number, self._group)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, RankGradient | RankNorm):
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.as_subclass(Tensor)
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+def _part_of(value: Any) -> Part | None:
+    return vars(value).get("part") if isinstance(value, RankGradient | RankNorm) else None
+
+
+def _norm(values: Tensor, part: Part) -> RankNorm:
+    norm = values.as_subclass(RankNorm)
+    vars(norm)["part"] = part
+    return norm
+
+
+@final
+class RankGradient(Tensor):
+    """The gradient of a parameter that this rank has and others do not."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Computes as torch does; see the head of this file for norms and infinities."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            first = args[0] if args else None
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                part = next(part for each in args[0] if (part := _part_of(each)) is not None)
+                dist.all_reduce(args[1], dist.ReduceOp.MAX, group=part.group.of_tensor(args[1]))
+                return found
+            if func is torch._foreach_norm:
+                pairs = [(norm, _part_of(each)) for norm, each in zip(found, args[0], strict=True)]
+                return type(found)(norm if part is None else _norm(norm, part) for norm, part in pairs)
+            part = _part_of(first)
+            if func in _NORMS and part is not None and isinstance(found, Tensor) and found.ndim == 0:
+                return _norm(found, part)
+            return _unmarked(found, args)
+
+
+@final
+class RankNorm(Tensor):
+    """The norm of a RankGradient, or a stack of such norms."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Computes as torch does; a norm of norms is one over all ranks."""
+        with torch._C.DisableTorchFunctionSubclass():
+            first = args[0] if args else None
+            if func in _NORMS and (part := _part_of(first)) is not None and first.ndim == 1:
+                return func(_gathered(_plain(first), part), *args[1:], **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+            if func in _STACKS:
+                parts = [_part_of(each) for each in first]
+                group = next(part.group for part in parts if part is not None)
+                numbers = [n for part in parts for n in ((None,) if part is None else part.numbers)]
+                return _norm(_plain(found), Part(tuple(numbers), group))
+            part = _part_of(first)
+            if func in _MOVES and part is not None and isinstance(found, Tensor):
+                return _norm(_plain(found), part)
+            return _unmarked(found, args)
+
+
+def _unmarked(found: Any, args: tuple[Any, ...]) -> Any:
+    """Returns results as plain tensors, but the argument itself where a call has changed it in place."""
+    if any(found is each for each in args):
+        return found
+    return _plain(found)
+
+
+def _gathered(norms: Tensor, part: Part) -> Tensor:
+    """Returns the norms of all ranks in the model's order, between those of tensors that all ranks have."""
+    own = [(number, norm) for number, norm in zip(part.numbers, norms, strict=True) if number is not None]
+    first = next(at for at, number in enumerate(part.numbers) if number is not None)
+    shared = [(at, norm) for at, norm in enumerate(norms) if part.numbers[at] is None]
+    every = [pair for rank in all_gather_values(own, part.group.host, "norms of gradients") for pair in rank]
+    every.sort(key=lambda pair: pair[0])
+    ordered = [norm.to(norms.device) for number, norm in every if number >= 0]
+    before = [norm for at, norm in shared if at < first]
+    return torch.stack([*before, *ordered, *(norm for at, norm in shared if at > first)])
