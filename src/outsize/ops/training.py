@@ -28,6 +28,7 @@ from outsize.schedules.families import GPIPE
 from outsize.train.checkpoint.checkpoints import newest_folder
 from outsize.train.context.callback import Callback
 from outsize.train.engine.engine import Engine
+from outsize.train.split.calls import insist_on_calls
 from outsize.train.split.module import SplitModule
 
 
@@ -111,8 +112,15 @@ def split(
 
     Raises what `parallelize` raises.
     """
-    asked = plan if isinstance(plan, Plan) else _forwards_first(plan)
+    if isinstance(plan, Plan):
+        insist_on_calls(plan)
+        asked = plan
+    else:
+        asked = _forwards_first(plan)
+        options = options if asked.axes is not None else {"axes": "pp", **options}
     engine = parallelize(model, args, kwargs, plan=asked, **options)
+
+    insist_on_calls(engine.plan, engine.crew.local_replicas)
 
     def again(other: nn.Module) -> SplitModule:
         return split(other, args, kwargs, plan=engine.plan, **options)

@@ -40,7 +40,7 @@ from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.run.interpreter.in_process import own_inputs
 from outsize.run.interpreter.interpreter import Interpreter, Programs, StepInputs, StepOutputs
 from outsize.run.interpreter.trace import Marks
-from outsize.run.moves.base import Moves
+from outsize.run.moves.base import Moves, Resident
 from outsize.run.moves.fsdp import Fill, ShardedWeights
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
@@ -147,7 +147,7 @@ class Crew(ABC):
             stages = {(s, mb): self._stage(load, mb, s, make_stage) for s, mb in sorted(places)}
             channels = [CHANNELS * channel for channel in load.channels]
             cuts = [variant.cut for variant in variants]
-            moves = self._moves_of(cuts)
+            moves = self._moves_of(cuts, of_call=load.seat is not None)
             programs = Programs(
                 len(self._plan.stages), lambda *place: stages[place], channels, moves, self.values
             )
@@ -160,9 +160,13 @@ class Crew(ABC):
         key = (numbers, tuple(load.channels), torch.is_grad_enabled(), replica, load.seat)
         return self._built.get(key, build)
 
-    def _moves_of(self, cuts: Sequence[Cut]) -> Moves:
-        """Returns the moves of weights, values and activations, for microbatches with these programs."""
-        return self.activations.combined_with(self.values.combined_with(self.moves.of(cuts), cuts))
+    def _moves_of(self, cuts: Sequence[Cut], *, of_call: bool) -> Moves:
+        """Returns the moves of weights, values and activations, for microbatches with these programs.
+
+        Weights of a call stay, and gradients are added up where the user's backward ends.
+        """
+        moves = Resident() if of_call else self.moves.of(cuts)
+        return self.activations.combined_with(self.values.combined_with(moves, cuts))
 
     def _stage(self, load: PipelineInputs, microbatch: int, number: int, make: MakeStage) -> RunnableStage:
         variant, replica = load.variants[microbatch], load.replica
@@ -193,7 +197,8 @@ class Crew(ABC):
                 lowered = schedule_of_call(self._plan, first.cut, count, on)
             else:
                 lowered = make_schedule(self._plan, first.cut, count, training=training)
-            return self._moves_of([variant.cut for variant in variants]).scheduled(lowered, first.cut)
+            cuts = [variant.cut for variant in variants]
+            return self._moves_of(cuts, of_call=of_call).scheduled(lowered, first.cut)
 
         return self._schedules.get(key, make)
 

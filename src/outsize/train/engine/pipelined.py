@@ -37,6 +37,7 @@ from outsize.train.batch.loss_weights import (
     UnknownShares,
     counted_each,
     doubt_of,
+    shares_of,
     trial_text,
     unexpected_of,
 )
@@ -243,7 +244,7 @@ class Pipelined(Executor):
             variants = self._find(parts, outputs=True)
             self._ready(variants, parts)
             step = _Step(variants, parts, number)
-            pieces, _ = self._begin(step)
+            pieces, written = self._begin(step)
             self._adopt(variants)
             groups: list[OpenedGroup] = []
             values: list[tuple[Tensor, ...]] = []
@@ -259,22 +260,24 @@ class Pipelined(Executor):
                         pipeline = self._crew.open(load, self._stage_of_call)
                         groups.append(OpenedGroup([piece.number for piece in members], pipeline))
                         values += pipeline.forward().outputs
+                self._crew.replicas.spread(self._ownership.own(written) if written else ())
             except BaseException as error:
                 close()
                 if isinstance(error, Exception):
                     name_instruction(error)
                 raise
             self._end()
-        return OpenedCall(CallOutputs(variants, pieces, values), groups, close)
+        return OpenedCall(_call_outputs(step, pieces, values), groups, close)
 
     def outputs(self, parts: Sequence[Batch], number: int) -> CallOutputs:
         """Runs the forwards of a call of the model without graphs."""
         with self._programs.running():
             variants = self._find(parts, outputs=True)
             self._ready(variants, parts)
-            results = self._run(_Step(variants, parts, number))
+            step = _Step(variants, parts, number)
+            results = self._run(step)
         values = [values for result in results for values in result.outputs]
-        return CallOutputs(variants, [piece for result in results for piece in result.pieces], values)
+        return _call_outputs(step, [piece for result in results for piece in result.pieces], values)
 
     def _find(self, parts: Sequence[Batch], *, outputs: bool, waits: bool = True) -> list[Variant]:
         """Returns the variant of each microbatch."""
@@ -446,6 +449,11 @@ class Pipelined(Executor):
         own_calls = [part[: len(part) * sum(counts) // len(counts)] for part in calls]
         on_host = [[(n, mean.cpu(), m2.cpu()) for n, mean, m2 in part] for part in own_calls]
         return [list(chain(*parts)) for parts in zip(*replicas.of_all(on_host), strict=True)]
+
+
+def _call_outputs(step: _Step, pieces: Sequence[Piece], values: Sequence[tuple[Tensor, ...]]) -> CallOutputs:
+    counted = counted_each([variant.shares for variant in step.variants], step.parts)
+    return CallOutputs(step.variants, pieces, values, shares_of(counted))
 
 
 def _written(variants: Sequence[Variant]) -> frozenset[str]:

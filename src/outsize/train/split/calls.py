@@ -11,22 +11,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import BadOption
+from outsize.axes.registry import AXES
+from outsize.errors import BadOption, UnsupportedPlan
+from outsize.ir.plan import Plan
 from outsize.run.stage.rng import borrowed_generators
+from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.batch import Batch
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.ranks.batch_check import is_checked
+from outsize.train.ranks.mesh import Mesh
 from outsize.train.split.nodes import CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
 from outsize.train.split.outputs import OutputJoin, rebuilt
-from outsize.train.split.rank_gradients import mark_gradients
+from outsize.train.split.rank_gradients import GradientRanks, mark_gradient
 from outsize.train.variants.variant import Variants
 
 
@@ -56,6 +61,20 @@ class BatchSplit(Protocol):
         ...
 
 
+def insist_on_calls(plan: Plan, local_replicas: int = 1) -> None:
+    """Raises UnsupportedPlan for a plan whose calls cannot be a part of the user's graph."""
+    others = [axis for axis in AXES if axis.divides_tokens or axis.divides_states or axis.divides_experts]
+    reasons = [f"{name} {size}" for name, size in plan.axes.used_of(others).items()]
+    reasons += [f"weights {plan.weights!r}"] if plan.streams else []
+    reasons += [f"{local_replicas} replicas in one process"] if local_replicas > 1 else []
+    if reasons:
+        raise UnsupportedPlan(
+            "a split model has stages, replicas and tensor parallelism, and this plan has more",
+            numbers=", ".join(reasons),
+            next_step="outsize.parallelize(..., loss_fn=loss_fn) and engine.step(x, target=y), or axes='pp'",
+        )
+
+
 @final
 class ModelCalls:
     """The calls of one split model."""
@@ -68,7 +87,8 @@ class ModelCalls:
         group = None if run.mesh is None else run.mesh.pipeline
         last = crew.rank_of(len(run.plan.stages) - 1)
         self._group = group
-        self._join = OutputJoin(executor.variants.output_shapes, group, last, run.device)
+        self._mesh = run.mesh
+        self._join = OutputJoin(executor.variants.output_shapes, run.mesh, last, run.device)
         # An optimizer refuses a rank that has no weights, and what sums over ranks must find one on each.
         self.stand_in = nn.Parameter(torch.zeros(0, device=run.device))
         self._seats: set[int] = set()
@@ -100,8 +120,8 @@ class ModelCalls:
 
     def _with_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Any:
         parts = self._split.of_batch(self._shared(Batch(args, kwargs)))
-        if self._group is not None and self._group.size() > 1:
-            mark_gradients(self._numbered(), self._group)
+        if self._mesh is not None:
+            self._mark_gradients(self._mesh)
         inputs = [_inputs_with_gradient(part) for part in parts]
         own = [part.mapped(_detached) for part in parts]
         if self._crew.mesh is not None and is_checked(number):
@@ -118,23 +138,35 @@ class ModelCalls:
         joined, wholes = self._join.join(call.outputs, own)
         nodes = CallNodes(call, joined, inputs, self.stand_in)
         weakref.finalize(nodes, close).atexit = False
-        return rebuilt(call.outputs, nodes.outputs(wholes), self._model)
+        return rebuilt(call.outputs, nodes.outputs(wholes, self._sums_of), self._model)
 
-    def _numbered(self) -> list[tuple[int, nn.Parameter]]:
-        """Returns this rank's parameters with their numbers in the model's order."""
-        names = {name: number for number, (name, _) in enumerate(self._model.named_parameters())}
-        own = [(names[name], weight) for name, weight in self._ownership.own_parameters()]
-        return [*own, (-1, self.stand_in)]
+    def _mark_gradients(self, mesh: Mesh) -> None:
+        """Lets torch's functions see which gradients other ranks do not have."""
+        numbers = {name: number for number, (name, _) in enumerate(self._model.named_parameters())}
+        ranks = GradientRanks(mesh.pipeline, mesh.group)
+        divided = replace(ranks, are_parts=True)
+        for name, weight in self._ownership.own_parameters():
+            is_divided = self._ownership.division(name) is not None
+            mark_gradient(weight, numbers[name], divided if is_divided else ranks)
+        mark_gradient(self.stand_in, -1, ranks)
+
+    def _sums_of(self, name: str) -> RankGroup | None:
+        """Returns the ranks that hold a weight for other samples or rows, whose gradients are added up."""
+        if self._mesh is None:
+            return None
+        of_experts = self._ownership.of_experts(name)
+        return self._mesh.expert_holders if of_experts else self._mesh.holders
 
     def _shared(self, batch: Batch) -> Batch:
         """Returns the batch with inputs whose gradients all ranks get."""
-        group = self._group
-        if group is None or group.size() == 1 or not any(t.requires_grad for t in batch.tensors()):
+        sums = None if self._mesh is None else self._mesh.holders
+        groups = [group for group in (self._group, sums) if group is not None and group.size() > 1]
+        if not groups or not any(t.requires_grad for t in batch.tensors()):
             return batch
 
         def leaf(part: Any) -> Any:
             is_wanted = isinstance(part, Tensor) and part.requires_grad
-            return SharedInput.apply(group.of_tensor(part), part) if is_wanted else part
+            return SharedInput.apply(groups, part) if is_wanted else part
 
         return batch.mapped(leaf)
 

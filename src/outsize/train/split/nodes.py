@@ -13,7 +13,7 @@ the outputs' shapes without memory; the values are in the joined output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,10 +24,13 @@ from torch.autograd import Function
 
 from outsize.errors import BadOption
 from outsize.run.stage.outer_graph import OuterGraph
+from outsize.run.transport.groups import RankGroup
 from outsize.train.split.opened_call import OpenedCall
 
 GradInputs = Sequence[tuple[int, Tensor]]
 """Inputs of a microbatch that want a gradient, by their positions among its tensors."""
+SumsOf = Callable[[str], RankGroup | None]
+"""The ranks over which the gradient of a weight of this name is added up; None where nobody else has it."""
 
 
 @final
@@ -46,11 +49,12 @@ class JoinedOutput:
     shares: Sequence[float]
     requires_grad: bool
 
-    def parts(self, gradient: Tensor) -> list[Tensor]:
-        """Returns the gradient of each microbatch's output."""
+    def parts(self, gradient: Tensor, numbers: Sequence[int]) -> list[Tensor]:
+        """Returns the gradients of the outputs of these microbatches."""
         if self.dim is None:
-            return [gradient * share for share in self.shares]
-        return list(gradient.split([shape[self.dim] for shape in self.shapes], self.dim))
+            return [gradient * self.shares[number] for number in numbers]
+        parts = gradient.split([shape[self.dim] for shape in self.shapes], self.dim)
+        return [parts[number] for number in numbers]
 
 
 @final
@@ -65,22 +69,30 @@ class CallNodes:
         stand_in: Tensor,
     ) -> None:
         self._call, self._joined, self._inputs, self._stand_in = call, joined, inputs, stand_in
-        self._left = len(inputs)
+        # Those of this replica; one that has fewer than others repeats its last one, without a share.
+        self._numbers = [piece.number for piece in call.outputs.pieces if piece.counts]
+        self._left = len(self._numbers)
+        self._summed: dict[int, Tensor] = {}
         self._trained = [at for at, output in enumerate(joined) if output.requires_grad]
 
-    def outputs(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the outputs of the whole batch, with these values, in the user's graph."""
+    def outputs(self, wholes: Sequence[Tensor], sums_of: SumsOf) -> list[Tensor]:
+        """Returns the outputs of the batch, with these values, in the user's graph.
+
+        Gradients of a weight are added up over the ranks of `sums_of(name)`, which have other microbatches.
+        """
         outputs = list(wholes)
         if not self._trained:
             self._call.close()
             return outputs
+        self._summed = self._through_sums(sums_of)
         tokens = [
-            _Microbatch.apply(self, number, self._stand_in, *self._edges(number))
-            for number in range(len(self._inputs))
+            _Microbatch.apply(self, number, self._stand_in, *self._edges(number)) for number in self._numbers
         ]
         tokens = [each if isinstance(each, tuple) else (each,) for each in tokens]
         for place, at in enumerate(self._trained):
-            outputs[at] = _Join.apply(self._joined[at], [outputs[at]], *(each[place] for each in tokens))
+            outputs[at] = _Join.apply(
+                self._joined[at], self._numbers, [outputs[at]], *(t[place] for t in tokens)
+            )
         return outputs
 
     def tokens(self, number: int) -> list[Tensor]:
@@ -103,10 +115,10 @@ class CallNodes:
                 numbers=f"microbatch {number} of a call",
                 next_step="compute what needs them on the plain model, or with model.by_modules() around it",
             )
-        if number != self._left - 1:
+        if not self._left or number != self._numbers[self._left - 1]:
             raise BadOption(
                 "the backward of this call has run, and its activations are freed",
-                numbers=f"microbatch {number}; {self._left} of {len(self._inputs)} are left",
+                numbers=f"microbatch {number}; {self._left} of {len(self._numbers)} are left",
                 next_step="call the model again for a second backward, or add up the losses and call "
                 "backward() once",
             )
@@ -132,7 +144,26 @@ class CallNodes:
         for _, outer in self._outers(number):
             yield from (tensor for _, tensor in self._inputs[number])
             for name, weight in outer.weights.items():
-                yield from [weight] * outer.most(name)
+                yield from [self._summed.get(id(weight), weight)] * outer.most(name)
+
+    def _through_sums(self, sums_of: SumsOf) -> dict[int, Tensor]:
+        """Returns, by the id of a weight, what stands for it behind a sum over ranks."""
+        weights = {
+            name: weight
+            for number in self._numbers
+            for _, outer in self._outers(number)
+            for name, weight in outer.weights.items()
+        }
+        by_group: dict[int, tuple[RankGroup, list[Tensor]]] = {}
+        for name, weight in weights.items():
+            group = sums_of(name)
+            if group is not None and group.size() > 1:
+                by_group.setdefault(id(group), (group, []))[1].append(weight)
+        behind: dict[int, Tensor] = {}
+        for group, summed in by_group.values():
+            made = _ReplicaSum.apply(group, *summed)
+            behind |= dict(zip(map(id, summed), made if isinstance(made, tuple) else (made,), strict=True))
+        return behind
 
     def _gradients(self, number: int) -> Iterator[Tensor | None]:
         """Yields the gradients of the stand-in, where there are no others, and of `_edges`."""
@@ -173,36 +204,71 @@ class _Join(Function):
     """The node of one output of the whole batch."""
 
     @staticmethod
-    def forward(ctx: Any, joined: JoinedOutput, values: list[Tensor], *tokens: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, joined: JoinedOutput, numbers: Sequence[int], values: list[Tensor], *tokens: Tensor
+    ) -> Tensor:
         """Returns the one tensor in `values`. A node that held it would be held by it, and never be freed."""
-        ctx.joined = joined
+        ctx.joined, ctx.numbers = joined, numbers
         return values.pop()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Returns the gradients of the microbatches' outputs."""
-        return (None, None, *ctx.joined.parts(grad_outputs[0]))
+        return (None, None, None, *ctx.joined.parts(grad_outputs[0], ctx.numbers))
+
+
+@final
+class _ReplicaSum(Function):
+    """The weights of one call: their gradients are added up over ranks that have other microbatches."""
+
+    @staticmethod
+    def forward(ctx: Any, group: RankGroup, *weights: Tensor) -> Any:
+        """Returns the weights."""
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.like = group, [weight.detach() for weight in weights]
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Returns the sums; None for a weight that has no gradient on any rank."""
+        present = torch.tensor([float(gradient is not None) for gradient in grad_outputs])
+        dist.all_reduce(present, group=ctx.group.of_tensor(present))
+        pairs = list(zip(grad_outputs, ctx.like, present.tolist(), strict=True))
+        own = [torch.zeros_like(weight) if g is None else g for g, weight, count in pairs if count]
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for at, gradient in enumerate(own):
+            by_kind.setdefault((gradient.dtype, gradient.device), []).append(at)
+        for places in by_kind.values():
+            flat = torch.cat([own[at].reshape(-1) for at in places])
+            dist.all_reduce(flat, group=ctx.group.of_tensor(flat))
+            sums = flat.split([own[at].numel() for at in places])
+            for at, total in zip(places, sums, strict=True):
+                own[at] = total.view(own[at].shape)
+        left = iter(own)
+        return (None, *(next(left) if count else None for _, _, count in pairs))
 
 
 @final
 class SharedInput(Function):
-    """An input of the whole batch: its gradient is added up over the ranks of the pipeline, from the last
-    rank to the first, and the same on all of them.
+    """An input of the whole batch: its gradient is added up over the ranks of each group in turn, from the
+    last rank to the first, and the same on all of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, value: Tensor) -> Tensor:
+    def forward(ctx: Any, groups: Sequence[RankGroup], value: Tensor) -> Tensor:
         """Returns the input."""
-        ctx.group = group
+        ctx.groups = groups
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Returns the sum of all ranks' gradients."""
-        own = grad_outputs[0].contiguous()
-        every = [torch.empty_like(own) for _ in range(ctx.group.size())]
-        dist.all_gather(every, own, group=ctx.group)
-        total = every[-1]
-        for other in reversed(every[:-1]):
-            total = total + other
+        total = grad_outputs[0]
+        for group in ctx.groups:
+            own = total.contiguous()
+            every = [torch.empty_like(own) for _ in range(group.size())]
+            dist.all_gather(every, own, group=group.of_tensor(own))
+            total = every[-1]
+            for other in reversed(every[:-1]):
+                total = total + other
         return None, total

@@ -39,12 +39,14 @@ class OpenedGroup:
 class CallOutputs:
     """What the microbatches of a call have returned: the values of the last stage, where that runs here.
 
-    `values[k]` are those of microbatch k, in the order of `variants[k].cut.programs[-1].outputs`.
+    `values[k]` are those of `pieces[k]`, in the order of `variants[number].cut.programs[-1].outputs`; a piece
+    that does not count is a repetition. `shares` are those of all microbatches in a loss.
     """
 
     variants: Sequence[Variant]
     pieces: Sequence[Piece]
     values: Sequence[tuple[Tensor, ...]]
+    shares: Sequence[float]
 
 
 @final

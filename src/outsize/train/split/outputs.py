@@ -21,8 +21,8 @@ from outsize.errors import BadOption, OutsizeError
 from outsize.program.tape import Meta, Ref, Weight
 from outsize.program.tree import map_leaves
 from outsize.program.weights.lookup import weight_named
-from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.batch import Batch
+from outsize.train.ranks.mesh import Mesh
 from outsize.train.split.nodes import JoinedOutput
 from outsize.train.split.opened_call import CallOutputs
 
@@ -32,12 +32,16 @@ Shapes = Callable[[Batch], Sequence[torch.Size]]
 
 @final
 class OutputJoin:
-    """Joins the outputs of microbatches. `group` are the ranks of the pipeline, of which `last` has them."""
+    """Joins the outputs of microbatches.
 
-    def __init__(
-        self, shapes: Shapes, group: RankGroup | None, last: int, device: torch.device | None
-    ) -> None:
-        self._shapes, self._group, self._last, self._device = shapes, group, last, device
+    `group` are the ranks of the pipeline, of which `last` has the outputs of this replica's microbatches, and
+    `replicas` the ranks of its stage in all replicas.
+    """
+
+    def __init__(self, shapes: Shapes, mesh: Mesh | None, last: int, device: torch.device | None) -> None:
+        self._group = None if mesh is None else mesh.pipeline
+        self._replicas = None if mesh is None else mesh.replicas
+        self._shapes, self._last, self._device = shapes, last, device
         self._dims: dict[Hashable, tuple[int | None, ...]] = {}
 
     def join(self, outputs: CallOutputs, parts: Sequence[Batch]) -> tuple[list[JoinedOutput], list[Tensor]]:
@@ -47,12 +51,13 @@ class OutputJoin:
         variants = outputs.variants
         metas = [[v.cut.tape.metas[slot] for slot in v.cut.programs[-1].outputs] for v in variants]
         dims = self._dims_of(metas[0], parts[0]) if len(parts) > 1 else (0,) * len(metas[0])
-        shares = [piece.share for piece in outputs.pieces]
+        shares = outputs.shares
+        counted = [piece.counts for piece in outputs.pieces]
         joined: list[JoinedOutput] = []
         wholes: list[Tensor] = []
         for at, (dim, meta) in enumerate(zip(dims, metas[0], strict=True)):
             shapes = [torch.Size(each[at].shape) for each in metas]
-            values = [each[at] for each in outputs.values]
+            values = [each[at] for each, counts in zip(outputs.values, counted, strict=False) if counts]
             by_shares = () if dim is not None or not meta.dtype.is_floating_point else shares
             if len(parts) == 1 and not shapes[0]:
                 dim, by_shares = None, [1.0]
@@ -65,7 +70,7 @@ class OutputJoin:
         return joined, wholes
 
     def _whole(self, joined: JoinedOutput, values: Sequence[Tensor]) -> Tensor:
-        whole = _together(joined, values) if values else None
+        whole = self._of_replicas(joined, values) if values else None
         if self._group is not None and self._group.size() > 1:
             if whole is None:
                 whole = torch.empty(_shape(joined), dtype=joined.dtype, device=joined.device)
@@ -73,6 +78,21 @@ class OutputJoin:
             dist.broadcast(whole, group=self._group.of_tensor(whole), group_src=self._last)
         assert whole is not None
         return whole
+
+    def _of_replicas(self, joined: JoinedOutput, values: Sequence[Tensor]) -> Tensor:
+        """Returns the output of the batch on the last stage, from the microbatches of all replicas."""
+        group = self._replicas
+        if group is None or group.size() == 1:
+            return _together(joined, values)
+        each = -(-len(joined.shapes) // group.size())
+        every: list[Tensor] = []
+        for replica in range(group.size()):
+            for at, shape in enumerate(joined.shapes[replica * each : (replica + 1) * each]):
+                is_own = replica == group.rank()
+                value = values[at].contiguous() if is_own else values[0].new_empty(shape)
+                dist.broadcast(value, group=group.of_tensor(value), group_src=replica)
+                every.append(value)
+        return _together(joined, every)
 
     def _dims_of(self, metas: Sequence[Meta], part: Batch) -> tuple[int | None, ...]:
         kind = (

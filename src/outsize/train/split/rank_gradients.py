@@ -13,7 +13,6 @@ weights has a gradient without elements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -21,51 +20,65 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outsize.errors import BadOption
 from outsize.run.transport.control_messages import all_gather_values
 from outsize.run.transport.groups import RankGroup
 
+_UNSCALE: Final[Any] = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+_FOREACH_NORM: Final[Any] = getattr(torch, "_foreach_norm", None)
 _NORMS: Final = frozenset({torch.linalg.vector_norm, torch.norm, Tensor.norm})
 _STACKS: Final = frozenset({torch.stack, torch.cat})
+_MARKED: Final = "_has_rank_gradients"
 _MOVES: Final = frozenset({Tensor.to, Tensor.cpu, Tensor.float, Tensor.double, Tensor.detach})
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Part:
+class GradientRanks:
+    """The ranks of the pipeline, whose gradients together are the model's, and those of the run.
+
+    `are_parts`: several ranks have parts of one gradient, by an axis that divides weights.
+    """
+
+    pipeline: RankGroup
+    every: RankGroup
+    are_parts: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Part:
     """Which gradients of the model these are the norms of: by their numbers in its order; None: of a tensor
     that all ranks have.
     """
 
     numbers: tuple[int | None, ...]
-    group: RankGroup
+    ranks: GradientRanks
 
 
-def as_rank_gradient(gradient: Tensor, number: int, group: RankGroup) -> Tensor:
-    """Returns the gradient of the model's parameter of this number, as one that other ranks do not have."""
-    marked = gradient.as_subclass(RankGradient)
-    vars(marked)["part"] = Part((number,), group)
-    return marked
+def mark_gradient(weight: nn.Parameter, number: int, ranks: GradientRanks) -> None:
+    """Makes each gradient that a parameter gets a RankGradient; `number` is its place in the model's order.
 
-
-def mark_gradients(weights: Sequence[tuple[int, nn.Parameter]], group: RankGroup) -> None:
-    """Makes each gradient that these parameters get a RankGradient; the number is the model's order."""
-    for number, weight in weights:
-        if weight.requires_grad and not vars(weight).get("is_marked"):
-            vars(weight)["is_marked"] = True
-            weight.register_post_accumulate_grad_hook(_Mark(number, group))
+    It may be called again.
+    """
+    if weight.requires_grad and _MARKED not in vars(weight):
+        vars(weight)[_MARKED] = True
+        weight.register_post_accumulate_grad_hook(_Mark(number, ranks))
 
 
 @final
 class _Mark:
     """Marks the gradient of one parameter, once it has its value."""
 
-    def __init__(self, number: int, group: RankGroup) -> None:
-        self._number, self._group = number, group
+    def __init__(self, number: int, ranks: GradientRanks) -> None:
+        self._part = _Part((number,), ranks)
 
     def __call__(self, weight: Tensor) -> None:
         gradient = weight.grad
         if gradient is not None and type(gradient) is Tensor:
-            weight.grad = as_rank_gradient(gradient, self._number, self._group)
+            marked = gradient.as_subclass(RankGradient)
+            vars(marked)["part"] = self._part
+            weight.grad = marked
 
 
 def _plain(value: Any) -> Any:
@@ -75,11 +88,17 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def _part_of(value: Any) -> Part | None:
+def _part_of(value: Any) -> _Part | None:
     return vars(value).get("part") if isinstance(value, RankGradient | RankNorm) else None
 
 
-def _norm(values: Tensor, part: Part) -> RankNorm:
+def _norm(values: Tensor, part: _Part) -> RankNorm:
+    if part.ranks.are_parts:
+        raise BadOption(
+            "a rank has a part of this gradient, whose norm is not that of the whole",
+            numbers=f"gradient {part.numbers[0]} of the model",
+            next_step="model.clip_grad_norm_(1.0); float('inf') measures without clipping",
+        )
     norm = values.as_subclass(RankNorm)
     vars(norm)["part"] = part
     return norm
@@ -93,15 +112,15 @@ class RankGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Computes as torch does; see the head of this file for norms and infinities."""
+        """Computes as torch does; see the head of this file for norms and infinities. Raises BadOption."""
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-            first = args[0] if args else None
-            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            first: Any = args[0] if args else None
+            if func is _UNSCALE:
                 part = next(part for each in args[0] if (part := _part_of(each)) is not None)
-                dist.all_reduce(args[1], dist.ReduceOp.MAX, group=part.group.of_tensor(args[1]))
+                dist.all_reduce(args[1], dist.ReduceOp.MAX, group=part.ranks.every.of_tensor(args[1]))
                 return found
-            if func is torch._foreach_norm:
+            if func is _FOREACH_NORM:
                 pairs = [(norm, _part_of(each)) for norm, each in zip(found, args[0], strict=True)]
                 return type(found)(norm if part is None else _norm(norm, part) for norm, part in pairs)
             part = _part_of(first)
@@ -120,15 +139,15 @@ class RankNorm(Tensor):
     ) -> Any:
         """Computes as torch does; a norm of norms is one over all ranks."""
         with torch._C.DisableTorchFunctionSubclass():
-            first = args[0] if args else None
+            first: Any = args[0] if args else None
             if func in _NORMS and (part := _part_of(first)) is not None and first.ndim == 1:
                 return func(_gathered(_plain(first), part), *args[1:], **(kwargs or {}))
             found = func(*args, **(kwargs or {}))
             if func in _STACKS:
                 parts = [_part_of(each) for each in first]
-                group = next(part.group for part in parts if part is not None)
+                ranks = next(part.ranks for part in parts if part is not None)
                 numbers = [n for part in parts for n in ((None,) if part is None else part.numbers)]
-                return _norm(_plain(found), Part(tuple(numbers), group))
+                return _norm(_plain(found), _Part(tuple(numbers), ranks))
             part = _part_of(first)
             if func in _MOVES and part is not None and isinstance(found, Tensor):
                 return _norm(_plain(found), part)
@@ -142,12 +161,16 @@ def _unmarked(found: Any, args: tuple[Any, ...]) -> Any:
     return _plain(found)
 
 
-def _gathered(norms: Tensor, part: Part) -> Tensor:
+def _gathered(norms: Tensor, part: _Part) -> Tensor:
     """Returns the norms of all ranks in the model's order, between those of tensors that all ranks have."""
     own = [(number, norm) for number, norm in zip(part.numbers, norms, strict=True) if number is not None]
     first = next(at for at, number in enumerate(part.numbers) if number is not None)
     shared = [(at, norm) for at, norm in enumerate(norms) if part.numbers[at] is None]
-    every = [pair for rank in all_gather_values(own, part.group.host, "norms of gradients") for pair in rank]
+    every = [
+        pair
+        for rank in all_gather_values(own, part.ranks.pipeline.host, "norms of gradients")
+        for pair in rank
+    ]
     every.sort(key=lambda pair: pair[0])
     ordered = [norm.to(norms.device) for number, norm in every if number >= 0]
     before = [norm for at, norm in shared if at < first]
