@@ -62,7 +62,7 @@ from outsize.train.engine.weights import EngineWeights
 from outsize.train.ranks.batch_check import is_checked
 from outsize.train.ranks.context_parallel import context_ranks
 from outsize.train.ranks.divided_weights import divided_ranks
-from outsize.train.split.calls import ModelCalls
+from outsize.train.split.calls import ByModuleCalls, ModelCalls
 from outsize.train.variants.results import EvalResult, StepResult, evaluating
 from outsize.train.variants.variant import RecordingOptions
 from outsize.train.world.world import World
@@ -107,6 +107,7 @@ class Engine:
         recording = RecordingOptions(options.counting, home, tensor, context, options.captures)
         if plan.form == "modules":
             self._executor: Executor = ByModules(run, crew, ownership)
+            self.calls = ByModuleCalls(run, ownership, self.by_modules)
         else:
             self._executor = pipelined = Pipelined(run, crew, ownership, recording)
             self.calls = ModelCalls(run, ownership, self._split, pipelined)

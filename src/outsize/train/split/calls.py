@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outsize.axes.registry import AXES
 from outsize.errors import BadOption, UnsupportedPlan
@@ -27,12 +27,13 @@ from outsize.train.batch.batch import Batch
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.ranks.batch_check import is_checked
-from outsize.train.ranks.mesh import Mesh
 from outsize.train.split.nodes import CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
 from outsize.train.split.outputs import OutputJoin, rebuilt
-from outsize.train.split.rank_gradients import GradientRanks, mark_gradient
+from outsize.train.split.rank_gradients import RankGradients
 from outsize.train.variants.variant import Variants
+
+Active = Callable[[], AbstractContextManager[None]]
 
 
 class CallExecutor(Protocol):
@@ -59,6 +60,25 @@ class BatchSplit(Protocol):
     def compare(self, parts: Sequence[Batch], step: int) -> None:
         """Raises WorldMismatch where ranks were given several batches."""
         ...
+
+
+@final
+class ByModuleCalls:
+    """The calls of a model that runs by modules, in its own Python: each module where its weights are.
+
+    `active` is the context of such a call. Nothing overlaps, and the batch is not divided.
+    """
+
+    def __init__(self, run: RunContext, ownership: Ownership, active: Active) -> None:
+        self._model, self._active = run.model, active
+        self.gradients = RankGradients(run, ownership)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what the model returns. Raises BadOption, and whatever the model raises."""
+        self.gradients.mark()
+        self.gradients.touch_stand_in()
+        with self._active():
+            return self._model(*args, **kwargs)
 
 
 def insist_on_calls(plan: Plan, local_replicas: int = 1) -> None:
@@ -89,8 +109,7 @@ class ModelCalls:
         self._group = group
         self._mesh = run.mesh
         self._join = OutputJoin(executor.variants.output_shapes, run.mesh, last, run.device)
-        # An optimizer refuses a rank that has no weights, and what sums over ranks must find one on each.
-        self.stand_in = nn.Parameter(torch.zeros(0, device=run.device))
+        self.gradients = RankGradients(run, ownership)
         self._seats: set[int] = set()
         self._number = 0
 
@@ -120,8 +139,7 @@ class ModelCalls:
 
     def _with_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Any:
         parts = self._split.of_batch(self._shared(Batch(args, kwargs)))
-        if self._mesh is not None:
-            self._mark_gradients(self._mesh)
+        self.gradients.mark()
         inputs = [_inputs_with_gradient(part) for part in parts]
         own = [part.mapped(_detached) for part in parts]
         if self._crew.mesh is not None and is_checked(number):
@@ -136,19 +154,9 @@ class ModelCalls:
         close = _once(call.close, self._seats, seat)
         call = OpenedCall(call.outputs, call.groups, close)
         joined, wholes = self._join.join(call.outputs, own)
-        nodes = CallNodes(call, joined, inputs, self.stand_in)
+        nodes = CallNodes(call, joined, inputs, self.gradients.stand_in)
         weakref.finalize(nodes, close).atexit = False
         return rebuilt(call.outputs, nodes.outputs(wholes, self._sums_of), self._model)
-
-    def _mark_gradients(self, mesh: Mesh) -> None:
-        """Lets torch's functions see which gradients other ranks do not have."""
-        numbers = {name: number for number, (name, _) in enumerate(self._model.named_parameters())}
-        ranks = GradientRanks(mesh.pipeline, mesh.group)
-        divided = replace(ranks, are_parts=True)
-        for name, weight in self._ownership.own_parameters():
-            is_divided = self._ownership.division(name) is not None
-            mark_gradient(weight, numbers[name], divided if is_divided else ranks)
-        mark_gradient(self.stand_in, -1, ranks)
 
     def _sums_of(self, name: str) -> RankGroup | None:
         """Returns the ranks that hold a weight for other samples or rows, whose gradients are added up."""

@@ -87,7 +87,7 @@ class SplitModule(nn.Module):
         dot = f"{prefix}." if prefix else ""
         own = list(self.engine.weights.named_parameters())
         if not any(parameter.requires_grad for _, parameter in own):
-            own.append((_NONE, self.engine.calls.stand_in))
+            own.append((_NONE, self.engine.calls.gradients.stand_in))
         return ((dot + name, parameter) for name, parameter in own)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ weights has a gradient without elements.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from outsize.errors import BadOption
 from outsize.run.transport.control_messages import all_gather_values
 from outsize.run.transport.groups import RankGroup
+from outsize.train.context.run_context import RunContext
+from outsize.train.crew.weight_ownership import Ownership
 
 _UNSCALE: Final[Any] = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 _FOREACH_NORM: Final[Any] = getattr(torch, "_foreach_norm", None)
@@ -56,22 +58,48 @@ class _Part:
     ranks: GradientRanks
 
 
-def mark_gradient(weight: nn.Parameter, number: int, ranks: GradientRanks) -> None:
-    """Makes each gradient that a parameter gets a RankGradient; `number` is its place in the model's order.
+@final
+class RankGradients:
+    """Lets torch's functions see which gradients of a split model other ranks do not have.
 
-    It may be called again.
+    `stand_in` is a parameter without elements, for a rank that trains no weights: an optimizer refuses an
+    empty list, and what sums over ranks must find a gradient on each.
     """
+
+    def __init__(self, run: RunContext, ownership: Ownership) -> None:
+        self._run, self._ownership = run, ownership
+        self.stand_in = nn.Parameter(torch.zeros(0, device=run.device))
+
+    def mark(self) -> None:
+        """Marks this rank's gradients as they arrive, from now on; it may be called again."""
+        mesh = self._run.mesh
+        if mesh is None or not self._ownership.settled:
+            return
+        numbers = {name: number for number, (name, _) in enumerate(self._run.model.named_parameters())}
+        ranks = GradientRanks(mesh.pipeline, mesh.group)
+        parts = replace(ranks, are_parts=True)
+        for name, weight in self._ownership.own_parameters():
+            is_divided = self._ownership.division(name) is not None
+            _mark(weight, _Part((numbers[name],), parts if is_divided else ranks))
+        _mark(self.stand_in, _Part((-1,), ranks))
+
+    def touch_stand_in(self) -> None:
+        """Gives the stand-in its gradient, which has no elements."""
+        torch.zeros_like(self.stand_in).mul(self.stand_in).sum().backward()
+
+
+def _mark(weight: nn.Parameter, part: _Part) -> None:
     if weight.requires_grad and _MARKED not in vars(weight):
         vars(weight)[_MARKED] = True
-        weight.register_post_accumulate_grad_hook(_Mark(number, ranks))
+        weight.register_post_accumulate_grad_hook(_Mark(part))
 
 
 @final
 class _Mark:
     """Marks the gradient of one parameter, once it has its value."""
 
-    def __init__(self, number: int, ranks: GradientRanks) -> None:
-        self._part = _Part((number,), ranks)
+    def __init__(self, part: _Part) -> None:
+        self._part = part
 
     def __call__(self, weight: Tensor) -> None:
         gradient = weight.grad
