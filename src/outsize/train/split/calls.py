@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import count
 from typing import Any, Protocol, final
 
@@ -125,7 +126,7 @@ class ModelCalls:
             )
         number = self._number
         self._number += self._model.training
-        with self._crew.progress.of("call", number), borrowed_generators():
+        with self._crew.progress.of("forward", number), borrowed_generators():
             if not torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     return self._without_graph(args, kwargs, number)
@@ -152,7 +153,8 @@ class ModelCalls:
             self._seats.discard(seat)
             raise
         close = _once(call.close, self._seats, seat)
-        call = OpenedCall(call.outputs, call.groups, close)
+        running = partial(self._crew.progress.of, "backward", number)
+        call = OpenedCall(call.outputs, call.groups, close, running)
         joined, wholes = self._join.join(call.outputs, own)
         nodes = CallNodes(call, joined, inputs, self.gradients.stand_in)
         weakref.finalize(nodes, close).atexit = False

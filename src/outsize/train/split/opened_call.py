@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -54,12 +55,14 @@ class CallOutputs:
 class OpenedCall:
     """One call of a split model, until the backward of its last microbatch.
 
-    `groups` are in the order in which they have run; `close` gives back what the call has used.
+    `groups` are in the order in which they have run; `close` gives back what the call has used, and `running`
+    is the context of the backward of a microbatch.
     """
 
     outputs: CallOutputs
     groups: Sequence[OpenedGroup]
     close: Callable[[], None]
+    running: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def group_of(self, number: int) -> OpenedGroup:
         """Returns the group that has the microbatch."""
@@ -73,4 +76,5 @@ class OpenedCall:
         last = len(self.outputs.variants[number].cut.programs) - 1
         for stage, outer in stages:
             outer.output_gradients[place] = gradients if stage == last else ()
-        group.pipeline.backward(place)
+        with self.running():
+            group.pipeline.backward(place)
