@@ -19,6 +19,7 @@ from outsize.api import running
 from outsize.api.options import ParallelizeOptions, SplitOptions, reads_options
 from outsize.api.planning import Args, Kwargs
 from outsize.api.records import Checkpoint, Request, Watch
+from outsize.axes.pipeline import PIPELINE
 from outsize.errors import BadCheckpoint, BadOption
 from outsize.errors.arguments import path_of
 from outsize.ir.plan import Plan
@@ -117,7 +118,7 @@ def split(
         asked = plan
     else:
         asked = _forwards_first(plan)
-        options = options if asked.axes is not None else {"axes": "pp", **options}
+        options = options if asked.axes is not None else {"axes": PIPELINE.name, **options}
     engine = parallelize(model, args, kwargs, plan=asked, **options)
 
     insist_on_calls(engine.plan, engine.crew.local_replicas)
