@@ -20,6 +20,8 @@ from outsize.api.options import ParallelizeOptions, SplitOptions, reads_options
 from outsize.api.planning import Args, Kwargs
 from outsize.api.records import Checkpoint, Request, Watch
 from outsize.axes.pipeline import PIPELINE
+from outsize.device.accelerators import is_accelerator
+from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadCheckpoint, BadOption
 from outsize.errors.arguments import path_of
 from outsize.ir.plan import Plan
@@ -118,10 +120,16 @@ def split(
         asked = plan
     else:
         asked = _forwards_first(plan)
-        options = options if asked.axes is not None else {"axes": PIPELINE.name, **options}
+        if asked.axes is None and options.get("axes") is None:
+            stages_alone: Any = PIPELINE.name
+            asked = replace(asked, axes=stages_alone)
     engine = parallelize(model, args, kwargs, plan=asked, **options)
 
     insist_on_calls(engine.plan, engine.crew.local_replicas)
+    if not is_accelerator(engine.plan.stages[0].device):
+        # The gradients of all weights are there at once, for each microbatch anew: pages that come and go
+        # with them take longer than their sums (benchmarks/split).
+        keep_freed_memory()
 
     def again(other: nn.Module) -> SplitModule:
         return split(other, args, kwargs, plan=engine.plan, **options)
