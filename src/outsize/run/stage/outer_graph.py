@@ -21,7 +21,7 @@ Oracle: tests/parity/test_split_loops.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,9 +86,21 @@ class OuterGraph:
         """Returns the weights that get gradients of this stage, by name."""
         return {name: leaf.weight for name, leaf in self._leaves.items()}
 
-    def leaves(self) -> Iterator[Tensor]:
-        """Yields the leaves that stand for these weights."""
-        return (leaf.leaf for leaf in self._leaves.values())
+    def own_gradients(self, sent: Iterable[Tensor | None]) -> None:
+        """Gives each gradient of a leaf memory of its own, where what is sent on lies in the same.
+
+        Autograd adds in place to a gradient whose memory nobody else has, by the count of its holders. To ask
+        for its storage in Python counts as one, so addresses are compared.
+        """
+        taken, starts = [_addresses(each) for each in sent if each is not None], set[int]()
+        for leaf in self._leaves.values():
+            gradient = leaf.leaf.grad
+            if gradient is None or type(gradient) is not Tensor or gradient.layout is not torch.strided:
+                continue
+            first, end = _addresses(gradient)
+            if first in starts or any(first < other_end and other < end for other, other_end in taken):
+                leaf.leaf.grad = gradient.clone()
+            starts.add(first)
 
     def most(self, name: str) -> int:
         """Returns how many gradients of a microbatch arrive for this weight at most."""
@@ -165,6 +177,15 @@ class OuterGraph:
             if arrived:
                 weights[name] = arrived
         self.gradients[microbatch] = StageGradients(weights, dict(inputs))
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """Returns the first address of a tensor's elements, and the one behind the last."""
+    if tensor.layout is not torch.strided:
+        return 0, 0
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (span + 1) * tensor.itemsize if tensor.numel() else first
 
 
 def _arrive(arrived: list[Tensor], gradients: Sequence[Tensor | None]) -> tuple[None]:

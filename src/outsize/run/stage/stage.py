@@ -325,10 +325,7 @@ class StageExecutor(RunnableStage):
                     grads.append(gradient)
             if roots:
                 run_backward(roots, grads)
-        for leaf in outer.leaves():
-            # What is sent on may have the same memory, and whoever adds to the one would change the other.
-            if type(leaf.grad) is Tensor and _shares_storage(leaf.grad):
-                leaf.grad = leaf.grad.clone()
+        outer.own_gradients(saved.sink.values())
         outer.end(microbatch, {-1 - key: saved.sink.pop(key) for key in list(saved.sink) if key < 0})
         return saved.sink
 
