@@ -27,6 +27,7 @@ PAGES = [
     "docs/from-pytorch-tutorial.md",
     "docs/integrations.md",
     "docs/scripts.md",
+    "docs/split.md",
     "docs/tour.md",
     "docs/troubleshooting.md",
     "docs/weights.md",
