@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.errors import OutsizeError
 from split.cases import Case, Example
-from split.reference import Microbatched, tensors_of
+from split.reference import Cutting, Microbatched, samples_in, tensors_of
 
 MICROBATCHES: Final = 4
 SEED: Final = 3
@@ -120,7 +120,7 @@ class PlainBench(Bench):
     """The reference: the plain model, called per microbatch."""
 
     def wrap(self, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        return Microbatched(net, MICROBATCHES, SEED)
+        return Microbatched(net, Cutting(MICROBATCHES, samples_in((args, kwargs))), SEED)
 
     def refuses(self, what: str, action: Callable[[], None]) -> bool:
         action()
@@ -142,8 +142,8 @@ class SplitBench(Bench):
     own_clip: bool = False
 
     def wrap(self, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        wishes = {"stages": self.stages, "microbatches": MICROBATCHES, "seed": SEED}
-        return outsize.split(net, args, kwargs=kwargs, **wishes)
+        wishes: dict[str, Any] = {"stages": self.stages, "microbatches": MICROBATCHES}
+        return outsize.split(net, args, kwargs, devices=outsize.Ranks(seed=SEED), **wishes)
 
     def refuses(self, what: str, action: Callable[[], None]) -> bool:
         """Raises AssertionError for a refusal that does not say what to do."""

@@ -21,7 +21,8 @@ from split.cases import CASES, Case
 class Loop:
     """A loop. It fits models with all of `needs` and without any of `lacks`: traits of cases, or their names.
 
-    Unless it runs over `processes`, its loss would be another on each rank, which has its own weights alone.
+    Unless it runs over `processes`, a rank would do something else than the others: its loss is of its own
+    weights, what it asks for is on another rank, or PyTorch's error comes on one rank alone.
     """
 
     name: str
@@ -38,10 +39,14 @@ class Loop:
 
 IDS: Final = frozenset({"ids"})  # Inputs of these have no gradient.
 RANDOM: Final = frozenset({"random"})
-# What PyTorch itself cannot do: `autograd.grad` through a reentrant checkpoint, and gradients of gradients
-# through a checkpoint or fused attention.
+STATISTICS: Final = frozenset({"statistics"})
+# A reentrant checkpoint runs a backward within the backward: PyTorch has no `autograd.grad` through it, runs
+# hooks on weights once for each, and looks then at what wants a gradient. A checkpoint calls its part with
+# the weights of that moment, which are no longer those of a functional call.
 REENTRANT: Final = frozenset({"reentrant"})
-ONCE_ONLY: Final = frozenset({"checkpointed", "reentrant", "random", "ids"})
+CHECKPOINTS: Final = frozenset({"checkpointed", "reentrant"})
+# PyTorch has no gradients of gradients through a checkpoint or fused attention.
+ONCE_ONLY: Final = CHECKPOINTS | RANDOM | IDS
 
 _TRAINING: Final = (
     Loop("plain", training.plain),
@@ -56,14 +61,14 @@ _TRAINING: Final = (
     Loop("teacher", training.teacher),
     Loop("averaged", training.averaged),
     Loop("frozen and thawed", training.frozen_and_thawed, lacks=REENTRANT),
-    Loop("thawed by layers", training.thawed_by_layers),
+    Loop("thawed by layers", training.thawed_by_layers, lacks=REENTRANT),
     Loop("scaler", partial(training.scaler, region=False)),
     Loop("scaler with autocast", partial(training.scaler, region=True)),
     Loop("zeroed late", partial(training.zeroed_late, to_none=True)),
     Loop("zeroed late in place", partial(training.zeroed_late, to_none=False)),
     Loop("older gradients", training.older_gradients),
-    Loop("hooks on parameters", training.hooks_on_parameters),
-    Loop("steps in hooks", training.steps_in_hooks),
+    Loop("hooks on parameters", training.hooks_on_parameters, lacks=REENTRANT),
+    Loop("steps in hooks", training.steps_in_hooks, lacks=REENTRANT),
     Loop("loaded again", training.loaded_again, processes=False),
     Loop("weights of the user", training.weights_of_the_user),
     Loop("reset weights", training.reset_weights),
@@ -86,7 +91,7 @@ _GRADIENTS: Final = (
     Loop("gradients of inputs", gradients.gradients_of_inputs, lacks=IDS),
     Loop("inputs by grad", gradients.inputs_by_grad, lacks=IDS | REENTRANT),
     Loop("weights by grad", gradients.weights_by_grad, lacks=REENTRANT),
-    Loop("some weights by grad", gradients.some_weights_by_grad, lacks=REENTRANT),
+    Loop("some weights by grad", gradients.some_weights_by_grad, lacks=REENTRANT, processes=False),
     Loop("inputs named in backward", gradients.inputs_named_in_backward, lacks=REENTRANT),
     Loop("outputs with gradients given", gradients.outputs_with_gradients_given),
     Loop("layers around", gradients.layers_around, lacks=IDS),
@@ -124,12 +129,12 @@ _REFUSED: Final = (
     Loop("second backward forbidden", refused.second_backward_forbidden),
     Loop("gradient penalty", refused.gradient_penalty, lacks=ONCE_ONLY),
     Loop("sharpness", refused.gradients_of_gradients_of_weights, lacks=ONCE_ONLY),
-    Loop("inner loop", refused.inner_loop, lacks=ONCE_ONLY),
-    Loop("inner loop of first order", refused.inner_loop_of_first_order, lacks=RANDOM | REENTRANT),
-    Loop("weights changed between", refused.weights_changed_between),
-    Loop("step between", refused.step_between),
+    Loop("inner loop", refused.inner_loop, lacks=ONCE_ONLY | STATISTICS),
+    Loop("inner loop of first order", refused.inner_loop_of_first_order, lacks=RANDOM | CHECKPOINTS),
+    Loop("weights changed between", refused.weights_changed_between, processes=False),
+    Loop("step between", refused.step_between, processes=False),
     Loop("outputs changed after use", refused.outputs_changed_after_use),
-    Loop("forward gradients", refused.forward_gradients, lacks=ONCE_ONLY | {"statistics"}),
+    Loop("forward gradients", refused.forward_gradients, lacks=ONCE_ONLY | STATISTICS),
     Loop("within vmap", refused.each_samples_gradient, needs=frozenset({"mlp"})),
     Loop("compiled", refused.compiled, needs=frozenset({"mlp"})),
 )

@@ -35,12 +35,12 @@ from outsize.train.check.reference import eager
 class Microbatched(nn.Module):
     """A plain model that is called once per microbatch; weights, buffers and names are the model's own."""
 
-    def __init__(self, net: nn.Module, microbatches: int, seed: int) -> None:
+    def __init__(self, net: nn.Module, cut: Cutting, seed: int) -> None:
         super().__init__()
         # Not registered as a child, which would put its name before those of the weights.
         self.__dict__["net"] = net
         self._parameters, self._buffers, self._modules = net._parameters, net._buffers, net._modules
-        self._microbatches, self._seed, self._calls = microbatches, seed, 0
+        self._cut, self._seed, self._calls = cut, seed, 0
         self._tapes: dict[Hashable, Tape] = {}
 
     @property
@@ -59,7 +59,7 @@ class Microbatched(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs on the whole batch."""
-        sizes = sizes_of(samples_in((args, kwargs)), self._microbatches)
+        sizes = self._cut.sizes(samples_in((args, kwargs)))
         parts = zip(cut(args, sizes), cut(kwargs, sizes), strict=True)
         call = self._calls
         self._calls += self.training
@@ -106,11 +106,20 @@ def samples_in(tree: Any) -> int:
     return next(tensor.shape[0] for tensor in tensors_of(tree) if tensor.ndim)
 
 
-def sizes_of(samples: int, microbatches: int) -> list[int]:
-    """Sizes that differ by one at most, the larger ones first; there is no empty microbatch."""
-    count = min(microbatches, samples)
-    edges = [samples // count * m + min(m, samples % count) for m in range(count + 1)]
-    return [end - start for start, end in pairwise(edges)]
+@final
+@dataclasses.dataclass(frozen=True)
+class Cutting:
+    """How batches are cut: so many microbatches for a batch of `samples`."""
+
+    microbatches: int
+    samples: int
+
+    def sizes(self, samples: int) -> list[int]:
+        """Sizes that differ by one at most, the larger ones first; a shorter batch has fewer of them."""
+        each = -(-self.samples // self.microbatches)
+        count = self.microbatches if samples >= self.samples else -(-samples // each)
+        edges = [samples // count * m + min(m, samples % count) for m in range(count + 1)]
+        return [end - start for start, end in pairwise(edges)]
 
 
 def cut(tree: Any, sizes: Sequence[int]) -> list[Any]:

@@ -14,8 +14,9 @@ from torch.optim import SGD
 from split.bench import Bench, PlainBench, differences, noted
 from split.cases import CASES, Case, case
 from split.loops import LOOPS, Loop, cells, loop
-from split.reference import Microbatched, cut, join, leaves_of, sizes_of, tensors_of
+from split.reference import Cutting, Microbatched, cut, join, leaves_of, tensors_of
 
+FOUR = Cutting(4, 8)
 each_case = pytest.mark.parametrize("model", CASES, ids=lambda each: each.name)
 
 
@@ -47,7 +48,7 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
 @each_case
 def test_with_one_microbatch_it_is_the_plain_model(model: Case) -> None:
     net, example = model.net(), model.example(0)
-    reference = Microbatched(model.net(), 1, 0)
+    reference = Microbatched(model.net(), Cutting(1, 8), 0)
     if "random" in model.traits:
         net.eval()
         reference.eval()
@@ -72,7 +73,7 @@ def test_with_more_microbatches_it_is_nearly_the_whole_batch(name: str, samples:
     named = {
         n: value.to(double) if value.is_floating_point() else value for n, value in example.kwargs.items()
     }
-    net, reference = model.net().to(double), Microbatched(model.net().to(double), 4, 0)
+    net, reference = model.net().to(double), Microbatched(model.net().to(double), Cutting(4, samples), 0)
     expected, found = (model.loss(each(*given, **named), example) for each in (net, reference))
     torch.testing.assert_close(found, expected)
     for one, other in zip(gradients(net, expected), gradients(reference, found), strict=True):
@@ -81,7 +82,7 @@ def test_with_more_microbatches_it_is_nearly_the_whole_batch(name: str, samples:
 
 def test_the_last_microbatch_comes_first_in_the_backward() -> None:
     model = case("mlp")
-    example, reference = model.example(0), Microbatched(model.net(), 4, 0)
+    example, reference = model.example(0), Microbatched(model.net(), FOUR, 0)
     parts = cut(example.args[0], [2] * 4)
 
     def alone(order: list[int]) -> list[Tensor]:
@@ -100,7 +101,7 @@ def test_the_last_microbatch_comes_first_in_the_backward() -> None:
 
 def test_draws_differ_by_call_and_microbatch_and_leave_the_users_alone() -> None:
     model = case("transformer")
-    example, reference = model.example(0), Microbatched(model.net(), 4, 3)
+    example, reference = model.example(0), Microbatched(model.net(), FOUR, 3)
     same = example.args[0][:1].expand(8, -1, -1)
     torch.manual_seed(1)
     first, second = reference(same), reference(same)
@@ -109,19 +110,14 @@ def test_draws_differ_by_call_and_microbatch_and_leave_the_users_alone() -> None
     assert torch.equal(drawn, torch.rand(3))
     assert not torch.equal(first, second)
     assert not torch.equal(first[0], first[2])
-    assert torch.equal(first, Microbatched(model.net(), 4, 3)(same))
-    assert not torch.equal(first, Microbatched(model.net(), 4, 4)(same))
+    assert torch.equal(first, Microbatched(model.net(), FOUR, 3)(same))
+    assert not torch.equal(first, Microbatched(model.net(), FOUR, 4)(same))
     assert torch.equal(reference.eval()(same)[0], reference(same)[2])
 
 
 def test_batches_are_cut_as_an_engine_cuts_them() -> None:
-    assert [sizes_of(samples, 4) for samples in (8, 7, 13, 3, 1)] == [
-        [2] * 4,
-        [2, 2, 2, 1],
-        [4, 3, 3, 3],
-        [1] * 3,
-        [1],
-    ]
+    given = [FOUR.sizes(samples) for samples in (8, 7, 13, 5, 3, 1)]
+    assert given == [[2] * 4, [2, 2, 2, 1], [4, 3, 3, 3], [2, 2, 1], [2, 1], [1]]
     x, table = torch.arange(7), torch.arange(5)
     (first, _, _, last) = cut({"x": x, "nested": (x, table, "text")}, [2, 2, 2, 1])
     assert [each if isinstance(each, str) else each.tolist() for each in leaves_of(first)] == [

@@ -1,0 +1,65 @@
+"""Loops with a split model over two and four processes, each rank with its stage, against the plain model.
+
+Each rank runs the loop as it stands. What it notes has to be what the plain model in one process has noted
+under the same name, and together the ranks have all of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.world import leave
+from split.bench import Bench, PlainBench, SplitBench, differences, noted
+from split.cases import CASES, Case
+from split.loops import LOOPS, Loop
+
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
+
+
+def rows(ranks: int) -> list[Any]:
+    """All cells; `make test` runs each loop with one model over two processes."""
+    found = list[Any]()
+    for turn, each in enumerate(each for each in LOOPS if each.processes):
+        fitting = [model for model in CASES if each.fits(model)]
+        for number, model in enumerate(fitting):
+            is_taken = ranks == 2 and number == turn % len(fitting)
+            name = f"{ranks}-{each.name}-{model.name}".replace(" ", "_")
+            found.append(
+                pytest.param(ranks, each, model, id=name, marks=[] if is_taken else [pytest.mark.full])
+            )
+    return found
+
+
+def on_ranks(folder: Path, ranks: int, each: Loop, model: Case) -> list[Bench]:
+    """What each rank has noted."""
+
+    def work() -> None:
+        world = join()
+        torch.set_num_threads(1)
+        bench = noted(each.run, SplitBench(model, stages=ranks, own_clip=True))
+        torch.save((bench.notes, bench.refused), folder / f"{world.rank}.pt")
+        leave(world)
+
+    run_in_forks(ranks, work)
+    found = list[Bench]()
+    for rank in range(ranks):
+        notes, refused = torch.load(folder / f"{rank}.pt")
+        found.append(SplitBench(model, notes=notes, refused=refused))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "each", "model"), [*rows(2), *rows(4)])
+def test_each_rank_has_the_bits_of_the_plain_model(
+    tmp_path: Path, ranks: int, each: Loop, model: Case
+) -> None:
+    expected = noted(each.run, PlainBench(model))
+    noted(each.run, SplitBench(model))  # What is recorded here is not recorded again by each rank.
+    found = on_ranks(tmp_path, ranks, each, model)
+    assert len({frozenset(bench.refused) for bench in found}) == 1
+    assert differences(expected, found) == []
