@@ -130,9 +130,13 @@ def split(
         # The gradients of all weights are there at once, for each microbatch anew: pages that come and go
         # with them take longer than their sums (benchmarks/split).
         keep_freed_memory()
+    # A copy takes over the plan, which has decided all that these have asked for.
+    kept = options.copy()
+    for asked_for in ("cluster", "stages", "microbatches", "axes"):
+        kept.pop(asked_for, None)
 
     def again(other: nn.Module) -> SplitModule:
-        return split(other, args, kwargs, plan=engine.plan, **options)
+        return split(other, args, kwargs, plan=engine.plan, **kept)
 
     return SplitModule(engine, again)
 
