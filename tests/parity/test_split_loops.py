@@ -11,7 +11,7 @@ import pytest
 
 from split.bench import PlainBench, SplitBench, differences, noted
 from split.cases import CASES, Case
-from split.loops import LOOPS, Loop
+from split.loops import LOOPS, NOT_YET, Loop
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 
@@ -24,6 +24,8 @@ def rows() -> list[Any]:
         for number, model in enumerate(fitting):
             is_taken = each.name == "plain" or number == turn % len(fitting)
             marks = [] if is_taken else [pytest.mark.full]
+            if (each.name, model.name) in NOT_YET:
+                marks.append(pytest.mark.xfail(strict=True, reason=NOT_YET[each.name, model.name]))
             found.append(
                 pytest.param(each, model, id=f"{each.name}-{model.name}".replace(" ", "_"), marks=marks)
             )

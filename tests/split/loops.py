@@ -22,7 +22,7 @@ class Loop:
     """A loop. It fits models with all of `needs` and without any of `lacks`: traits of cases, or their names.
 
     Unless it runs over `processes`, a rank would do something else than the others: its loss is of its own
-    weights, what it asks for is on another rank, or PyTorch's error comes on one rank alone.
+    weights, what it asks for or copies is on another rank, or PyTorch's error comes on one rank alone.
     """
 
     name: str
@@ -58,8 +58,8 @@ _TRAINING: Final = (
     Loop("calls that wait", partial(training.calls_that_wait, latest_first=False)),
     Loop("calls that wait, latest first", partial(training.calls_that_wait, latest_first=True)),
     Loop("clipping", training.clipping),
-    Loop("teacher", training.teacher),
-    Loop("averaged", training.averaged),
+    Loop("teacher", training.teacher, processes=False),
+    Loop("averaged", training.averaged, processes=False),
     Loop("frozen and thawed", training.frozen_and_thawed, lacks=REENTRANT),
     Loop("thawed by layers", training.thawed_by_layers, lacks=REENTRANT),
     Loop("scaler", partial(training.scaler, region=False)),
@@ -120,8 +120,8 @@ _MODES: Final = (
     Loop("without the optional input", modes.without_the_optional_input, needs=frozenset({"optional"})),
     Loop("both kinds of batches", modes.both_kinds_of_batches, needs=frozenset({"optional"})),
     Loop("the user's random numbers", modes.users_random_numbers),
-    Loop("checkpoint around", partial(modes.checkpoint_around, reentrant=False), lacks=IDS | RANDOM),
-    Loop("reentrant checkpoint around", partial(modes.checkpoint_around, reentrant=True), lacks=IDS | RANDOM),
+    Loop("checkpoint around", partial(modes.checkpoint_around, reentrant=False), lacks=IDS),
+    Loop("reentrant checkpoint around", partial(modes.checkpoint_around, reentrant=True), lacks=IDS),
 )
 _REFUSED: Final = (
     Loop("second backward", refused.second_backward),
@@ -130,7 +130,12 @@ _REFUSED: Final = (
     Loop("gradient penalty", refused.gradient_penalty, lacks=ONCE_ONLY),
     Loop("sharpness", refused.gradients_of_gradients_of_weights, lacks=ONCE_ONLY),
     Loop("inner loop", refused.inner_loop, lacks=ONCE_ONLY | STATISTICS),
-    Loop("inner loop of first order", refused.inner_loop_of_first_order, lacks=RANDOM | CHECKPOINTS),
+    Loop("first order", partial(refused.inner_loop_of_first_order, leaves=False), lacks=RANDOM | CHECKPOINTS),
+    Loop(
+        "first order leaves",
+        partial(refused.inner_loop_of_first_order, leaves=True),
+        lacks=RANDOM | CHECKPOINTS,
+    ),
     Loop("weights changed between", refused.weights_changed_between, processes=False),
     Loop("step between", refused.step_between, processes=False),
     Loop("outputs changed after use", refused.outputs_changed_after_use),
@@ -140,6 +145,26 @@ _REFUSED: Final = (
 )
 
 LOOPS: Final = (*_TRAINING, *_LOSSES, *_GRADIENTS, *_MODES, *_REFUSED)
+
+
+# What does not hold yet, with the reason: tests expect it to differ, and fail as soon as it is equal.
+_SHARED_CAST: Final = (
+    "two stages use one weight under autocast: the plain model casts it once, and adds the gradients of both "
+    "uses in bfloat16; each stage casts its own"
+)
+_NESTED: Final = (
+    "the backwards within a reentrant checkpoint add into `.grad` one by one; a call hands on their sum"
+)
+NOT_YET: Final[dict[tuple[str, str], str]] = {
+    ("autocast", "twice"): _SHARED_CAST,
+    ("autocast with backward", "twice"): _SHARED_CAST,
+    ("autocast now and then", "twice"): _SHARED_CAST,
+    ("scaler with autocast", "twice"): _SHARED_CAST,
+    ("accumulation", "reentrant"): _NESTED,
+    ("calls that wait", "reentrant"): _NESTED,
+    ("calls that wait, latest first", "reentrant"): _NESTED,
+    ("older gradients", "reentrant"): _NESTED,
+}
 
 
 def loop(name: str) -> Loop:

@@ -110,17 +110,21 @@ def inner_loop(bench: Bench) -> None:
     attempted(bench, "an inner loop", action)
 
 
-def inner_loop_of_first_order(bench: Bench) -> None:
-    """The same without the graph of the first gradient: the call is functional."""
+def inner_loop_of_first_order(bench: Bench, *, leaves: bool) -> None:
+    """The same without a graph of the first gradient; its weights are `leaves`, or those of the model's."""
 
     def action(model: Any, example: Example) -> None:
         named = own_parameters(model)
         found = torch.autograd.grad(bench.loss(model, example), [p for _, p in named], allow_unused=True)
-        fast = {n: p if g is None else p - 0.1 * g for (n, p), g in zip(named, found, strict=True)}
+        fast = {n: p if g is None else p * p.cos() - 0.1 * g for (n, p), g in zip(named, found, strict=True)}
+        if leaves:
+            fast = {n: weight.detach().requires_grad_() for n, weight in fast.items()}
         other = bench.case.example(70)
         output = functional_call(model, fast, other.args, other.kwargs)
         bench.case.loss(output, other).backward()
         bench.note_gradients("inner loop", model)
+        for name, weight in fast.items() if leaves else ():
+            bench.note(f"functional gradient {name}", weight.grad)
 
     attempted(bench, "a functional call", action)
 

@@ -124,7 +124,6 @@ def split(
             stages_alone: Any = PIPELINE.name
             asked = replace(asked, axes=stages_alone)
     engine = parallelize(model, args, kwargs, plan=asked, **options)
-
     insist_on_calls(engine.plan, engine.crew.local_replicas)
     if not is_accelerator(engine.plan.stages[0].device):
         # The gradients of all weights are there at once, for each microbatch anew: pages that come and go

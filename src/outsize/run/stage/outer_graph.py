@@ -116,7 +116,7 @@ class OuterGraph:
         before, self._leaves = self._leaves, {}
         found = _weights(self._model, self._names)
         for name, (weight, where) in found.items():
-            if weight.requires_grad and weight.is_leaf:
+            if weight.requires_grad:
                 old = before.get(name)
                 is_same = old is not None and old.weight is weight and _is_over(old.leaf, weight)
                 leaf = old.leaf if old is not None and is_same else _leaf_over(weight)
@@ -126,15 +126,16 @@ class OuterGraph:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Puts the leaves in the places of their weights."""
-        for leaf in self._leaves.values():
-            for table, key in leaf.places:
-                table[key] = leaf.leaf
+        pairs = [(place, leaf.leaf) for leaf in self._leaves.values() for place in leaf.places]
+        # Behind a functional call, whose weights these were, the model has its own weights again.
+        before = [table[key] for (table, key), _ in pairs]
+        for (table, key), leaf in pairs:
+            table[key] = leaf
         try:
             yield
         finally:
-            for leaf in self._leaves.values():
-                for table, key in leaf.places:
-                    table[key] = leaf.weight
+            for ((table, key), _), weight in zip(pairs, before, strict=True):
+                table[key] = weight
 
     def through(self, further: Mapping[str, _Pass]) -> dict[str, _Pass]:
         """Returns what weights that the stage uses several times pass at each use: an alias of their own, so

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outsize.axes.registry import AXES
-from outsize.errors import BadOption, UnsupportedPlan
+from outsize.errors import UnsupportedPlan
 from outsize.ir.plan import Plan
 from outsize.run.stage.rng import borrowed_generators
 from outsize.run.transport.groups import RankGroup
@@ -32,6 +32,7 @@ from outsize.train.split.nodes import CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
 from outsize.train.split.outputs import OutputJoin, rebuilt
 from outsize.train.split.rank_gradients import RankGradients
+from outsize.train.split.refused_calls import insist_on_a_plain_call, insist_on_first_run
 from outsize.train.variants.variant import Variants
 
 Active = Callable[[], AbstractContextManager[None]]
@@ -119,11 +120,7 @@ class ModelCalls:
 
         Raises BadOption, and whatever the model raises.
         """
-        if torch.compiler.is_compiling():
-            raise BadOption(
-                "a split model is called inside of torch.compile",
-                next_step="outsize.split(..., compiled=True), which compiles stages, called outside of it",
-            )
+        insist_on_a_plain_call()
         number = self._number
         self._number += self._model.training
         with self._crew.progress.of("forward", number), borrowed_generators():
@@ -154,6 +151,11 @@ class ModelCalls:
             raise
         close = _once(call.close, self._seats, seat)
         running = partial(self._crew.progress.of, "backward", number)
+        try:
+            insist_on_first_run(call.outputs.variants)
+        except BaseException:
+            close()
+            raise
         call = OpenedCall(call.outputs, call.groups, close, running)
         joined, wholes = self._join.join(call.outputs, own)
         nodes = CallNodes(call, joined, inputs, self.gradients.stand_in)

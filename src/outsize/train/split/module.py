@@ -76,6 +76,11 @@ class SplitModule(nn.Module):
         vars(self)["training"] = self.module.training
         return self
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Says of all parameters, those of other ranks among them, whether they get gradients."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
