@@ -17,9 +17,35 @@ from outsize.train.world.local_ranks import run_in_forks
 from outsize.train.world.world import leave
 from split.bench import Bench, PlainBench, SplitBench, differences, noted
 from split.cases import CASES, Case
-from split.loops import LOOPS, Loop
+from split.loops import LOOPS, NOT_YET, Loop
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
+
+# What does not hold yet over processes: the reason, and whether it fails with every cut.
+_OF_ONE_RANK = (
+    "a GradScaler sees the gradients of its rank alone, so that the others step where one overflows"
+)
+_OF_OWN = (
+    "a rank that freezes its own parameters tells the others nothing; the cut decides whether it matters"
+)
+_TIED = "a functional call replaces a tied weight on the rank that has it alone"
+NOT_YET_OVER_PROCESSES = {
+    "scaler": (_OF_ONE_RANK, True),
+    "scaler with autocast": (_OF_ONE_RANK, True),
+    "frozen and thawed": (_OF_OWN, False),
+    "first order": (_TIED, True),
+    "first order leaves": (_TIED, True),
+}
+
+
+def known(each: Loop, model: Case) -> list[Any]:
+    """The mark of a cell that is known to differ."""
+    reason, strict = NOT_YET.get((each.name, model.name)), True
+    if reason is None and each.name in NOT_YET_OVER_PROCESSES:
+        reason, strict = NOT_YET_OVER_PROCESSES[each.name]
+    if reason is None or (reason == _TIED and "tied" not in model.traits):
+        return []
+    return [pytest.mark.xfail(strict=strict, reason=reason)]
 
 
 def rows(ranks: int) -> list[Any]:
@@ -30,9 +56,8 @@ def rows(ranks: int) -> list[Any]:
         for number, model in enumerate(fitting):
             is_taken = ranks == 2 and number == turn % len(fitting)
             name = f"{ranks}-{each.name}-{model.name}".replace(" ", "_")
-            found.append(
-                pytest.param(ranks, each, model, id=name, marks=[] if is_taken else [pytest.mark.full])
-            )
+            marks = [*known(each, model), *([] if is_taken else [pytest.mark.full])]
+            found.append(pytest.param(ranks, each, model, id=name, marks=marks))
     return found
 
 
