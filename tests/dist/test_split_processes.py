@@ -22,16 +22,11 @@ from split.loops import LOOPS, NOT_YET, Loop
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 
 # What does not hold yet over processes: the reason, and whether it fails with every cut.
-_OF_ONE_RANK = (
-    "a GradScaler sees the gradients of its rank alone, so that the others step where one overflows"
-)
 _OF_OWN = (
     "a rank that freezes its own parameters tells the others nothing; the cut decides whether it matters"
 )
 _TIED = "a functional call replaces a tied weight on the rank that has it alone"
 NOT_YET_OVER_PROCESSES = {
-    "scaler": (_OF_ONE_RANK, True),
-    "scaler with autocast": (_OF_ONE_RANK, True),
     "frozen and thawed": (_OF_OWN, False),
     "first order": (_TIED, True),
     "first order leaves": (_TIED, True),
@@ -67,7 +62,7 @@ def on_ranks(folder: Path, ranks: int, each: Loop, model: Case) -> list[Bench]:
     def work() -> None:
         world = join()
         torch.set_num_threads(1)
-        bench = noted(each.run, SplitBench(model, stages=ranks, own_clip=True))
+        bench = noted(each.run, SplitBench(model, stages=ranks))
         torch.save((bench.notes, bench.refused), folder / f"{world.rank}.pt")
         leave(world)
 

@@ -48,10 +48,6 @@ class Bench(ABC):
         """Runs an action; says whether it was refused in words, as a split model may do."""
 
     @abstractmethod
-    def clip(self, model: Any, max_norm: float) -> Tensor:
-        """Clips the gradients of a model by their norm, and returns it."""
-
-    @abstractmethod
     def compiled(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Returns the step, given to the compiler; the reference needs none."""
 
@@ -129,17 +125,13 @@ class PlainBench(Bench):
     def compiled(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return step
 
-    def clip(self, model: Any, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
 
 @final
 @dataclass
 class SplitBench(Bench):
-    """`outsize.split`, in this process or as one of several ranks. `own_clip`: a model clips itself."""
+    """`outsize.split`, in this process or as one of several ranks."""
 
     stages: int = 2
-    own_clip: bool = False
 
     def wrap(self, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         wishes: dict[str, Any] = {"stages": self.stages, "microbatches": MICROBATCHES}
@@ -158,11 +150,6 @@ class SplitBench(Bench):
 
     def compiled(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return torch.compile(step, backend="eager")
-
-    def clip(self, model: Any, max_norm: float) -> Tensor:
-        if self.own_clip:
-            return model.clip_grad_norm_(max_norm)
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 # -- comparing ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -127,13 +128,14 @@ def calls_that_wait(bench: Bench, *, latest_first: bool) -> None:
         update(bench, step, model, optimizer)
 
 
-def clipping(bench: Bench) -> None:
-    """Gradients are clipped by the norm of all of them."""
+def clipping(bench: Bench, *, by_torch: bool) -> None:
+    """Gradients are clipped by the norm of all of them, by PyTorch's function or the model's."""
     model = bench.model()
     optimizer = adamw(model)
     for step, example in bench.case.examples(3):
         bench.loss(model, example).backward()
-        bench.note(f"step {step} norm", bench.clip(model, 0.05))
+        norm = clip_grad_norm_(model.parameters(), 0.05) if by_torch else model.clip_grad_norm_(0.05)
+        bench.note(f"step {step} norm", norm)
         update(bench, step, model, optimizer)
 
 
@@ -212,7 +214,7 @@ def scaler(bench: Bench, *, region: bool) -> None:
                 parameter.grad.view(-1)[0] = float("inf")
         scaling.unscale_(optimizer)
         if step != 1:
-            bench.note(f"step {step} norm", bench.clip(model, 0.1))
+            bench.note(f"step {step} norm", clip_grad_norm_(model.parameters(), 0.1))
         bench.note_gradients(step, model)
         scaling.step(optimizer)
         scaling.update()

@@ -96,7 +96,9 @@ def _norms(
     by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
     for at, parameter in enumerate(parameters):
         if parameter.grad is not None and parameter not in known:
-            by_dtype.setdefault(parameter.grad.dtype, []).append((at, local_of(parameter.grad)))
+            # A gradient of a split model would look for the norms of other ranks by itself.
+            own = local_of(parameter.grad).as_subclass(Tensor)
+            by_dtype.setdefault(parameter.grad.dtype, []).append((at, own))
     for members in by_dtype.values():
         gradients = [gradient for _, gradient in members]
         if is_accelerator(place):

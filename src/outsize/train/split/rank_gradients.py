@@ -89,7 +89,8 @@ class RankGradients:
 
 
 def _mark(weight: nn.Parameter, part: _Part) -> None:
-    if weight.requires_grad and _MARKED not in vars(weight):
+    # A weight that stands there for a functional call has no gradient of its own.
+    if weight.requires_grad and weight.is_leaf and _MARKED not in vars(weight):
         vars(weight)[_MARKED] = True
         weight.register_post_accumulate_grad_hook(_Mark(part))
 
