@@ -84,6 +84,51 @@ def test_four_devices_are_bit_equal_to_the_layers_where_they_are(order: str) -> 
     insist_on_layers_where_they_are(("sim:0", "sim:1", "sim:2", "sim:3"), "1f1b")
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("places", PLACES)
+def test_a_split_model_is_equal_to_the_layers_where_they_are(places: tuple[str, str], calls: int) -> None:
+    """The loss is over all pairs, torch's own function clips, and the input has a gradient.
+
+    While the backward of a call waits for another device, autograd takes up that of another call, so
+    gradients of two calls may be added in another order.
+    """
+    x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
+    model, plain = layers(), layers()
+    split = outsize.split(model, (x,), stages=2, microbatches=MICROBATCHES, devices=list(places))
+    where = [next(layer.parameters()).device for layer in model]
+    for layer, place in zip(plain, where, strict=True):
+        layer.to(place)
+
+    def by_layers(value: Tensor) -> Tensor:
+        outputs = []
+        for part in value.chunk(MICROBATCHES):
+            h = part
+            for layer, place in zip(plain, where, strict=True):
+                h = layer(h.to(place))
+            outputs.append(h)
+        return torch.cat(outputs)
+
+    traces = []
+    for call, weights in ((split, list(split.parameters())), (by_layers, list(plain.parameters()))):
+        optimizer, trace = torch.optim.AdamW(weights, lr=1e-2), []
+        for _ in range(2):
+            taken = x.clone().requires_grad_()
+            views = [F.normalize(call(taken * (1 + n)), dim=1) for n in range(calls)]
+            loss = F.cross_entropy(
+                views[0] @ views[-1].T / 0.1, torch.arange(SAMPLES, device=views[0].device)
+            )
+            loss.backward()
+            trace += [loss.detach(), taken.grad, nn.utils.clip_grad_norm_(weights, 0.1)]
+            optimizer.step()
+            optimizer.zero_grad()
+        traces.append([*trace, *(weight.detach() for weight in weights)])
+    assert {str(weight.device) for weight in model.parameters()} == {str(place) for place in where}
+    pairs = [(a.cpu(), b.cpu()) for a, b in zip(*traces, strict=True)]
+    if calls == 1 or len(set(places)) == 1:
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize(
     "places", [("sim:0", "sim:1"), ("sim:1", "sim:0", "sim:2"), ("sim:0", "cpu")], ids=str

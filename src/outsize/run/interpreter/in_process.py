@@ -87,7 +87,9 @@ def own_inputs(
     brought = streams.move_inputs([microbatches[mb][p] for mb, p in wanted], str(place))
     moved = [list(tensors) for tensors in microbatches]
     for (mb, p), tensor in zip(wanted, brought, strict=True):
-        moved[mb][p] = tensor
+        # A copy is no part of the graph of what it copies; its gradient is wanted all the same.
+        wants_gradient = microbatches[mb][p].requires_grad and not tensor.requires_grad
+        moved[mb][p] = tensor.detach().requires_grad_() if wants_gradient else tensor
     return moved
 
 

@@ -111,12 +111,14 @@ class MultiDevice(InProcessRanks):
         """Ends a step: the sources of its copies may be freed."""
         for link in self._links.values():
             link.flush()
-        self._to_host.clear()
+        # What another call waits for, in whose backward this one has run, stays.
+        self._to_host = deque(copy for copy in self._to_host if not copy.is_ready())
 
     def reset(self) -> None:
         self.streams.synchronize()
         self._boxes.clear()
         self.flush()
+        self._to_host.clear()
 
 
 @final

@@ -69,6 +69,7 @@ RawSpan = tuple[int, str, Lane, float, float]
 
 # How many combinations of variants keep their interpreters, and how many schedules are kept.
 _BUILT, _SCHEDULES = 32, 64
+_CHANNELS_OF_A_SEAT = 1 << 20  # more than there are programs
 
 
 class Crew(ABC):
@@ -384,6 +385,9 @@ class LocalCrew(Crew):
         return [self._outputs(load, pipeline) for load, pipeline in zip(loads, pipelines, strict=True)]
 
     def open(self, load: PipelineInputs, make_stage: MakeStage) -> OpenPipeline:
+        # Autograd may come to another call while the backward of this one waits for a device.
+        channels = [channel + (load.seat or 0) * _CHANNELS_OF_A_SEAT for channel in load.channels]
+        load = load._replace(channels=channels)
         pipeline = self._start_pipeline(load, make_stage)
 
         def run() -> GroupOutputs:

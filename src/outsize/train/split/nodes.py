@@ -85,10 +85,10 @@ class CallNodes:
             self._call.close()
             return outputs
         self._summed = self._through_sums(sums_of)
-        tokens = [
-            _Microbatch.apply(self, number, self._stand_in, *self._edges(number)) for number in self._numbers
-        ]
-        tokens = [each if isinstance(each, tuple) else (each,) for each in tokens]
+        tokens: list[tuple[Tensor, ...]] = []
+        for number in self._numbers:
+            before = tokens[-1][-1] if tokens else None
+            tokens.append(_Microbatch.apply(self, number, before, self._stand_in, *self._edges(number)))
         for place, at in enumerate(self._trained):
             outputs[at] = _Join.apply(
                 self._joined[at], self._numbers, [outputs[at]], *(t[place] for t in tokens)
@@ -173,7 +173,9 @@ class CallNodes:
         place = group.numbers.index(number)
         for _, outer in group.outers(number):
             found = outer.gradients.pop(place)
-            yield from (found.inputs.get(position) for position, _ in self._inputs[number])
+            for position, tensor in self._inputs[number]:
+                gradient = found.inputs.get(position)
+                yield None if gradient is None else gradient.to(tensor.device)
             for name in outer.weights:
                 arrived, most = found.weights.get(name, []), outer.most(name)
                 if len(arrived) > most:
@@ -187,16 +189,20 @@ class _Microbatch(Function):
     """The node of one microbatch: its inputs get gradients, its outputs stand for the model's."""
 
     @staticmethod
-    def forward(ctx: Any, nodes: CallNodes, number: int, *edges: Tensor) -> Any:
-        """Returns a tensor for each output."""
+    def forward(ctx: Any, nodes: CallNodes, number: int, before: Tensor | None, *edges: Tensor) -> Any:
+        """Returns a tensor for each output, and one that the next microbatch takes as `before`.
+
+        A thread of autograd that waits within a backward for another device takes up whatever else is ready;
+        so the node of a microbatch is not ready before that of the next one has ended.
+        """
         ctx.set_materialize_grads(False)
         ctx.nodes, ctx.number = nodes, number
-        return tuple(nodes.tokens(number))
+        return (*nodes.tokens(number), torch.zeros(()))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Returns the gradients of the edges."""
-        return (None, None, *ctx.nodes.backward(ctx.number, grad_outputs))
+        return (None, None, None, *ctx.nodes.backward(ctx.number, grad_outputs[:-1]))
 
 
 @final
