@@ -28,6 +28,7 @@ _OF_OWN = (
 _TIED = "a functional call replaces a tied weight on the rank that has it alone"
 NOT_YET_OVER_PROCESSES = {
     "frozen and thawed": (_OF_OWN, False),
+    "thawed by layers": (_OF_OWN, False),
     "first order": (_TIED, True),
     "first order leaves": (_TIED, True),
 }

@@ -43,8 +43,8 @@ def printed(*command: str) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(path.name, marks=[pytest.mark.full] if path.name in LONG else [])
-        for path in sorted(EXAMPLES.glob("*.py"))
+        pytest.param(str(path.relative_to(EXAMPLES)), marks=[pytest.mark.full] if path.name in LONG else [])
+        for path in sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("split/*.py")])
     ],
 )
 def test_an_example_prints_its_out(name: str, request: pytest.FixtureRequest) -> None:
