@@ -151,13 +151,13 @@ class ModelCalls:
             raise
         close = _once(call.close, self._seats, seat)
         running = partial(self._crew.progress.of, "backward", number)
+        call = OpenedCall(call.outputs, call.groups, close, running)
         try:
             insist_on_first_run(call.outputs.variants)
+            joined, wholes = self._join.join(call.outputs, own)
         except BaseException:
             close()
             raise
-        call = OpenedCall(call.outputs, call.groups, close, running)
-        joined, wholes = self._join.join(call.outputs, own)
         nodes = CallNodes(call, joined, inputs, self.gradients.stand_in)
         weakref.finalize(nodes, close).atexit = False
         return rebuilt(call.outputs, nodes.outputs(wholes, self._sums_of), self._model)

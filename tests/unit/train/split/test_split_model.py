@@ -73,3 +73,21 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(BadOption, match="gradients of gradients"):
         torch.autograd.grad(split(x).sum(), list(split.parameters()), create_graph=True)
     split(x).sum().backward()
+
+
+class _Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers(x)
+        return h @ h.T
+
+
+def test_an_output_of_all_pairs_is_refused_and_leaves_nothing() -> None:
+    x = torch.randn(8, 8)
+    split = outsize.split(_Pairs(), (x,), stages=2, microbatches=4)
+    with pytest.raises(BadOption, match="samples along several dims"):
+        split(x)
+    assert not split.engine.calls._seats
