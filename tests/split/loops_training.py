@@ -172,13 +172,15 @@ def averaged(bench: Bench) -> None:
             bench.note_all(f"step {step} average", bench.output(average, example))
 
 
-def frozen_and_thawed(bench: Bench) -> None:
-    """Half of the weights are frozen, then the other half, then none."""
+def frozen_and_thawed(bench: Bench, *, in_module: bool) -> None:
+    """Half of the weights are frozen, then the other half, then none; `in_module`: as the plain model has
+    them, which over processes lists those of other ranks, too.
+    """
     model = bench.model()
     optimizer = adamw(model)
     names = [name for name, _ in bench.case.net().named_parameters()]
     for step, example in bench.case.examples(4):
-        for name, parameter in model.named_parameters():
+        for name, parameter in (model.module if in_module else model).named_parameters():
             parameter.requires_grad_(step >= 3 or (names.index(name) < len(names) // 2) == (step == 2))
         train(bench, model, optimizer, example, step)
 

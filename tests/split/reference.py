@@ -44,13 +44,13 @@ class Microbatched(nn.Module):
         self._tapes: dict[Hashable, Tape] = {}
 
     @property
-    def plain(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """The model as the user has written it."""
         return self.__dict__["net"]
 
     def train(self, mode: bool = True) -> Self:
         """Changes the mode of the plain model, too, which is no child."""
-        self.plain.train(mode)
+        self.module.train(mode)
         return super().train(mode)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -72,14 +72,14 @@ class Microbatched(nn.Module):
         return join(outputs, sizes)
 
     def _one(self, part: Batch, call: int, microbatch: int) -> Any:
-        if not (self.training and draws(self.plain)):
-            return self.plain(*part.args, **part.kwargs)
-        return eager(self.plain, self._tape(part), part, seeder(self._seed, call, microbatch), None)[0]
+        if not (self.training and draws(self.module)):
+            return self.module(*part.args, **part.kwargs)
+        return eager(self.module, self._tape(part), part, seeder(self._seed, call, microbatch), None)[0]
 
     def _tape(self, part: Batch) -> Tape:
         key = part.signature(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         if key not in self._tapes:
-            self._tapes[key] = record(self.plain, part.args, part.kwargs, None, ())
+            self._tapes[key] = record(self.module, part.args, part.kwargs, None, ())
         return self._tapes[key]
 
 

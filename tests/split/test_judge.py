@@ -87,7 +87,7 @@ def test_the_last_microbatch_comes_first_in_the_backward() -> None:
 
     def alone(order: list[int]) -> list[Tensor]:
         """One backward per microbatch, each with its part of the gradient of the whole loss."""
-        outputs = [reference.plain(part) for part in parts]
+        outputs = [reference.module(part) for part in parts]
         whole = torch.cat(outputs).detach().requires_grad_()
         (wanted,) = torch.autograd.grad(F.cross_entropy(whole, example.target), [whole])
         for number in order:
