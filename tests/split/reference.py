@@ -118,6 +118,7 @@ class Cutting:
         """Sizes that differ by one at most, the larger ones first; a shorter batch has fewer of them."""
         each = -(-self.samples // self.microbatches)
         count = self.microbatches if samples >= self.samples else -(-samples // each)
+        count = min(count, samples)  # No microbatch is empty.
         edges = [samples // count * m + min(m, samples % count) for m in range(count + 1)]
         return [end - start for start, end in pairwise(edges)]
 
