@@ -193,21 +193,14 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return compare
 
 
-@pytest.fixture(scope="session")
-def shelf_of_recordings(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Workers of this run, and ranks that they start, share what one of them has recorded."""
-    from recorded_once import share_in  # with torch, which some folders do without
-
-    own = tmp_path_factory.getbasetemp()
-    share_in((own.parent if hasattr(pytestconfig, "workerinput") else own) / "recordings")
-
-
 @pytest.fixture
-def shared_recordings(shelf_of_recordings: None) -> Iterator[None]:
-    """Engines of equal models share what the first has recorded; for tests that are not about recording."""
-    from recorded_once import recorded_once
+def shared_recordings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines of equal models share what the first in a file has recorded; for tests that are not about
+    recording.
+    """
+    from recorded_once import recorded_once  # with torch, which some folders do without
 
-    with recorded_once():
+    with recorded_once(among=request.path):
         yield
 
 

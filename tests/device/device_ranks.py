@@ -7,7 +7,7 @@
 Ranks are forks because a new interpreter spends five seconds of CPU on its imports. They are forks of a
 server because torch's autograd engine counts the devices of a process at its first backward and cannot be
 forked after it, and other tests of this process have had theirs. `python device_ranks.py TYPE MODULE` is
-the server. What one rank has recorded others do not record again (tests/unit/recorded_once.py).
+the server.
 """
 
 from __future__ import annotations
@@ -84,36 +84,27 @@ class DeviceRanks:
 
 
 def _serve(device_type: str, module: str, answers: IO[str]) -> None:
-    from recorded_once import share_in
+    from forked import in_forks
 
     if device_type == "sim":
         import simdev
 
         simdev.load()
     import_module(module)
-    with TemporaryDirectory() as recordings:
-        share_in(Path(recordings))
-        for line in sys.stdin:
-            answers.write(json.dumps(_error_of(json.loads(line), device_type, module)) + "\n")
-            answers.flush()
-
-
-def _error_of(request: dict[str, Any], device_type: str, module: str) -> str | None:
-    """Runs the ranks of a request; None where all have done what was asked."""
-    from forked import in_forks
-
-    request |= {"device_type": device_type, "module": module, "port": free_port()}
-    try:
-        folder = Path(request["folder"])
-        in_forks(folder, request["count"], lambda rank: _rank(rank, request), request["limit_s"])
-    except AssertionError as failed:
-        return str(failed) or "a rank has ended early"
-    return None
+    for line in sys.stdin:
+        request, error = json.loads(line), None
+        request |= {"device_type": device_type, "module": module, "port": free_port()}
+        try:
+            folder = Path(request["folder"])
+            in_forks(folder, request["count"], lambda rank, of=request: _rank(rank, of), request["limit_s"])
+        except AssertionError as failed:
+            error = str(failed) or "a rank has ended early"
+        answers.write(json.dumps(error) + "\n")
+        answers.flush()
 
 
 def _rank(rank: int, request: dict[str, Any]) -> None:
     import torch
-    from recorded_once import recorded_once, tried_once
 
     from outsize.ops.launch.spec import SHARED_DEVICE
     from outsize.train.world.join import join, take_place
@@ -128,8 +119,7 @@ def _rank(rank: int, request: dict[str, Any]) -> None:
     if request["count"] > 1:
         take_place(rank, request["count"], Path(request["folder"]) / f"store{request['port']}")
         world = join(request["device_type"], timeout_s=request["limit_s"])
-    with recorded_once(), tried_once():
-        found = getattr(import_module(request["module"]), request["scenario"])(world, **request["given"])
+    found = getattr(import_module(request["module"]), request["scenario"])(world, **request["given"])
     torch.save(found, Path(request["folder"]) / f"rank{rank}.pt")
     leave(world)
 

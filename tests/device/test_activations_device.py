@@ -18,8 +18,6 @@ import outsize
 from outsize.policies.activations import Recompute
 from outsize.train.engine.engine import Engine
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 LAYERS, SAMPLES, MICROBATCHES = 12, 8192, 8
 
 

@@ -28,23 +28,6 @@ WITHIN = 1e-5
 """Relative to the largest element of a tensor, where ranks add up in another order."""
 
 
-Whole = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def plain_loop(ranks_of: Servers) -> Whole:
-    """What one rank leaves with so many microbatches, and `how`; run once for all tests that ask."""
-    found: dict[str, dict[str, Any]] = {}
-
-    def run(order: str = "lazy", **how: Any) -> dict[str, Any]:
-        asked = f"{order} {sorted(how.items())}"
-        if asked not in found:
-            found[asked] = ranks_of("sim").run("plain", 1, order=order, microbatches=4, **how)[0]
-        return found[asked]
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("order", "names"),
     [
@@ -74,11 +57,9 @@ def test_schedules_are_bit_equal(ranks_of: Servers, order: str, names: list[str]
     ],
     ids=lambda value: "_".join(value) or "plain" if isinstance(value, dict) else str(value),
 )
-def test_a_pipeline_is_bit_equal(
-    ranks_of: Servers, plain_loop: Whole, order: str, stages: int, how: dict[str, Any]
-) -> None:
+def test_a_pipeline_is_bit_equal(ranks_of: Servers, order: str, stages: int, how: dict[str, Any]) -> None:
     """The first and the last stage share a weight, and a skip passes over those between."""
-    whole = plain_loop(order, **how)
+    whole = ranks_of("sim").run("plain", 1, order=order, microbatches=4, **how)[0]
     axes = {"stages": stages, "microbatches": 4}
     found = ranks_of("sim").run("trained", stages, order=order, axes=axes, **how)
     for rank in found:
@@ -91,9 +72,9 @@ def test_a_pipeline_is_bit_equal(
     assert [name for name, tensor in whole["state"].items() if not torch.equal(state[name], tensor)] == []
 
 
-def test_ranks_that_share_a_device_are_bit_equal(ranks_of: Servers, plain_loop: Whole) -> None:
+def test_ranks_that_share_a_device_are_bit_equal(ranks_of: Servers) -> None:
     """Three ranks on two devices, as `outsize run --ranks per_device=2` places them."""
-    whole = plain_loop()
+    whole = ranks_of("sim").run("plain", 1, microbatches=4)[0]
     found = ranks_of("sim").run("trained", 3, axes={"stages": 3, "microbatches": 4}, per_device=2)
     assert [rank["losses"] for rank in found] == [whole["losses"]] * 3
     assert {
@@ -103,8 +84,8 @@ def test_ranks_that_share_a_device_are_bit_equal(ranks_of: Servers, plain_loop: 
 
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
-def test_replicas_and_shards_have_the_numbers(ranks_of: Servers, plain_loop: Whole, axis: str) -> None:
-    whole = plain_loop()
+def test_replicas_and_shards_have_the_numbers(ranks_of: Servers, axis: str) -> None:
+    whole = ranks_of("sim").run("plain", 1, microbatches=4)[0]
     found = ranks_of("sim").run("trained", 2, axes={"stages": 1, axis: 2, "microbatches": 2})
     for name, tensor in whole["state"].items():
         assert torch.allclose(

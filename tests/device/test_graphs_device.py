@@ -20,8 +20,6 @@ from torch import Tensor, nn
 import outsize
 from outsize.run.device_graphs.graphed_stage import NotRecorded
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 MICROBATCHES, SAMPLES, STEPS = 4, 8, 5
 EVERYWHERE = everywhere("cuda:0", "sim:0", orders=("lazy",))
 

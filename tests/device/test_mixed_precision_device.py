@@ -16,8 +16,6 @@ from zoo import case
 import outsize
 from outsize.errors import BadOption
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 MICROBATCHES = 4
 
 

@@ -21,8 +21,6 @@ from outsize.ir.hardware.devices import MIB, figure_of
 from outsize.ir.plan import Plan
 from outsize.policies.weights import HOSTED, Weights
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 LAYERS, SAMPLES = 24, 64
 
 

@@ -21,8 +21,6 @@ from zoo import Case, case
 import outsize
 from outsize.program.tree import map_leaves
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 QUICK = ("toy", "mlp", "gpt2")
 SLOW = ("late_fusion", "resnet18", "unet", "llama", "mixtral", "t5", "lstm")  # with --all
 STAGES, MICROBATCHES, SAMPLES = 3, 4, 8

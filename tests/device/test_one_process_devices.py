@@ -23,8 +23,6 @@ from outsize.device.streams import TorchStreams
 from outsize.program.tree import map_leaves
 from outsize.run.transport.device_copies import checked_link
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 SIM = pytest.mark.sim
 PLACES = [
     pytest.param(("cpu", "cpu"), id="cpu-cpu"),

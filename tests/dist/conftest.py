@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _forked(forked_python: None, shelf_of_recordings: None) -> None:
-    """See tests/unit/forked_python.py and tests/unit/recorded_once.py."""
+def _forked(forked_python: None) -> None:
+    """See tests/unit/forked_python.py."""

@@ -7,7 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -18,11 +18,10 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 import torch
 from forked import in_forks
 from patience import PATIENCE_S, WHOLE_S, free_port
-from recorded_once import recorded_once, tried_once
+from recorded_once import recorded_once
 from torch import nn
 
 from outsize.capture.recording.fallbacks import LossFn, record
-from outsize.ir.plan import Plan
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.variants.results import evaluating
@@ -32,7 +31,6 @@ DRIVER = "import sys; from outsize.ops.launch.launch import run_script; "
 DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 
 Done = subprocess.CompletedProcess[str]
-_PLANS: dict[str, Plan] = {}
 
 
 def run(command: list[str]) -> Done:
@@ -49,8 +47,8 @@ def said_by(script: str, ranks: int, folder: Path, *arguments: str, patience_s: 
     """What each rank of `script FOLDER ...` has left in FOLDER/rank<r>.json.
 
     The ranks are forks, which have torch and the models already: interpreters of their own, under launchers,
-    take 6 s each until they have, and are test_launch_processes.py's to show. What this process or
-    another rank has recorded they do not record again.
+    take 6 s each until they have, and are test_launch_processes.py's to show. What this process has recorded
+    they do not record again.
     """
     import_module("zoo")
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -59,7 +57,7 @@ def said_by(script: str, ranks: int, folder: Path, *arguments: str, patience_s: 
         numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update(place | {name: str(value) for name, value in numbers.items()})
         sys.argv = [script, str(folder), *arguments]
-        with recorded_once(), tried_once():
+        with recorded_once():
             runpy.run_path(str(HERE / script), run_name="__main__")
 
     in_forks(folder, ranks, rank, patience_s)
@@ -75,13 +73,6 @@ def record_ahead(names: Iterable[str], microbatches: Iterable[int]) -> None:
         for name, count in product(names, microbatches):
             captured(name, count)
             BatchDims(rejection(fresh(name), case(name).loss)).of(batch_of(case(name)))
-
-
-def planned_once(name: str, make: Callable[[], Plan]) -> Plan:
-    """The plan of this name, which a process has that was forked after it was made."""
-    if name not in _PLANS:
-        _PLANS[name] = make()
-    return _PLANS[name]
 
 
 def record_run(model: nn.Module, parts: Sequence[Batch], loss_fn: LossFn | None) -> None:

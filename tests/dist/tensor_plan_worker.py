@@ -13,7 +13,6 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from launches import planned_once
 from recorded_once import recorded_once
 from safetensors.torch import save_file
 from tensor_models import MODELS, Made
@@ -128,10 +127,7 @@ def plan_of(model: nn.Module, batch: Batch, case: Case) -> Plan:
         recompute=case.recompute,
         sequence_parallel=case.sequence,
     )
-    return planned_once(
-        f"tp {case}",
-        lambda: outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch)),
-    )
+    return outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch))
 
 
 def loss(batch: Batch) -> dict[str, Any]:

@@ -54,18 +54,13 @@ def expected() -> dict[str, Found]:
 
 
 MORE = ("stages and tp", "shards and tp")
-
-
-def of_each_kind(every: int) -> dict[str, Make]:
-    """The first of each kind, and of the others so many."""
-    kinds = (ELEMENTWISE, PER_WEIGHT, ALL_WEIGHTS, DRAWS)
-    return {name: make for kind in kinds for name, make in [*kind.items()][::every]}
-
-
-# Without --all every second meets shards, and the other layouts every sixth. What each couples is asked in
-# tests/unit/train/optimizers/test_coupling.py.
-MET = {"shards": 2}
-SIXTH = 6
+# All meet shards; the other layouts, without --all, every sixth of each kind.
+WITH_ALL = ("shards", *MORE)
+SIXTH = {
+    name: make
+    for kind in (ELEMENTWISE, PER_WEIGHT, ALL_WEIGHTS, DRAWS)
+    for name, make in [*kind.items()][::6]
+}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +70,7 @@ def test_numbers_of_one_process(
     pytestconfig: pytest.Config, tmp_path: Path, expected: dict[str, Found], layout: str
 ) -> None:
     """Bits but for tp, where gradients are rounded; also hyperparameters that a step changes, and draws."""
-    everything = pytestconfig.getoption("--all")
-    makes = EVERY if everything else of_each_kind(MET.get(layout, SIXTH))
+    makes = EVERY if layout in WITH_ALL or pytestconfig.getoption("--all") else SIXTH
     ranks, axes = LAYOUTS[layout]
     plan = plan_of(ranks, **axes)
     most = 2e-6 if "tp" in axes else 0.0

@@ -19,7 +19,7 @@ OTHERS = ("attention", "rotated", "mlp", "qwen3", "mixtral eager", "energy")
 # With --all alone; the same models are in another row, or are divided as these are.
 RARE = {
     "ALONE": ("gpt2", "bert"),
-    "SINGLE": ("llama", "bert"),
+    "SINGLE": ("llama",),
     "PIPED": ("llama",),
     "OTHERS": ("mlp", "qwen3"),
 }

@@ -20,8 +20,6 @@ from outsize.ir.findings import PiecesOfLoss
 from outsize.ir.plan import Plan
 from outsize.policies.weights import HOSTED
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 transformers = import_transformers()
 
 METER = Path(__file__).resolve().parents[2] / "benchmarks" / "memory"

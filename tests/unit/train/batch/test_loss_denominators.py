@@ -18,8 +18,6 @@ from outsize.capture.recording.fallbacks import record
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import LossShares, LossTrial, unexpected_of
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 CLASSES, SAMPLES, LENGTH = 5, 8, 6
 CLASS_WEIGHTS = torch.tensor([1.0, 0.2, 3.0, 0.5, 2.0])
 # Samples have from one to six tokens that count; the first microbatch of four is all padding in PADDED.

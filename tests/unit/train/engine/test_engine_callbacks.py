@@ -24,8 +24,6 @@ from outsize.train.world.join import join
 from outsize.train.world.local_ranks import run_in_forks
 from outsize.train.world.world import leave
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(8) % 3
 

@@ -20,8 +20,6 @@ from outsize.train.batch.checks import insist_on_exchange
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.loss_watch import NonFiniteLoss
 
-pytestmark = pytest.mark.usefixtures("shared_recordings")
-
 X, LABELS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
 
