@@ -11,6 +11,7 @@ from outsize.api.options import CheckOptions, FitOptions, ParallelizeOptions, Pl
 from outsize.cli.app import make_app
 from outsize.errors.words import OPTIONS, VALUES, nearest, spoken, value_here
 from outsize.ir.answers.request import PlanRequest
+from outsize.ops.launch.launch import torchrun_flags
 from outsize.train.batch.loss_weights import Counting
 
 ALL_OPTIONS: Any = (CheckOptions, FitOptions, PlanOptions, ParallelizeOptions, TuneOptions)
@@ -21,6 +22,7 @@ def test_every_option_and_flag_is_there() -> None:
     assert {row.option for row in OPTIONS if row.option} <= known
     commands = typer.main.get_command(make_app()).commands.values()  # pyright: ignore
     flags = {flag for command in commands for parameter in command.params for flag in parameter.opts}
+    flags |= torchrun_flags().keys()  # which outsize run hands on
     assert {row.flag.split()[0] for row in OPTIONS if row.flag} <= flags
 
 
