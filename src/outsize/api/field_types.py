@@ -43,7 +43,7 @@ _NUMBERS: Final = (int, float)
 @final
 @dataclass(frozen=True)
 class FieldType:
-    """What a field takes, `kind`, and an example as one types it."""
+    """Says which type a field takes, `kind`, with an example as one types it."""
 
     kind: Any
     example: str

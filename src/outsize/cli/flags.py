@@ -104,7 +104,7 @@ def setting(name: str, value: str | None) -> str:
 @final
 @dataclass(frozen=True)
 class Key:
-    """What a key says, with an example of its value as one types it: the annotation of a field."""
+    """Explains a key, with an example of its value as one types it; it is the annotation of a field."""
 
     example: str
     help: str

@@ -83,7 +83,7 @@ Json = Annotated[options.Json, Brief("", "One JSON document on stdout, nothing e
 @final
 @dataclass(frozen=True)
 class RankFlags:
-    """What each process has, and what follows where it is lost."""
+    """Holds what each process of a run has, and what follows where it is lost."""
 
     memory_share: Annotated[
         float | None,
@@ -214,7 +214,7 @@ class ProcessFlags:
 @final
 @dataclass(frozen=True)
 class TrainingFlags:
-    """What a MODEL is trained on."""
+    """Holds what a MODEL is trained on."""
 
     steps: Steps = STEPS
     input: Input = None
@@ -277,7 +277,7 @@ class TrainFlags:
 @final
 @dataclass(frozen=True)
 class ReportFlags:
-    """What a MODEL run writes of itself."""
+    """Holds what the run of a MODEL writes."""
 
     file: Annotated[
         Path | None,

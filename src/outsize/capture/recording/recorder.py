@@ -69,8 +69,9 @@ class _Call(NamedTuple):
 
 @final
 class RecordedLoss:
-    """What of the tape is the loss function's: all from where it begins; `is_live` says that one instruction
-    calls it.
+    """Says which part of the tape is the loss function's: all from where it begins.
+
+    With `is_live` one instruction calls it.
     """
 
     def __init__(self, instructions: list[Instruction], guards: list[Guard]) -> None:

@@ -56,7 +56,7 @@ class _Leaf:
 @final
 @dataclass(slots=True)
 class StageGradients:
-    """What the backward of a microbatch on one stage has given: by weight in the order of arrival, and by the
+    """Holds the gradients of one microbatch on one stage: by weight, in the order of arrival, and by the
     position of an input.
     """
 

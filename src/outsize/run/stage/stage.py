@@ -169,7 +169,7 @@ Saving = Callable[[int, Sequence[Tensor]], SavedTensorHooks]
 @final
 @dataclass(frozen=True, slots=True)
 class StageSetting:
-    """What is around a stage's function.
+    """Says how a stage's function is run.
 
     `again` is the function of a stage that is partly recomputed. `saving` replaces what autograd saves of a
     microbatch, where the host stores it. With `bare`, the stage does not reference values that it receives

@@ -25,7 +25,7 @@ from outsize.program.tree import leaves, map_leaves
 
 @final
 class References:
-    """What the tensors among the arguments of calls refer to, in one recording."""
+    """Finds the slots to which the tensors among the arguments of calls refer, in one recording."""
 
     def __init__(self, slots: Slots, position: Position, rule: LeafRule, gradients: GradientFlags) -> None:
         self._slots, self._position, self._rule, self._gradients = slots, position, rule, gradients
