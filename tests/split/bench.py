@@ -8,10 +8,11 @@ have all of it.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from split.reference import Cutting, Microbatched, samples_in, tensors_of
 
 MICROBATCHES: Final = 4
 SEED: Final = 3
+OF_THE_MODEL: Final = re.compile("gradient|weight|buffer|input|norm|scale|drawn|hooks")
 Notes = dict[str, Tensor]
 
 
@@ -129,13 +131,27 @@ class PlainBench(Bench):
 @final
 @dataclass
 class SplitBench(Bench):
-    """`outsize.split`, in this process or as one of several ranks."""
+    """`outsize.split`, in this process or as one of several ranks.
+
+    With `outputs="last"` a rank without outputs notes what is of the model: gradients, weights, buffers, and
+    what is computed of them.
+    """
 
     stages: int = 2
+    outputs: Literal["all", "last"] = "all"
+    has_outputs: bool = True
 
     def wrap(self, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         wishes: dict[str, Any] = {"stages": self.stages, "microbatches": MICROBATCHES}
-        return outsize.split(net, args, kwargs, devices=outsize.Ranks(seed=SEED), **wishes)
+        wishes |= {"outputs": self.outputs, "devices": outsize.Ranks(seed=SEED)}
+        model = outsize.split(net, args, kwargs, **wishes)
+        self.has_outputs = model.has_outputs
+        return model
+
+    def note(self, name: str, value: Tensor | None) -> None:
+        """Keeps a copy of a tensor, unless it is made of outputs that this rank has not got."""
+        if self.has_outputs or OF_THE_MODEL.search(name):
+            super().note(name, value)
 
     def refuses(self, what: str, action: Callable[[], None]) -> bool:
         """Raises AssertionError for a refusal that does not say what to do."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from outsize.train.batch.batch_dims import Asked
     from outsize.train.context.callback import Callback
     from outsize.train.context.options import MakeOptimizer
+    from outsize.train.split.outputs import Outputs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -161,6 +162,7 @@ class SplitOptions(TypedDict, total=False):
     weight_files: str | Path | None
     compiled: bool | str | Compile
     callbacks: Sequence[Callback | Watch]
+    outputs: Outputs
 
 
 def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 from torch import nn
 
@@ -33,6 +33,7 @@ from outsize.train.context.callback import Callback
 from outsize.train.engine.engine import Engine
 from outsize.train.split.calls import insist_on_calls
 from outsize.train.split.module import SplitModule
+from outsize.train.split.outputs import Outputs
 
 
 @reads_options(ParallelizeOptions)
@@ -112,9 +113,14 @@ def split(
     - `cluster`, `stages`, `microbatches`, `axes`: fields of that request by themselves.
     - `batch_dims`: along which dim of each input the samples lie, as for `plan`.
     - `devices`, `weight_files`, `compiled`, `callbacks`: as for `parallelize`.
+    - `outputs`: "last" leaves outputs on the ranks of the last stage (`model.has_outputs`). Others get zeros
+      of their shape, without memory, and run the same loop; what they compute of them is not the loss.
 
     Raises what `parallelize` raises.
     """
+    outputs = options.get("outputs", "all")
+    if outputs not in get_args(Outputs):
+        raise BadOption(f"outputs={outputs!r} is unknown", next_step="outputs='last', or 'all'")
     if isinstance(plan, Plan):
         insist_on_calls(plan)
         asked = plan
@@ -123,7 +129,8 @@ def split(
         if asked.axes is None and options.get("axes") is None:
             stages_alone: Any = PIPELINE.name
             asked = replace(asked, axes=stages_alone)
-    engine = parallelize(model, args, kwargs, plan=asked, **options)
+    of_engine: Any = {name: value for name, value in options.items() if name != "outputs"}
+    engine = parallelize(model, args, kwargs, plan=asked, **of_engine)
     insist_on_calls(engine.plan, engine.crew.local_replicas)
     if not is_accelerator(engine.plan.stages[0].device):
         # The gradients of all weights are there at once, for each microbatch anew: pages that come and go
@@ -137,7 +144,7 @@ def split(
     def again(other: nn.Module) -> SplitModule:
         return split(other, args, kwargs, plan=engine.plan, **kept)
 
-    return SplitModule(engine, again)
+    return SplitModule(engine, again, outputs)
 
 
 def _forwards_first(asked: Request | None) -> Request:

@@ -30,7 +30,7 @@ from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.ranks.batch_check import is_checked
 from outsize.train.split.nodes import CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
-from outsize.train.split.outputs import OutputJoin, rebuilt
+from outsize.train.split.outputs import OutputJoin, Outputs, rebuilt
 from outsize.train.split.rank_gradients import RankGradients
 from outsize.train.split.refused_calls import insist_on_a_plain_call, insist_on_first_run
 from outsize.train.variants.variant import Variants
@@ -68,14 +68,17 @@ class BatchSplit(Protocol):
 class ByModuleCalls:
     """The calls of a model that runs by modules, in its own Python: each module where its weights are.
 
-    `active` is the context of such a call. Nothing overlaps, and the batch is not divided.
+    `active` is the context of such a call. Nothing overlaps, the batch is not divided, and every rank has the
+    outputs.
     """
+
+    is_last = True
 
     def __init__(self, run: RunContext, ownership: Ownership, active: Active) -> None:
         self._model, self._active = run.model, active
         self.gradients = RankGradients(run, ownership)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Outputs = "all") -> Any:
         """Returns what the model returns. Raises BadOption, and whatever the model raises."""
         self.gradients.mark()
         self.gradients.touch_stand_in()
@@ -115,8 +118,14 @@ class ModelCalls:
         self._seats: set[int] = set()
         self._number = 0
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what the model returns for the whole batch, in the user's graph where gradients are on.
+    @property
+    def is_last(self) -> bool:
+        """Returns whether this rank has the outputs of the last stage."""
+        return self._join.is_last
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Outputs = "all") -> Any:
+        """Returns what the model returns for the whole batch, in the user's graph where gradients are on;
+        `ranks` get the outputs, the others zeros.
 
         Raises BadOption, and whatever the model raises.
         """
@@ -126,17 +135,17 @@ class ModelCalls:
         with self._crew.progress.of("forward", number), borrowed_generators():
             if not torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    return self._without_graph(args, kwargs, number)
-            return self._with_graph(args, kwargs, number)
+                    return self._without_graph(Batch(args, kwargs), number, ranks)
+            return self._with_graph(Batch(args, kwargs), number, ranks)
 
-    def _without_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Any:
-        parts = self._split.of_batch(Batch(args, kwargs))
+    def _without_graph(self, batch: Batch, number: int, ranks: Outputs) -> Any:
+        parts = self._split.of_batch(batch)
         outputs = self._executor.outputs(parts, number)
-        _, wholes = self._join.join(outputs, parts)
+        _, wholes = self._join.join(outputs, parts, ranks)
         return rebuilt(outputs, wholes, self._model)
 
-    def _with_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Any:
-        parts = self._split.of_batch(self._shared(Batch(args, kwargs)))
+    def _with_graph(self, batch: Batch, number: int, ranks: Outputs) -> Any:
+        parts = self._split.of_batch(self._shared(batch))
         self.gradients.mark()
         inputs = [_inputs_with_gradient(part) for part in parts]
         own = [part.mapped(_detached) for part in parts]
@@ -154,7 +163,7 @@ class ModelCalls:
         call = OpenedCall(call.outputs, call.groups, close, running)
         try:
             insist_on_first_run(call.outputs.variants)
-            joined, wholes = self._join.join(call.outputs, own)
+            joined, wholes = self._join.join(call.outputs, own, ranks)
         except BaseException:
             close()
             raise

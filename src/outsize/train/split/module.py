@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
+from outsize.train.split.outputs import Outputs
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _NONE = "nothing_trained_on_this_rank"
@@ -44,18 +45,29 @@ class SplitModule(nn.Module):
 
     A call runs the forwards of all microbatches, pipelined; the backward of a loss of its outputs runs their
     backwards, the last microbatch first. The loss may be anything over the whole batch. `module` is the
-    user's model, `engine` has its plan, checkpoints and weights over all ranks.
+    user's model, `engine` has its plan, checkpoints and weights over all ranks. `outputs` says which ranks
+    get the outputs.
     """
 
-    def __init__(self, engine: SplitEngine, again: Callable[[nn.Module], SplitModule]) -> None:
+    def __init__(
+        self, engine: SplitEngine, again: Callable[[nn.Module], SplitModule], outputs: Outputs = "all"
+    ) -> None:
         super().__init__()
         module = engine.model
         vars(self).update({name: vars(module)[name] for name in _TABLES})
-        vars(self).update(module=module, engine=engine, _again=again, training=module.training)
+        vars(self).update(module=module, engine=engine, _again=again, _outputs=outputs)
+        vars(self)["training"] = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns for the whole batch. Raises BadOption, and what the model raises."""
-        return self.engine.calls(args, kwargs)
+        return self.engine.calls(args, kwargs, self._outputs)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Returns whether calls give this rank the model's outputs; with `outputs="last"` ranks of other
+        stages get zeros.
+        """
+        return self._outputs == "all" or self.engine.calls.is_last
 
     @property
     def plan(self) -> Plan:

@@ -4,6 +4,11 @@
     loss, a number, four times    the sum by the microbatches' shares, as a step weighs it
     a count of integers           what the last microbatch returned
 
+With `outputs="last"` what has samples stays on the ranks of the last stage. The others get zeros of its shape
+that lie in the memory of one number, so the same loop runs there and its backward enters the same nodes; only
+the gradients of the last stage's ranks are used. What has no samples, as a loss inside of the model, is small
+and goes to every rank.
+
 The dim is the one whose size differs where the model is recorded for another number of samples, once for each
 kind of call; a guess by sizes would join a tensor without samples whose dim 0 happens to have that size.
 """
@@ -11,7 +16,7 @@ kind of call; a guess by sizes would join a tensor without samples whose dim 0 h
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +31,8 @@ from outsize.train.ranks.mesh import Mesh
 from outsize.train.split.nodes import JoinedOutput
 from outsize.train.split.opened_call import CallOutputs
 
+Outputs = Literal["all", "last"]
+"""Which ranks get the outputs of the batch: all, or those of the last stage."""
 Shapes = Callable[[Batch], Sequence[torch.Size]]
 """Records the model for a microbatch and returns the shapes of its outputs."""
 
@@ -44,7 +51,14 @@ class OutputJoin:
         self._shapes, self._last, self._device = shapes, last, device
         self._dims: dict[Hashable, tuple[int | None, ...]] = {}
 
-    def join(self, outputs: CallOutputs, parts: Sequence[Batch]) -> tuple[list[JoinedOutput], list[Tensor]]:
+    @property
+    def is_last(self) -> bool:
+        """Returns whether this rank has the outputs of the last stage."""
+        return self._group is None or self._group.rank() == self._last
+
+    def join(
+        self, outputs: CallOutputs, parts: Sequence[Batch], ranks: Outputs
+    ) -> tuple[list[JoinedOutput], list[Tensor]]:
         """Returns the outputs of the batch and their values, in the order of the last stage's; every rank
         calls this.
         """
@@ -66,11 +80,13 @@ class OutputJoin:
             device = values[0].device if values else self._device or torch.device("cpu")
             one = JoinedOutput(meta.dtype, device, dim, shapes, by_shares, in_graph)
             joined.append(one)
-            wholes.append(self._whole(one, values))
+            wholes.append(self._whole(one, values, ranks))
         return joined, wholes
 
-    def _whole(self, joined: JoinedOutput, values: Sequence[Tensor]) -> Tensor:
+    def _whole(self, joined: JoinedOutput, values: Sequence[Tensor], ranks: Outputs) -> Tensor:
         whole = self._of_replicas(joined, values) if values else None
+        if ranks == "last" and joined.dim is not None:
+            return _zeros(joined) if whole is None else whole
         if self._group is not None and self._group.size() > 1:
             if whole is None:
                 whole = torch.empty(_shape(joined), dtype=joined.dtype, device=joined.device)
@@ -153,6 +169,16 @@ def _together(joined: JoinedOutput, values: Sequence[Tensor]) -> Tensor:
         total = part if total is None else total + part
     assert total is not None
     return total
+
+
+def _zeros(joined: JoinedOutput) -> Tensor:
+    """Returns zeros of an output's shape in the memory of one number."""
+    # A view of other memory, as `expand` makes it, could not become the output of a node.
+    shape = _shape(joined)
+    zeros = torch.empty_strided(shape, [0] * len(shape), dtype=joined.dtype, device=joined.device)
+    if zeros.numel():
+        zeros.as_strided([1], [1]).zero_()
+    return zeros
 
 
 def _shape(joined: JoinedOutput) -> list[int]:
