@@ -24,27 +24,11 @@ from split.loops import LOOPS, NOT_YET, Loop
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 
-# What does not hold yet over processes: the reason, and whether it fails with every cut.
-_OF_OWN = (
-    "a rank that freezes its own parameters tells the others nothing; the cut decides whether it matters"
-)
-_TIED = "a functional call replaces a tied weight on the rank that has it alone"
-NOT_YET_OVER_PROCESSES = {
-    "frozen and thawed": (_OF_OWN, False),
-    "thawed by layers": (_OF_OWN, False),
-    "first order": (_TIED, True),
-    "first order leaves": (_TIED, True),
-}
-
 
 def known(each: Loop, model: Case) -> list[Any]:
     """The mark of a cell that is known to differ."""
-    reason, strict = NOT_YET.get((each.name, model.name)), True
-    if reason is None and each.name in NOT_YET_OVER_PROCESSES:
-        reason, strict = NOT_YET_OVER_PROCESSES[each.name]
-    if reason is None or (reason == _TIED and "tied" not in model.traits):
-        return []
-    return [pytest.mark.xfail(strict=strict, reason=reason)]
+    reason = NOT_YET.get((each.name, model.name))
+    return [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
 
 
 # With outputs on the last ranks alone, the others have nothing to compute weights behind the model of, nor

@@ -158,10 +158,6 @@ _NESTED: Final = (
     "the backwards within a reentrant checkpoint add into `.grad` one by one; a call hands on their sum"
 )
 NOT_YET: Final[dict[tuple[str, str], str]] = {
-    ("autocast", "twice"): _SHARED_CAST,
-    ("autocast with backward", "twice"): _SHARED_CAST,
-    ("autocast now and then", "twice"): _SHARED_CAST,
-    ("scaler with autocast", "twice"): _SHARED_CAST,
     ("accumulation", "reentrant"): _NESTED,
     ("calls that wait", "reentrant"): _NESTED,
     ("calls that wait, latest first", "reentrant"): _NESTED,

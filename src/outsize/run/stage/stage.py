@@ -253,6 +253,7 @@ class StageExecutor(RunnableStage):
         trained = [entry for entry in self._weights if entry.tensor.requires_grad and entry.tensor.is_leaf]
         if self.outer is not None:
             self.outer.begin(is_cast=self._casts)
+            self.forget_casts()
             return
         self._without_gradient = [entry for entry in trained if entry.tensor.grad is None]
         self._unchanged.begin(entry.tensor for entry in trained if self._grad and entry not in self._written)
@@ -291,7 +292,8 @@ class StageExecutor(RunnableStage):
             saved.sent, saved.loss = self._roots_of(sent), loss
             if self.outer is not None:
                 saved.loss, saved.outputs = None, exits[at + self.program.has_loss :]
-            saved.casts = self._roots_of(self._casts_read(entries))
+            with self._on_leaves():
+                saved.casts = self._roots_of(self._casts_read(entries))
             self._saved[microbatch] = saved
         return Result(sent, loss, exits[at + self.program.has_loss :])
 
@@ -313,8 +315,10 @@ class StageExecutor(RunnableStage):
         saved = self._saved.pop(microbatch)
         of_outputs = outer.output_gradients.pop(microbatch, ())
         with self._uncast(), outer.inside():
-            sent = {key: gradient for key, gradient in gradients.items() if key not in self._own}
-            for key, name in self._own.items():
+            # What another stage sends for a tied weight enters at its cast, or arrives as a gradient of it.
+            own = {key: name for key, name in self._own.items() if key not in saved.casts}
+            sent = {key: gradient for key, gradient in gradients.items() if key not in own}
+            for key, name in own.items():
                 gradient = gradients.get(key)
                 if gradient is not None:
                     outer.arrive(name, gradient)

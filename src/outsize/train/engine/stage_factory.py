@@ -66,8 +66,7 @@ class StageFactory:
         """
         if device is not None and variant.home is not None:
             program = program_on_device(program, variant.cut.tape, model, variant.home, device)
-        # Within the user's graph autocast casts by itself, since nobody says when copies would be dropped.
-        casts = None if of_call else self._casts_of(variant, program, model, device)
+        casts = _casts_of_call(program) if of_call else self._casts_of(variant, program, model, device)
         policy, recompute, overlaps = self.run.plan.activation_policy(program.stage), None, self._overlaps()
         again = policy.recomputes_all or policy.lists_units
         outer = OuterGraph(model, program, checks=again) if of_call else None
@@ -156,6 +155,15 @@ class StageFactory:
         names, starts = [u.name for u in variant.captured.graph.units], variant.captured.starts
         chosen = self.run.plan.recomputed(stage, names)
         return [(starts[a], starts[b]) for a, b in segments(blocks(names), chosen)]
+
+
+def _casts_of_call(program: StageProgram) -> CastWeights | None:
+    """Returns what casts the weights of a stage within the user's graph; None where autocast does.
+
+    A weight that several stages read as one cast has one in the plain model, at which gradients are added up.
+    """
+    is_shared = any(boundary.cast is not None for boundary in (*program.received, *program.sent))
+    return CastWeights() if is_shared else None
 
 
 def _dtypes(program: StageProgram) -> set[torch.dtype | None]:

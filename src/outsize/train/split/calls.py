@@ -80,6 +80,7 @@ class ByModuleCalls:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Outputs = "all") -> Any:
         """Returns what the model returns. Raises BadOption, and whatever the model raises."""
+        self.gradients.agree_on_trained()
         self.gradients.mark()
         self.gradients.touch_stand_in()
         with self._active():
@@ -145,6 +146,7 @@ class ModelCalls:
         return rebuilt(outputs, wholes, self._model)
 
     def _with_graph(self, batch: Batch, number: int, ranks: Outputs) -> Any:
+        self.gradients.agree_on_trained()
         parts = self._split.of_batch(self._shared(batch))
         self.gradients.mark()
         inputs = [_inputs_with_gradient(part) for part in parts]

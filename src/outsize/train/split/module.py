@@ -99,13 +99,14 @@ class SplitModule(nn.Module):
         """Yields the parameters that this process has; in one process all. A rank that trains none yields one
         without elements.
         """
+        every = super().named_parameters(prefix, recurse, remove_duplicate)
         if self.engine.crew.world_size == 1:
-            return super().named_parameters(prefix, recurse, remove_duplicate)
-        dot = f"{prefix}." if prefix else ""
-        own = list(self.engine.weights.named_parameters())
+            return every
+        held = {id(parameter) for _, parameter in self.engine.weights.named_parameters()}
+        own = [(name, parameter) for name, parameter in every if id(parameter) in held]
         if not any(parameter.requires_grad for _, parameter in own):
-            own.append((_NONE, self.engine.calls.gradients.stand_in))
-        return ((dot + name, parameter) for name, parameter in own)
+            own.append((f"{prefix}.{_NONE}" if prefix else _NONE, self.engine.calls.gradients.stand_in))
+        return iter(own)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the state of the model, as far as this process has it; `engine.weights.full_state_dict()`

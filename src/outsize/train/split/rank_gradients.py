@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outsize.errors import BadOption
-from outsize.run.transport.control_messages import all_gather_values
+from outsize.errors import BadOption, WorldMismatch
+from outsize.run.transport.control_messages import all_gather_json, all_gather_values
 from outsize.run.transport.groups import RankGroup
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
@@ -69,6 +69,37 @@ class RankGradients:
     def __init__(self, run: RunContext, ownership: Ownership) -> None:
         self._run, self._ownership = run, ownership
         self.stand_in = nn.Parameter(torch.zeros(0, device=run.device))
+        self._told: dict[str, bool] | None = None
+
+    def agree_on_trained(self) -> None:
+        """Tells this rank which weights of the others get gradients, where that has changed on any of them.
+
+        A rank's own loop freezes what `model.parameters()` lists there; what its stage receives and sends
+        depends on the others' as well. Every rank calls this before a call. Raises WorldMismatch.
+        """
+        mesh = self._run.mesh
+        if mesh is None or not self._ownership.settled:
+            return
+        own = {name: weight.requires_grad for name, weight in self._ownership.own_parameters()}
+        has_changed = torch.tensor([int(own != self._told)])
+        dist.all_reduce(has_changed, dist.ReduceOp.MAX, group=mesh.group.of_tensor(has_changed))
+        if not has_changed.item():
+            return
+        self._told = own
+        owners: dict[str, tuple[int, bool]] = {}
+        every: list[dict[str, bool]] = all_gather_json(own, mesh.group.host, "which weights get gradients")
+        for rank, flags in enumerate(every):
+            for name, flag in flags.items():
+                first, expected = owners.setdefault(name, (rank, flag))
+                if flag != expected:
+                    raise WorldMismatch(
+                        f"{name} gets a gradient on one rank and none on another that has it, too",
+                        numbers=f"requires_grad is {expected} on rank {first}, {flag} on rank {rank}",
+                        next_step="freeze weights by their names, alike on every rank",
+                    )
+        for name, weight in self._run.model.named_parameters():
+            if name in owners and weight.requires_grad != owners[name][1]:
+                weight.requires_grad_(owners[name][1])
 
     def mark(self) -> None:
         """Marks this rank's gradients as they arrive, from now on; it may be called again."""
