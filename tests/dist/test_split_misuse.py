@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,14 @@ MODEL = case("mlp")
 Work = Callable[[SplitModule, Example, int], None]
 
 
-def on_two_ranks(work: Work) -> None:
-    """Each rank trains a step as it should, and then does its work."""
+def on_two_ranks(work: Work, **how: Any) -> None:
+    """Each rank trains a step as it should, and then does its work. The options are those of the split."""
+    how = how or {"stages": 2}
 
     def rank() -> None:
         world, example = join(), MODEL.example(0)
         watch = outsize.Watch(hang_timeout=2.0)
-        model = outsize.split(MODEL.net(), example.args, stages=2, microbatches=4, callbacks=[watch])
+        model = outsize.split(MODEL.net(), example.args, microbatches=4, callbacks=[watch], **how)
         F.cross_entropy(model(*example.args), example.target).backward()
         work(model, example, world.rank)
         leave(world)
@@ -70,6 +72,15 @@ def test_a_rank_with_another_batch_is_named() -> None:
 
     with pytest.raises(WorldMismatch, match="batch"):
         on_two_ranks(work)
+
+
+def test_ranks_that_disagree_about_a_gradient_are_named() -> None:
+    def work(model: SplitModule, example: Example, rank: int) -> None:
+        next(model.parameters()).requires_grad_(rank == 0)
+        model(*example.args)
+
+    with pytest.raises(WorldMismatch, match="gets a gradient on one rank"):
+        on_two_ranks(work, axes={"dp_replicate": 2})
 
 
 def test_a_rank_whose_loss_fails_alone_is_the_first_that_failed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -150,10 +150,6 @@ LOOPS: Final = (*_TRAINING, *_LOSSES, *_GRADIENTS, *_MODES, *_REFUSED)
 
 
 # What does not hold yet, with the reason: tests expect it to differ, and fail as soon as it is equal.
-_SHARED_CAST: Final = (
-    "two stages use one weight under autocast: the plain model casts it once, and adds the gradients of both "
-    "uses in bfloat16; each stage casts its own"
-)
 _NESTED: Final = (
     "the backwards within a reentrant checkpoint add into `.grad` one by one; a call hands on their sum"
 )
