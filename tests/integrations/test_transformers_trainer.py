@@ -33,8 +33,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "a loss of the user's": {"own_loss": True, "arguments": {"bf16": True}},
     "compiled stages": {"arguments": {"torch_compile_backend": "aot_eager"}},
     "label smoothing": {"arguments": {"label_smoothing_factor": 0.1}},
+    "metrics by batches": {"model": "bert", "arguments": {"batch_eval_metrics": True}},
+    "losses alone": {"metrics": False, "arguments": {"per_device_eval_batch_size": 3}},
     "bert with SGD": {"model": "bert", "arguments": {"optim": "sgd", "gradient_accumulation_steps": 2}},
 }  # fmt: skip
+
+
+OVER_PROCESSES = (
+    "gpt2 in bfloat16", "gpt2 with LoRA", "a loss of the user's", "metrics by batches", "losses alone",
+)  # fmt: skip
 
 
 def run(job: dict[str, Any], folder: Path, ranks: int = 1) -> dict[str, Any]:
@@ -65,7 +72,10 @@ def test_a_split_trainer_has_the_digits_of_the_plain_one(name: str, tmp_path: Pa
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["gpt2 in bfloat16", "gpt2 with LoRA", "a loss of the user's"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2 in bfloat16", "gpt2 with LoRA", "a loss of the user's", "metrics by batches", "losses alone"],
+)
 def test_so_has_one_over_two_processes(name: str, tmp_path: Path) -> None:
     assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path, ranks=2) == plain(name)
 
@@ -210,6 +220,62 @@ def test_batches_are_prepared_by_the_method_of_a_subclass(tmp_path: Path) -> Non
     plain = made(transformers.Trainer)
     assert plain[1] == 2
     assert made(Trainer, outsize={"stages": 2}) == plain
+
+
+@pytest.mark.parametrize("metrics", [None, trainer_worker.accuracy], ids=["losses", "outputs"])
+def test_the_batches_of_an_evaluation_run_in_one_pipeline(metrics: Any, tmp_path: Path) -> None:
+    """As many as the plan has microbatches, and then the rest, of which the last has one sample."""
+    arguments = {"gradient_accumulation_steps": 4, "per_device_eval_batch_size": 2}
+    trainer = trainer_of(
+        tmp_path, arguments=arguments, eval_dataset=trainer_worker.Tokens(11, False, 0),
+        compute_metrics=metrics, outsize={"stages": 2, "schedule": "1f1b"},
+    )  # fmt: skip
+    ran: list[int] = []
+    crew = trainer.engine.crew
+    run = crew.run
+
+    def counted(loads: Any, *more: Any) -> Any:
+        ran.extend(len(load.variants) for load in loads)
+        return run(loads, *more)
+
+    crew.run = counted
+    trainer.evaluate()
+    assert ran == [4, 2]
+    ran.clear()
+    trainer.predict(trainer_worker.Tokens(12, False, 0))
+    assert ran == [4, 2]
+
+
+@pytest.mark.parametrize("method", ["prediction_step", "_prepare_inputs"])
+def test_an_evaluation_of_a_subclass_runs_batch_by_batch(method: str, tmp_path: Path) -> None:
+    """What changes the inputs on its way sees each batch once, in order, and nothing was computed before."""
+
+    def made(kind: Any, **split: Any) -> tuple[int, float]:
+        class Changing(kind):
+            calls = 0
+
+            def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                if method == "prediction_step":
+                    self.calls += 1
+                    inputs["input_ids"] = (inputs["input_ids"] + self.calls) % 60
+                return super().prediction_step(model, inputs, *args, **kwargs)
+
+            def _prepare_inputs(self, inputs: Any) -> Any:
+                inputs = super()._prepare_inputs(inputs)
+                if method == "_prepare_inputs":
+                    self.calls += 1
+                    inputs = {**inputs, "input_ids": (inputs["input_ids"] + self.calls) % 60}
+                return inputs
+
+        arguments = {"gradient_accumulation_steps": 4, "per_device_eval_batch_size": 2}
+        trainer = trainer_of(
+            tmp_path, Changing, arguments=arguments, eval_dataset=trainer_worker.Tokens(8, False, 0),
+            compute_metrics=trainer_worker.accuracy, **split,
+        )  # fmt: skip
+        loss = trainer.evaluate()["eval_loss"]
+        return trainer.calls, loss
+
+    assert made(Trainer, outsize={"stages": 2}) == made(transformers.Trainer)
 
 
 def test_a_loss_that_holds_the_model_is_refused_with_a_way_that_works(tmp_path: Path) -> None:

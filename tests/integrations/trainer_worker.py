@@ -92,6 +92,23 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
+class CountedBatches:
+    """A metric that is told of each batch, and of the last one that it is the last."""
+
+    def __init__(self) -> None:
+        self.right, self.seen, self.sizes = 0, 0, list[int]()
+
+    def __call__(self, prediction: Any, compute_result: bool) -> dict[str, Any]:
+        self.right += int((prediction.predictions.argmax(-1) == prediction.label_ids).sum())
+        self.seen += prediction.label_ids.numel()
+        self.sizes.append(len(prediction.label_ids))
+        if not compute_result:
+            return {}
+        found = {"accuracy": self.right / self.seen, "sizes": self.sizes}
+        self.right, self.seen, self.sizes = 0, 0, []
+        return found
+
+
 def main(job: dict[str, Any]) -> None:
     folder = Path(job["folder"])
     arguments = {
@@ -105,7 +122,8 @@ def main(job: dict[str, Any]) -> None:
     if job.get("ragged"):
         more["data_collator"] = padded
     if job.get("metrics", True):
-        more["compute_metrics"] = accuracy
+        by_batch = job.get("arguments", {}).get("batch_eval_metrics")
+        more["compute_metrics"] = CountedBatches() if by_batch else accuracy
     trainer = trainer_class(job)(
         model=model_of(job),
         args=transformers.TrainingArguments(**arguments),

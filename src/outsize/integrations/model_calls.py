@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from outsize.errors import BadOption
-from outsize.train.batch.batch import Batch, microbatch
 from outsize.train.engine.engine import Engine
 
 
@@ -128,7 +127,7 @@ class ModelAnswer(ModelStandIn):
 class SplitModel(ModelStandIn):
     """Stands for the split model in a framework's loop: without gradients a call of it is an evaluation."""
 
-    def __init__(self, engine: Engine, evaluate: Callable[[Batch], Any]) -> None:
+    def __init__(self, engine: Engine, evaluate: Callable[..., Any]) -> None:
         super().__init__(engine.model)
         self.module = engine.model
         vars(self).update(evaluate=evaluate, drop_gradients=engine.drop_gradients)
@@ -140,7 +139,7 @@ class SplitModel(ModelStandIn):
                 "a split model is not called in training: its backward is the pipeline's",
                 next_step="change the loss, which may be any function of the model's output",
             )
-        return vars(self)["evaluate"](microbatch(*args, **kwargs))
+        return vars(self)["evaluate"](*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops this rank's gradients."""

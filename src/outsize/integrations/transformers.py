@@ -23,6 +23,8 @@ from __future__ import annotations
 from abc import ABC
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,8 +35,15 @@ from torch.utils.data import DataLoader
 from outsize.api.records import Loss
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadCheckpoint, BadOption
-from outsize.integrations.model_calls import ModelAnswer, OwnWeights, SplitModel, arguments_of_call
+from outsize.integrations.model_calls import (
+    CallArguments,
+    ModelAnswer,
+    OwnWeights,
+    SplitModel,
+    arguments_of_call,
+)
 from outsize.integrations.split_options import Split, options_of, split_into
+from outsize.integrations.update import Lookahead
 from outsize.ir.plan import Plan
 from outsize.ops.training import parallelize
 from outsize.run.stage.rng import borrowed_generators
@@ -61,6 +70,9 @@ class Trainer(transformers.Trainer, ABC):
         self._split: SplitModel | None = None
         self._batches: list[Any] = []
         self._losses = deque[Tensor]()
+        self._coming: Lookahead | None = None  # the batches of the evaluation that runs
+        self._predicted = deque[tuple[Any, Any]]()  # batches that have run ahead, each with what it gave
+        self._known: list[Any] = []
         self._processes = 1
         self._attached: Any = None
         super().__init__(*args, **kwargs)
@@ -212,6 +224,17 @@ class Trainer(transformers.Trainer, ABC):
         """Returns a model's output as Accelerate gives it to the Trainer: in float32 after autocast."""
         return utils.convert_to_fp32(output) if self.args.bf16 else output
 
+    # -- evaluation and prediction -----------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs an evaluation or a prediction, whose next batches can be looked at."""
+        before, self._coming = self._coming, Lookahead(dataloader)
+        try:
+            return super().evaluation_loop(self._coming, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+        finally:
+            self._coming = before
+            self._predicted.clear()
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -219,21 +242,77 @@ class Trainer(transformers.Trainer, ABC):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Returns loss, outputs and labels of one batch, on every rank."""
-        has_labels = bool(self.label_names) and all(inputs.get(n) is not None for n in self.label_names)
-        is_plain = super().prediction_step.__func__ is transformers.Trainer.prediction_step
-        if not (prediction_loss_only and has_labels and is_plain):
-            return super().prediction_step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
-        items = self._get_num_items_in_batch([inputs], self.args.device)
-        with self.accelerator.autocast():
-            loss = self.engine.evaluate([self._microbatch_of(self._prepare_inputs(inputs), items)]).loss
-        return None if loss is None else loss.to(self.args.device), None, None
+        """Returns loss, outputs and labels of one batch, on every rank; the first of as many batches as fill
+        the pipeline runs all of them.
+        """
+        step = super().prediction_step
+        if step.__func__ is not transformers.Trainer.prediction_step:  # a step of TRL's, for example
+            return step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
+        of_losses = prediction_loss_only and self._has_labels(inputs)
+        if not self._predicted or self._predicted[0][0] is not inputs:
+            batches = list(self._run_together(inputs, of_losses=of_losses))
+            found: Iterable[Any] = ()
+            if of_losses:
+                found = self._losses_of(batches)
+            elif len(batches) > 1:
+                # The step itself says with what it calls the model.
+                with self._unchanged():
+                    calls = [
+                        arguments_of_call(
+                            self._whole_model,
+                            lambda probe, batch=batch: step(probe, batch, prediction_loss_only, ignore_keys),
+                        )
+                        for batch in batches
+                    ]
+                found = self._outputs_of_calls(calls)
+            self._predicted = deque(zip(batches, found, strict=False))
+        if of_losses:
+            return self._predicted.popleft()[1], None, None
+        self._known = [self._predicted.popleft()[1]] if self._predicted else []
+        return step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
 
-    def _evaluated(self, batch: Batch) -> Any:
-        """Returns the model's output on every rank."""
+    def _has_labels(self, inputs: dict[str, Any]) -> bool:
+        return bool(self.label_names) and all(inputs.get(n) is not None for n in self.label_names)
+
+    def _run_together(self, inputs: dict[str, Any], *, of_losses: bool) -> Iterator[dict[str, Any]]:
+        """Yields the batch, and those behind it that run in the same pipeline."""
+        yield inputs
+        kind, plain = type(self), transformers.Trainer
+        is_ours = kind.prediction_step is Trainer.prediction_step
+        is_ours &= (
+            of_losses or kind._prepare_inputs is plain._prepare_inputs
+        )  # It is called twice for outputs.
+        if self._coming is None or self._coming.current is not inputs or not is_ours:
+            return
+        for batch in islice(self._coming.peek(), self.engine.plan.microbatches - 1):
+            if of_losses and not self._has_labels(batch):
+                return
+            yield batch
+
+    def _losses_of(self, batches: Iterable[dict[str, Any]]) -> Iterator[Tensor | None]:
+        """Returns the loss of each batch, which the last stage computes; nothing else leaves the stages."""
+        parts = [
+            self._microbatch_of(
+                self._prepare_inputs(batch), self._get_num_items_in_batch([batch], self.args.device)
+            )
+            for batch in batches
+        ]
         with self.accelerator.autocast():
-            outputs = self.engine.evaluate([batch], gather=True).outputs
-        return self._outputs_of((outputs or (None,))[0])
+            losses = self.engine.evaluate(parts, gather="losses").losses
+        return (loss.to(self.args.device) for loss in losses) if losses else repeat(None, len(parts))
+
+    def _outputs_of_calls(self, calls: Iterable[CallArguments]) -> list[Any]:
+        """Returns the model's output for each call, on every rank."""
+        parts = [microbatch(*call.args, **call.kwargs) for call in calls]
+        with self.accelerator.autocast():
+            outputs = self.engine.evaluate(parts, gather=True).outputs
+        return [self._outputs_of(output) for output in outputs or [None] * len(parts)]
+
+    def _evaluated(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's output on every rank: the one that is known, at the first call of a step."""
+        if self._known:
+            return self._known.pop()
+        return self._outputs_of_calls([CallArguments(args, kwargs)])[0]
 
     # -- saving and going on -----------------------------------------------------------------------------
 
@@ -343,10 +422,16 @@ class Trainer(transformers.Trainer, ABC):
 
     def _prepared_example(self) -> dict[str, Any]:
         """Returns the example as the Trainer prepares its batches; what a subclass counts there is undone."""
+        with self._unchanged():
+            return self._prepare_inputs(self._example())
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Undoes what the Trainer writes into its attributes, and draws."""
         before = dict(vars(self))
         try:
             with borrowed_generators():
-                return self._prepare_inputs(self._example())
+                yield
         finally:
             vars(self).clear()
             vars(self).update(before)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from typing import Any, final
 
 import torch
@@ -85,19 +84,32 @@ class Update:
 
 @final
 class Lookahead:
-    """A loader of batches that can show the next ones before they are taken."""
+    """A loader of batches that can show the next ones before they are taken.
+
+    Accelerate's loaders say of the batch that they gave last whether it is the last one
+    (`end_of_dataloader`), and the Trainer cuts outputs by that; so here it is of the batch that was taken
+    last.
+    """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader, self._ahead = loader, deque[Any]()
+        self._loader, self._ahead = loader, deque[tuple[Any, bool]]()
         self._iterator = iter(())
+        self.current: Any = None  # the batch that was taken last
+        self._says_end = hasattr(loader, "end_of_dataloader")
+        self._is_last = self._has_ended = False
 
     def __iter__(self) -> Iterator[Any]:
         self._ahead.clear()
         self._iterator = iter(self._loader)
+        self._is_last = self._has_ended = False
         return self
 
     def __next__(self) -> Any:
-        return self._ahead.popleft() if self._ahead else next(self._iterator)
+        if not self._ahead:
+            self._look()
+        self.current, self._is_last = self._ahead.popleft()
+        self._say_end()
+        return self.current
 
     def __len__(self) -> int:
         return len(self._loader)  # pyright: ignore[reportArgumentType]
@@ -110,11 +122,25 @@ class Lookahead:
         position = 0
         while True:
             if position == len(self._ahead):
-                self._ahead.extend(islice(self._iterator, 1))
-            if position == len(self._ahead):
-                return
-            yield self._ahead[position]
+                if self._has_ended:
+                    return
+                try:
+                    self._look()
+                except StopIteration:
+                    return
+                self._say_end()
+            yield self._ahead[position][0]
             position += 1
+
+    def _look(self) -> None:
+        """Takes one batch of the loader. Raises StopIteration behind the last."""
+        batch = next(self._iterator)
+        self._has_ended = getattr(self._loader, "end_of_dataloader", False)
+        self._ahead.append((batch, self._has_ended))
+
+    def _say_end(self) -> None:
+        if self._says_end:
+            vars(self._loader)["end_of_dataloader"] = self._is_last
 
 
 @final

@@ -65,6 +65,15 @@ def insist_on_step_options(update: Any, loss_scale: Any, gather: Any) -> None:
         )
 
 
+def insist_on_evaluation_options(gather: Any) -> None:
+    """Raises BadOption for options of an evaluation that say nothing."""
+    if gather not in (True, False, "losses"):
+        raise BadOption(
+            f"gather={shown(gather)} says nothing",
+            next_step='gather=True for outputs on every rank, "losses" for the losses of the microbatches',
+        )
+
+
 def insist_on_flag(name: str, value: Any) -> None:
     """Raises BadOption for what is neither true nor false; None and a text would count as one of them."""
     if value not in (True, False):

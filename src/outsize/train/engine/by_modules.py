@@ -49,7 +49,7 @@ from outsize.train.context.run_context import RunContext
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.devices import insist_on_one_device
 from outsize.train.crew.weight_ownership import Ownership
-from outsize.train.engine.executor import Executor
+from outsize.train.engine.executor import EvaluationGather, Executor
 from outsize.train.ranks.divided_weights import DividedWeights, insist_on_whole
 from outsize.train.ranks.replicas import Piece
 from outsize.train.variants.results import BatchLoss, EvalResult
@@ -99,15 +99,20 @@ class ByModules(Executor):
         assert loss is not None
         return replace(loss, outputs=self._everywhere(returned)) if outputs else loss
 
-    def evaluate(self, parts: Sequence[Batch], step: int, *, gather: bool = False) -> EvalResult:
-        loss, outputs = self._run(parts, 1.0, step, keeps=True)
+    def evaluate(self, parts: Sequence[Batch], step: int, *, gather: EvaluationGather = False) -> EvalResult:
+        loss, outputs = self._run(parts, 1.0, step, keeps=gather != "losses")
         total, replicas = None if loss is None else loss.total, self._crew.replicas
+        if gather == "losses":
+            return EvalResult(total, None, self._losses(loss))
         if gather:
             return EvalResult(total, self._everywhere(outputs))
         if self._crew.rank < self._crew.world_size - 1:
             return EvalResult(total, None)
         first_outputs = replicas.on_first(outputs)
         return EvalResult(total, None if first_outputs is None else tuple(first_outputs))
+
+    def _losses(self, loss: BatchLoss | None) -> tuple[Tensor, ...] | None:
+        return None if loss is None else tuple(self._crew.by_microbatch(loss.own))
 
     def _everywhere(self, outputs: list[Any]) -> tuple[Any, ...]:
         """Returns the outputs of all replicas; every rank of one has run the model's own Python, and has

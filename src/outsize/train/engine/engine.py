@@ -42,7 +42,11 @@ from outsize.run.progress import watched
 from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
 from outsize.train.batch.batch import Batch
-from outsize.train.batch.checks import insist_on_flag, insist_on_own_weights, insist_on_step_options
+from outsize.train.batch.checks import (
+    insist_on_evaluation_options,
+    insist_on_own_weights,
+    insist_on_step_options,
+)
 from outsize.train.batch.sampler import ReplicaBatches
 from outsize.train.checkpoint.weights import HeldWeights
 from outsize.train.context.options import insist_on_backend
@@ -51,7 +55,7 @@ from outsize.train.crew.crew import Crew, crew_of
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.by_modules import ByModules, generate, own_run
 from outsize.train.engine.callbacks import Callbacks, StepReports
-from outsize.train.engine.executor import Executor
+from outsize.train.engine.executor import EvaluationGather, Executor
 from outsize.train.engine.loss_watch import LossWatch, non_finite_place, warn_of_loss
 from outsize.train.engine.memory_note import noting_what_follows
 from outsize.train.engine.microbatches import MicrobatchSplit
@@ -257,13 +261,16 @@ class Engine:
         return self.state.steps
 
     @watched("evaluate")
-    def evaluate(self, *args: Any, target: Any = None, gather: bool = False, **kwargs: Any) -> EvalResult:
+    def evaluate(
+        self, *args: Any, target: Any = None, gather: EvaluationGather = False, **kwargs: Any
+    ) -> EvalResult:
         """Runs a forward in eval mode, at any batch size, or over microbatches as in `step`.
 
-        The rank of the last stage gets the outputs; with `gather=True` every rank does. Gradients and
-        generators stay unchanged, and so do buffers that the model does not write in eval mode.
+        The rank of the last stage gets the outputs; with `gather=True` every rank does, and with
+        `gather="losses"` the losses of the microbatches instead. Gradients and generators stay unchanged, and
+        so do buffers that the model does not write in eval mode.
         """
-        insist_on_flag("gather", gather)
+        insist_on_evaluation_options(gather)
         self.crew.insist_on_ended_steps()
         # The caller's inference mode is left: a program that is recorded here must also run outside of it.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +16,9 @@ from torch.optim import Optimizer
 from outsize.ir.answers.compilation import StageGraphs
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.results import BatchLoss, EvalResult
+
+EvaluationGather = bool | Literal["losses"]
+"""What of an evaluation every rank gets: the outputs, the losses of the microbatches alone, or neither."""
 
 
 class Executor(ABC):
@@ -48,5 +52,7 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, parts: Sequence[Batch], step: int, *, gather: bool = False) -> EvalResult:
-        """Returns loss and outputs, with `gather` on every rank; called in eval mode without grad."""
+    def evaluate(self, parts: Sequence[Batch], step: int, *, gather: EvaluationGather = False) -> EvalResult:
+        """Returns loss and outputs; called in eval mode without grad. With `gather` outputs are on every
+        rank, or the losses of the microbatches.
+        """

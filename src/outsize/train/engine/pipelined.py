@@ -46,7 +46,7 @@ from outsize.train.crew.crew import Crew
 from outsize.train.crew.replica_copies import ReplicaCopies
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.agreed_programs import AgreedPrograms
-from outsize.train.engine.executor import Executor
+from outsize.train.engine.executor import EvaluationGather, Executor
 from outsize.train.engine.memory_note import memory_notes, routing_note
 from outsize.train.engine.stage_factory import StageCasts, StageFactory
 from outsize.train.ranks.replicas import Piece
@@ -227,16 +227,17 @@ class Pipelined(Executor):
                 loss = replace(loss, outputs=self._results.outputs(variants, results, gather=True))
         return loss
 
-    def evaluate(self, parts: Sequence[Batch], step: int, *, gather: bool = False) -> EvalResult:
+    def evaluate(self, parts: Sequence[Batch], step: int, *, gather: EvaluationGather = False) -> EvalResult:
         with self._programs.running():
             variants = self._find(parts, outputs=True)
             self._ready(variants, parts)
             results = self._run(_Step(variants, parts, step))
-            loss, outputs = (
-                self._results.loss(results),
-                self._results.outputs(variants, results, gather=gather),
-            )
-        return EvalResult(None if loss is None else loss.total, outputs)
+            loss = self._results.loss(results)
+            total = None if loss is None else loss.total
+            if gather == "losses":
+                return EvalResult(total, None, loss and tuple(self._crew.by_microbatch(loss.own)))
+            outputs = self._results.outputs(variants, results, gather=bool(gather))
+        return EvalResult(total, outputs)
 
     def open(self, parts: Sequence[Batch], number: int, seat: int) -> OpenedCall:
         """Runs the forwards of a call of the model, whose backward the user begins."""

@@ -86,13 +86,15 @@ class EvalResult(_Result):
     """The `loss` if there is one; the `outputs` of each microbatch in order.
 
     Outputs are on the rank of the last stage, and None on others; after `evaluate(..., gather=True)` they are
-    on every rank.
+    on every rank. `losses` are those of the microbatches in order, as the loss function returned them, on
+    every rank after `gather="losses"`, else None.
     """
 
     _named: ClassVar[str] = "the result of an evaluation"
     _instead: ClassVar[Mapping[str, str]] = EVALUATION
     loss: Tensor | None
     outputs: tuple[Any, ...] | None
+    losses: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.loss is not None:

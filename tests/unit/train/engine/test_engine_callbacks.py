@@ -223,6 +223,9 @@ def test_two_ranks_know_outputs_losses_and_facts(tmp_path: Path, by_modules: boo
 
     alone = engine_of(model(), clip_norm=1.0)
     expected = alone.step(X, target=Y, gather="outputs"), alone.evaluate(X, target=Y, gather=True)
+    assert expected[1].losses is None
+    assert expected[1].outputs is not None
+    losses = [F.cross_entropy(out, y) for out, y in zip(expected[1].outputs, Y.split(2), strict=True)]
 
     def work() -> None:
         world, kept = join(), Kept()
@@ -241,10 +244,14 @@ def test_two_ranks_know_outputs_losses_and_facts(tmp_path: Path, by_modules: boo
         assert evaluated.outputs is not None
         assert expected[1].outputs is not None
         assert all(map(torch.equal, evaluated.outputs, expected[1].outputs))
+        known = engine.evaluate(X, target=Y, gather="losses")
+        assert known.outputs is None
+        assert known.losses is not None
+        assert all(map(torch.equal, known.losses, losses))
         if world.rank:
             assert kept.facts == []
         else:
-            (facts, _) = kept.facts
+            (facts, *_) = kept.facts
             assert facts.loss == float(expected[0].loss)
             assert facts.grad_norm == float(expected[0].grad_norm)  # type: ignore[arg-type]
             assert len(facts.utilisation.busy) == len(facts.memory_bytes) == len(facts.planned_bytes) == 2
