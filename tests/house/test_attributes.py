@@ -37,6 +37,7 @@ OF_OTHERS = {
     "run/stage/seeded_draws.py": {"meta"},
     "train/checkpoint/optimizers/optimizer_states.py": {"param_groups", "state"},
     "train/optimizers/owned_step.py": {"step"},
+    "train/split/optimizers.py": {"param_groups"},
     "train/tensor_parallel.py": {"forward"},
     # Elements of XML, Lightning's rank and the configuration of torchrun.
     "integrations/lightning_processes.py": {"rank"},

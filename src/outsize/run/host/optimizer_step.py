@@ -16,14 +16,17 @@ step that reads it. Some gradients stay: where nothing steps, where the step may
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, Final, final
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from outsize.device.streams import StreamEvent
 from outsize.program.replaying.modes import outside_autocast
@@ -41,6 +44,8 @@ from outsize.run.transport.wire_layout import WireLayout
 
 # One buffer receives gradients while a step reads the other.
 BUFFERS: Final = 2
+_OPTIMIZERS: Final = import_module("torch.optim.optimizer")  # where torch looks up the tables of hooks
+_TABLES: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 @final
@@ -153,28 +158,46 @@ class _AtOnce(Executor):
 
 def steps_in_parts(optimizer: Optimizer) -> bool:
     """Returns whether stepping some parameters now and the others later equals one step for all."""
-    hooks: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    global_hooks = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    own: Any = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    hooks = [*own, *(hook for name in _TABLES for hook in getattr(_OPTIMIZERS, name).values())]
     # The comparison is by package, because Adafactor names its module torch.optim and AdamW
     # torch.optim.adamw.
     is_torchs = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"] and not isinstance(
         optimizer, LBFGS
     )
-    return is_torchs and not any((*hooks, *global_hooks))
+    return is_torchs and all(isinstance(hook, _Observer) for hook in hooks)
+
+
+@final
+class _Observer:
+    """Looks at optimizers before they step, and changes nothing, however often it is called."""
+
+    def __init__(self, look: Callable[..., None]) -> None:
+        self._look = look
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        self._look(optimizer)
+
+
+def observe_steps(look: Callable[..., None]) -> RemovableHandle:
+    """Calls `look(optimizer)` before each step of every optimizer, until the handle is removed."""
+    return register_optimizer_step_pre_hook(_Observer(look))
 
 
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Leaves out the hooks that torch calls around the step of every optimizer."""
-    tables: tuple[Any, ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    known = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
+    """Leaves out the hooks that torch calls around the step of every optimizer.
+
+    Such a hook may use this: torch goes through the tables that were there when its step began.
+    """
+    known = {name: getattr(_OPTIMIZERS, name) for name in _TABLES}
+    for name in known:
+        setattr(_OPTIMIZERS, name, OrderedDict[int, Any]())
     try:
         yield
     finally:
-        for table, hooks in zip(tables, known, strict=True):
-            table.update(hooks)
+        for name, table in known.items():
+            setattr(_OPTIMIZERS, name, table)
 
 
 @contextmanager

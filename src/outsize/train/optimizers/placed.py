@@ -138,9 +138,7 @@ class OptimizerPlacing:
         return None if one is None else partial(shard_like, weight=one)
 
     def _kinds(self) -> list[WeightKind]:
-        named = self.model.named_parameters()
-        shapes = {n: located(_bare(p), self.held.division(n)).shape for n, p in named}
-        return [WeightKind(n, shapes[n], p.dtype, p.requires_grad) for n, p in self.model.named_parameters()]
+        return kinds_of(self.model, self.held.division)
 
     # -- owners ------------------------------------------------------------------------------------------
 
@@ -226,6 +224,14 @@ def _cost(shape: Sequence[int]) -> float:
     rows = shape[0] if shape else 1
     elements = math.prod(shape)
     return elements * (1.0 + (min(rows, elements / max(1, rows)) if len(shape) > 1 else 0.0))
+
+
+def kinds_of(model: nn.Module, division: Callable[[str], Any]) -> list[WeightKind]:
+    """Returns what a trial of optimizers has to know of each weight of the model, on whichever rank it is."""
+    return [
+        WeightKind(name, located(_bare(p), division(name)).shape, p.dtype, p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
 
 
 def _bare(weight: nn.Parameter) -> torch.Tensor:

@@ -30,6 +30,7 @@ from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.ranks.batch_check import is_checked
 from outsize.train.split.nodes import CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
+from outsize.train.split.optimizers import OptimizerCheck
 from outsize.train.split.outputs import OutputJoin, Outputs, rebuilt
 from outsize.train.split.rank_gradients import RankGradients
 from outsize.train.split.refused_calls import insist_on_a_plain_call, insist_on_first_run
@@ -77,6 +78,7 @@ class ByModuleCalls:
     def __init__(self, run: RunContext, ownership: Ownership, active: Active) -> None:
         self._model, self._active = run.model, active
         self.gradients = RankGradients(run, ownership)
+        self._optimizers = OptimizerCheck(run, ownership)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Outputs = "all") -> Any:
         """Returns what the model returns. Raises BadOption, and whatever the model raises."""
@@ -116,6 +118,7 @@ class ModelCalls:
         self._mesh = run.mesh
         self._join = OutputJoin(executor.variants.output_shapes, run.mesh, last, run.device)
         self.gradients = RankGradients(run, ownership)
+        self._optimizers = OptimizerCheck(run, ownership)
         self._seats: set[int] = set()
         self._number = 0
 
