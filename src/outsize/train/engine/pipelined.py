@@ -18,7 +18,7 @@ from itertools import chain, groupby, zip_longest
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outsize.ir.answers.compilation import StageGraphs
@@ -76,8 +76,8 @@ class _Step:
 class _Results:
     """Brings together what groups of microbatches have computed, over ranks and replicas."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, crew: Crew, model: nn.Module) -> None:
+        self._crew, self._model = crew, model
 
     def loss(self, results: list[GroupOutputs]) -> BatchLoss | None:
         """Returns the sum of the microbatches' losses by their shares, in order, on every rank; None where
@@ -117,7 +117,7 @@ class _Results:
             all_outputs = list(enumerate(known))
         return (
             tuple(
-                rebuilt(variants[part], tuple(map(self._crew.here, values)))
+                rebuilt(variants[part], tuple(map(self._crew.here, values)), self._model)
                 for part, values in all_outputs or ()
             )
             or None
@@ -190,7 +190,7 @@ class Pipelined(Executor):
         self._shares = _ShareWarnings(speaks=crew.global_rank == 0)
         self._told: Placement | None = None
         self._adopted: set[int] = set()  # variants of which each weight has found an owner
-        self._results = _Results(crew)
+        self._results = _Results(crew, run.model)
         self._counting: list[bool] = []  # for each piece of the last step: does it count?
 
     @property

@@ -31,9 +31,10 @@ from outsize.train.ranks.batch_check import is_checked
 from outsize.train.split.nodes import CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
 from outsize.train.split.optimizers import OptimizerCheck
-from outsize.train.split.outputs import OutputJoin, Outputs, rebuilt
+from outsize.train.split.outputs import OutputJoin, Outputs
 from outsize.train.split.rank_gradients import RankGradients
 from outsize.train.split.refused_calls import insist_on_a_plain_call, insist_on_first_run
+from outsize.train.variants.results import rebuilt
 from outsize.train.variants.variant import Variants
 
 Active = Callable[[], AbstractContextManager[None]]
@@ -146,7 +147,7 @@ class ModelCalls:
         parts = self._split.of_batch(batch)
         outputs = self._executor.outputs(parts, number)
         _, wholes = self._join.join(outputs, parts, ranks)
-        return rebuilt(outputs, wholes, self._model)
+        return rebuilt(outputs.variants[0], wholes, self._model)
 
     def _with_graph(self, batch: Batch, number: int, ranks: Outputs) -> Any:
         self.gradients.agree_on_trained()
@@ -174,7 +175,7 @@ class ModelCalls:
             raise
         nodes = CallNodes(call, joined, inputs, self.gradients.stand_in)
         weakref.finalize(nodes, close).atexit = False
-        return rebuilt(call.outputs, nodes.outputs(wholes, self._sums_of), self._model)
+        return rebuilt(call.outputs.variants[0], nodes.outputs(wholes, self._sums_of), self._model)
 
     def _sums_of(self, name: str) -> RankGroup | None:
         """Returns the ranks that hold a weight for other samples or rows, whose gradients are added up."""

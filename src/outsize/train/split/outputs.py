@@ -16,16 +16,14 @@ kind of call; a guess by sizes would join a tensor without samples whose dim 0 h
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from outsize.errors import BadOption, OutsizeError
-from outsize.program.tape import Meta, Ref, Weight
-from outsize.program.tree import map_leaves
-from outsize.program.weights.lookup import weight_named
+from outsize.program.tape import Meta
 from outsize.train.batch.batch import Batch
 from outsize.train.ranks.mesh import Mesh
 from outsize.train.split.nodes import JoinedOutput
@@ -128,19 +126,6 @@ class OutputJoin:
         except OutsizeError:
             return None
         return shapes if len(shapes) == count else None
-
-
-def rebuilt(outputs: CallOutputs, values: Sequence[Tensor], model: torch.nn.Module) -> Any:
-    """Returns the model's own output structure around the joined outputs."""
-    cut = outputs.variants[0].cut
-    table = dict(zip(cut.programs[-1].outputs, values, strict=True))
-
-    def leaf(part: Any) -> Any:
-        if isinstance(part, Ref):
-            return table[part.slot]
-        return weight_named(model, part.name) if isinstance(part, Weight) else part
-
-    return map_leaves(leaf, cut.tape.output)
 
 
 def _dim(meta: Meta, other: torch.Size | None, size: int) -> int | None:

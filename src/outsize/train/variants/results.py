@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NoReturn, final
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from outsize.errors import BadOption
 from outsize.errors.names import EVALUATION, RESULT, missing
-from outsize.program.tape import Ref
-from outsize.program.tree import map_leaves
+from outsize.program.tape import Ref, Weight
+from outsize.program.tree import map_leaves, tensors_in
+from outsize.program.weights.lookup import weight_named
 from outsize.train.variants.variant import Variant
 
 
@@ -168,11 +169,44 @@ def _plain(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-def rebuilt(variant: Variant, values: tuple[Any, ...]) -> Any:
+@final
+class NotReturned:
+    """Stands for an object in a model's output whose tensors are not returned, such as a cache of keys and
+    values: it holds those of the recording, and to send and join the values of all layers would take longer
+    than most calls need. Whoever asks it for something gets a BadOption.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises BadOption, for names that Python itself looks up AttributeError."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise BadOption(
+            f"the tensors in the model's {vars(self)['_kind'].__qualname__} are not returned",
+            numbers=f"asked for {name!r}; tensors in tuples, lists, dicts and dataclasses are",
+            next_step="return them in a dataclass or a dict, or call the model within engine.by_modules()",
+        )
+
+    def __repr__(self) -> str:
+        """Returns what it stands for."""
+        return f"NotReturned({self._kind.__qualname__})"
+
+
+def rebuilt(variant: Variant, values: Sequence[Tensor], model: nn.Module) -> Any:
     """Returns the model's own output structure around the tensors that the last stage returned."""
-    slots = variant.cut.programs[-1].outputs
-    table, tree = dict(zip(slots, values, strict=True)), variant.cut.tape.output
-    return map_leaves(lambda leaf: table[leaf.slot] if isinstance(leaf, Ref) else leaf, tree)
+    cut = variant.cut
+    table = dict(zip(cut.programs[-1].outputs, values, strict=True))
+
+    def leaf(part: Any) -> Any:
+        if isinstance(part, Ref):
+            return table[part.slot]
+        if isinstance(part, Weight):
+            return weight_named(model, part.name)
+        return NotReturned(type(part)) if tensors_in(part) else part
+
+    return map_leaves(leaf, cut.tape.output)
 
 
 @contextmanager

@@ -91,3 +91,30 @@ def test_an_output_of_all_pairs_is_refused_and_leaves_nothing() -> None:
     with pytest.raises(BadOption, match="samples along several dims"):
         split(x)
     assert not split.engine.calls._seats
+
+
+class _Cache:
+    """Holds tensors as caches of transformers do: in an object."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+class _Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"y": self.second(self.first(x)), "cache": _Cache(x * 2), "scale": self.first.bias}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_object_with_tensors_says_that_it_is_not_returned(stages: int) -> None:
+    x, net = torch.randn(8, 8), _Caching()
+    split = outsize.split(net, (x,), stages=stages, microbatches=4)
+    for outputs in (split(x), split.engine.evaluate(x, gather=True).outputs[0]):
+        assert outputs["scale"] is split.first.bias
+        assert copy.deepcopy(outputs["cache"]) is not None
+        with pytest.raises(BadOption, match="tensors in the model's _Cache"):
+            _ = outputs["cache"].keys
