@@ -68,3 +68,36 @@ def test_copies_of_weights_under_autocast(benchmark: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         rows = [r for plan in benchmark.PLANS[1:] for r in benchmark.compare("gpt2", plan, "adamw")]
     assert [(r.stages, r.stage, r.error) for r in rows if abs(r.error) > 0.02] == []
+
+
+@pytest.fixture
+def loop_benchmark(benchmark: Any) -> Any:
+    """The benchmark of loops of the user's own."""
+    yield importlib.import_module("own_loop")
+    sys.modules.pop("own_loop", None)
+
+
+# A meter that asks for storages lets autograd add the gradients of one weight out of place; the account has
+# the temporaries of the first backward beside those of the loss.
+_BOUNDS = {"resnet": (-0.025, 0.01), "mlp": (-0.05, 0.04), "language": (0.0, 0.15)}
+
+
+@pytest.mark.parametrize(
+    ("model", "stages"),
+    [
+        ("mlp", 1),
+        ("language", 1),
+        ("resnet", 1),
+        pytest.param("language", 2, marks=pytest.mark.dist),
+        pytest.param("mlp", 2, marks=[pytest.mark.dist, pytest.mark.full]),
+        pytest.param("resnet", 2, marks=[pytest.mark.dist, pytest.mark.full]),
+    ],
+)
+def test_a_loop_of_the_users_own_holds_what_was_predicted(
+    loop_benchmark: Any, model: str, stages: int
+) -> None:
+    """The outputs of the batch, their gradients, and the gradients of a microbatch at once are counted."""
+    rows = list(loop_benchmark.compare(model, stages))
+    least, most = _BOUNDS[model]
+    assert len(rows) == stages
+    assert [(r.stage, r.error) for r in rows if not least <= r.error <= most] == []

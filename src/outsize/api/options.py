@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
 from pydantic import ValidationError
 
 from outsize.api.old_spellings import in_new_spelling, unknown_keyword
+from outsize.axes.registry import GROUP
 from outsize.errors import BadOption
 from outsize.errors.words import value_here
-from outsize.ir.answers.request import LayoutOptions, PlanRequest
+from outsize.ir.answers.request import NONE_SEARCHED, LayoutOptions, PlanRequest
 from outsize.ir.base import first_problem
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
 from outsize.policies.activations import KEEP
-from outsize.schedules.families import FORWARD
+from outsize.schedules.families import FORWARD, GPIPE
 from outsize.schedules.planned import read, written
 
 if TYPE_CHECKING:
@@ -191,6 +192,8 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
             numbers="inference=False",
             next_step="outsize.Request(inference=True), without schedule",
         )
+    if fields.get("loop"):
+        fields = _forwards_first(fields)
     if fields.get("bn") == "sync":
         fields.setdefault("microbatches", 1)  # statistics of the whole batch want it in one piece
     try:
@@ -203,6 +206,20 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
             numbers=first_problem(error)[1],
             next_step=_value_instead(str(name), problem),
         ) from None
+
+
+def _forwards_first(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields with the schedule of a loop of the user's own, and stages alone where no axis is
+    named.
+    """
+    if fields.get("schedule") not in (None, GPIPE.name):
+        raise BadOption(
+            "a split model runs all forwards of a call before its backwards",
+            numbers=f"schedule={fields['schedule']!r}",
+            next_step="leave schedule out, or outsize.parallelize(...) and engine.step(x, target=y)",
+        )
+    alone = {} if any(axis.name in fields for axis in GROUP) else {"axes": NONE_SEARCHED}
+    return {**alone, **fields, "schedule": GPIPE.name}
 
 
 def _value_instead(name: str, problem: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Unpack
 
 from torch import nn
@@ -158,7 +159,8 @@ def plan_case(
         smallest = functools.partial(profiler.add_smallest, models, case, request, cluster)
         return SearchedPlan(search(request, models, cluster, smallest, explains=explains), request, models)
 
-    return with_best_loss(case, request, cluster, solve)
+    found = with_best_loss(case, request, cluster, solve)
+    return replace(found, plan=pricing.with_step_memory(found.plan, *found.model, cluster))
 
 
 def _cheapest_case(

@@ -189,6 +189,8 @@ def adapted_case(
         model = with_adapters(model, lora.rank, lora.targets)
     if asked.inference:
         return TrainingCase.for_inference(model, args, kwargs, options.get("batch_dims"))
+    if asked.loop:
+        return TrainingCase.for_loop(model, args, kwargs, options.get("batch_dims"))
     return case_of(model, args, kwargs, options)
 
 

@@ -350,6 +350,9 @@ class Request(OptionRecord):
     """True plans forwards alone: no gradients, no states, nothing saved for a backward. A model of
     transformers that generates has its whole batch at once, and the cache of all tokens of the
     example."""
+    loop: Annotated[bool | None, "True"] = None
+    """True plans for a loop of one's own, as `outsize.split` does: all forwards, then the loss over the
+    batch, then all backwards, with the outputs of the whole batch and their gradients on every device."""
     lora: Annotated[int | Lora | None, "8"] = None
     """Plans for the model with LoRA adapters of this rank, or as `outsize.Lora` says."""
     measured: Annotated[bool | ProfileSet | None, "True"] = None

@@ -112,7 +112,7 @@ def parallelize(
     with warnings.catch_warnings():
         if world.rank:
             warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
-        case = case_of(model, args, kwargs, asked.example)
+        case = replace(case_of(model, args, kwargs, asked.example), in_loop=bool(asked.request.loop))
     share = MemoryShare.of(ranks.memory_share, world)
     whole = partial(_cluster_here, asked, world, kind, named, case.batch.size)
     room = _memory_room(asked, world, whole)

@@ -200,6 +200,14 @@ Inference = Annotated[
         "--batch sequences of --input tokens.",
     ),
 ]
+Loop = Annotated[
+    bool,
+    typer.Option(
+        "--loop",
+        help="For a loop of your own (outsize.split): all forwards, then the loss, then all backwards, with "
+        "the outputs of the whole batch on every device.",
+    ),
+]
 LoraRank = Annotated[
     int | None,
     typer.Option(

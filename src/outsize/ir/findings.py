@@ -70,6 +70,18 @@ class FullestDevice(Finding):
 
 
 @final
+class StepMemory(Finding):
+    """Says what the fullest device holds in a loop of the user's own, and what it would hold in a step of an
+    engine by `schedule`, with the same stages; that is possible where the loss adds up over samples.
+    """
+
+    code: Literal["step-memory"] = "step-memory"
+    loop_bytes: int
+    step_bytes: int
+    schedule: str
+
+
+@final
 class CutsBetweenBlocks(Finding):
     """Says that stages begin and end with repeated blocks, for which a step is a little longer than the
     fastest one.
@@ -492,6 +504,7 @@ class NoPipelineFits(Finding):
 Reason = Annotated[
     SlowestStage
     | FullestDevice
+    | StepMemory
     | CutsBetweenBlocks
     | CheapestDevices
     | UntrainedStages

@@ -192,6 +192,12 @@ class Unit(Record):
     choices: int = 0
 
 
+# In a loop of the user's own a device holds so many times the outputs of the batch when the loss begins its
+# backward: the outputs, or what the loss keeps in their place (cross entropy: logarithms of chances), the
+# gradient that it makes of that, and the one that enters the model.
+OUTPUT_COPIES: Final = 3
+
+
 @final
 class RowFacts(Record):
     """Says whether ranks can hold sequences by rows: `tokens` of the longest; 0 where the walk of the program
@@ -207,10 +213,11 @@ class ModelGraph(Record):
     """Describes a model for one input signature, as the planner sees it.
 
     `form` says how it runs: cut and pipelined as a tape, or in its own Python with whole modules on their
-    stages, where nothing overlaps. `input_bytes` are those of all input tensors and targets. `cached_tokens`
-    is the length of the sequences that a generation has in its cache; 0 where there is none. `tensor` says
-    how tensor parallelism shards the model, or is None where that was not derived
-    (capture/graph/tensor_parallel.py); `rows` says the same of context parallelism
+    stages, where nothing overlaps. `input_bytes` are those of all input tensors and targets; in a loop of the
+    user's own (`in_loop`) `returned_bytes` of them are outputs, as many times as a device holds them; 0 in a
+    step of an engine. `cached_tokens` is the length of the sequences that a generation has in its cache; 0
+    where there is none. `tensor` says how tensor parallelism shards the model, or is None where that was not
+    derived (capture/graph/tensor_parallel.py); `rows` says the same of context parallelism
     (capture/graph/row_parallel.py).
     """
 
@@ -223,6 +230,7 @@ class ModelGraph(Record):
     parameters: tuple[Parameter, ...]
     output_bytes: int = 0
     input_bytes: int = 0
+    returned_bytes: int = 0
     cached_tokens: int = 0
     notes: tuple[str, ...] = ()
     tensor: TensorStyles | None = None
@@ -246,6 +254,37 @@ class ModelGraph(Record):
             return self.model_copy(update={"units": tuple(units), "cached_tokens": 0})
         held = self.input_bytes + self._arguments_bytes()
         return self.model_copy(update={"units": tuple(units), "cached_tokens": tokens, "input_bytes": held})
+
+    @property
+    def in_loop(self) -> bool:
+        """Returns whether the loop is the user's own (`outsize.split`), whose autograd gets the gradients of
+        all weights of a microbatch at once.
+        """
+        return self.returned_bytes > 0
+
+    def of_loop(self, *, has_loss: bool) -> Self:
+        """Returns the graph of a loop of the user's own, in which every device has the outputs of the batch.
+
+        Where the loss begins its backward a device holds their size OUTPUT_COPIES times; where the model
+        `has_loss` of its own, whose gradient is a number, once.
+        """
+        held = self.output_bytes * (1 if has_loss else OUTPUT_COPIES)
+        return self.model_copy(
+            update={"returned_bytes": held, "input_bytes": self.input_bytes - self.returned_bytes + held}
+        )
+
+    def of_step(self) -> Self:
+        """Returns the graph of a step of an engine."""
+        left = self.input_bytes - self.returned_bytes
+        return self.model_copy(update={"returned_bytes": 0, "input_bytes": left})
+
+    def of_replicas(self, count: int) -> Self:
+        """Returns the graph of one of several replicas, which in a loop of the user's own has the outputs of
+        them all.
+        """
+        held = self.returned_bytes * count
+        more = held - self.returned_bytes
+        return self.model_copy(update={"returned_bytes": held, "input_bytes": self.input_bytes + more})
 
     def _arguments_bytes(self) -> int:
         """Returns what the model's own Python holds on every device while a block runs in a generation: the

@@ -19,7 +19,6 @@ from outsize.api import running
 from outsize.api.options import ParallelizeOptions, SplitOptions, reads_options
 from outsize.api.planning import Args, Kwargs
 from outsize.api.records import Checkpoint, Request, Watch
-from outsize.axes.pipeline import PIPELINE
 from outsize.device.accelerators import is_accelerator
 from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadCheckpoint, BadOption
@@ -27,7 +26,6 @@ from outsize.errors.arguments import path_of
 from outsize.ir.plan import Plan
 from outsize.ops.publish.publisher import Publisher
 from outsize.ops.watchdog.watch import WatchRanks
-from outsize.schedules.families import GPIPE
 from outsize.train.checkpoint.checkpoints import newest_folder
 from outsize.train.context.callback import Callback
 from outsize.train.engine.engine import Engine
@@ -125,10 +123,7 @@ def split(
         insist_on_calls(plan)
         asked = plan
     else:
-        asked = _forwards_first(plan)
-        if asked.axes is None and options.get("axes") is None:
-            stages_alone: Any = PIPELINE.name
-            asked = replace(asked, axes=stages_alone)
+        asked = replace(Request() if plan is None else plan, loop=True)
     of_engine: Any = {name: value for name, value in options.items() if name != "outputs"}
     engine = parallelize(model, args, kwargs, plan=asked, **of_engine)
     insist_on_calls(engine.plan, engine.crew.local_replicas)
@@ -145,18 +140,6 @@ def split(
         return split(other, args, kwargs, plan=engine.plan, **kept)
 
     return SplitModule(engine, again, outputs)
-
-
-def _forwards_first(asked: Request | None) -> Request:
-    """Returns the request with the schedule of a loop: all forwards, then all backwards."""
-    asked = Request() if asked is None else asked
-    if asked.schedule is not None and asked.schedule != GPIPE.name:
-        raise BadOption(
-            "a split model runs all forwards of a call before its backwards",
-            numbers=f"schedule={asked.schedule!r}",
-            next_step="leave schedule out, or outsize.parallelize(...) and engine.step(x, target=y)",
-        )
-    return replace(asked, schedule=GPIPE.name)
 
 
 def _with_observers(callbacks: list[Any]) -> list[Any]:

@@ -83,6 +83,7 @@ from outsize.ir.findings import (
     SlowestStage,
     StagesRecomputed,
     StageValuesOnHost,
+    StepMemory,
     SumOrder,
     TensorParallel,
     TuningEnd,
@@ -278,6 +279,15 @@ def _activations_offloaded(f: ActivationsOffloaded) -> str:
 
 
 # -- other axes ------------------------------------------------------------------------------------------
+
+
+@sentence.register
+def _step_memory(f: StepMemory) -> str:
+    return (
+        "in a loop of your own backwards follow all forwards, and devices have the outputs of the whole "
+        f"batch: the fullest holds {bytes_text(f.loop_bytes)}. Where the loss adds up over samples, "
+        f"engine.step ({f.schedule}) holds {bytes_text(f.step_bytes)} with the same stages"
+    )
 
 
 @sentence.register

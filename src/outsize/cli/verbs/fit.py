@@ -76,6 +76,7 @@ def fit(
     mesh: options.MeshFlags = options.NO_MESH,
     weights: options.WeightPlace = None,
     inference: options.Inference = False,
+    loop: options.Loop = False,
     lora_rank: options.LoraRank = None,
     lora_targets: options.LoraTargets = None,
     max: Max = None,
@@ -88,9 +89,10 @@ def fit(
 ) -> None:
     """Say whether training MODEL fits the devices: YES, NO, or YES IF, with the cheapest change.
 
-    With --inference it is about running MODEL, with --lora-rank about training adapters. No weights are made
-    and no device is needed. Exits with 0 for YES and with 1 for NO and YES IF. With --max it says how large
-    a batch, a sequence or the model may be, with --devices which devices to rent.
+    With --inference it is about running MODEL, with --loop about a loop of your own, with --lora-rank about
+    training adapters. No weights are made and no device is needed. Exits with 0 for YES and with 1 for NO and
+    YES IF. With --max it says how large a batch, a sequence or the model may be, with --devices which devices
+    to rent.
     """
     from outsize.api.records import Lora, Request
     from outsize.capture.models.lazy_imports import stand_in
@@ -108,7 +110,9 @@ def fit(
         "exact": mesh.exact,
         "weights": weights,
         "request": Request(
-            inference=inference or None, lora=Lora(lora_rank, options.targets_in(lora_targets))
+            inference=inference or None,
+            loop=loop or None,
+            lora=Lora(lora_rank, options.targets_in(lora_targets)),
         ),
     }
     stand_in(model.partition(":")[0])

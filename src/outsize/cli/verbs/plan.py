@@ -81,6 +81,7 @@ def plan(
     module_pieces: options.ModulePieces = None,
     weights: options.WeightPlace = None,
     inference: options.Inference = False,
+    loop: options.Loop = False,
     lora_rank: options.LoraRank = None,
     lora_targets: options.LoraTargets = None,
     objective: options.ObjectiveOption = "time",
@@ -115,7 +116,7 @@ def plan(
     options.check_not_planned(edited, "--check", {**mesh.sizes, **asked.given()})
     lora = Lora(lora_rank, options.targets_in(lora_targets))
     wanted: OutlookOptions = {
-        "request": replace(asked, inference=inference or None, lora=lora),
+        "request": replace(asked, inference=inference or None, loop=loop or None, lora=lora),
         "optimizer": optimizer,
         "precision": precision,
         "cluster": cluster,

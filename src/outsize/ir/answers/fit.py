@@ -7,7 +7,7 @@ from typing import Annotated, Literal, final
 from pydantic import Field
 
 from outsize.ir.base import Record
-from outsize.ir.findings import CaptureNote, Finding, PeakMargin, Refusal
+from outsize.ir.findings import CaptureNote, Finding, PeakMargin, Refusal, StepMemory
 from outsize.ir.plan import Axes, Precision, ScheduleName
 from outsize.policies.activations import Recompute
 from outsize.policies.weights import RESIDENT, Weights
@@ -177,7 +177,9 @@ class LeastFullCut(Finding):
     code: Literal["least-full-cut"] = "least-full-cut"
 
 
-Certainty = Annotated[CountedBytes | LeastFullCut | PeakMargin | CaptureNote, Field(discriminator="code")]
+Certainty = Annotated[
+    CountedBytes | LeastFullCut | StepMemory | PeakMargin | CaptureNote, Field(discriminator="code")
+]
 
 
 # -- the answer ------------------------------------------------------------------------------------------

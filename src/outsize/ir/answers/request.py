@@ -62,6 +62,7 @@ class RequestOptions(LayoutOptions, total=False):
     """Lists the options that make a PlanRequest; `outsize.Request.layout` returns them."""
 
     inference: bool | None
+    loop: bool | None
     optimizer: str | None
     weights: Weights | None
     objective: Objective | None
@@ -86,7 +87,8 @@ class PlanRequest(AskedAxes):
     `sequence_parallel` None prices both values. `loss_pieces` None computes the loss in pieces of rows where
     that makes room (Plan), and `module_pieces` wide modules. `weights` None shards weights over dp_shard, and
     keeps them on the host where the devices are too small for them. `objective` "cost" chooses also which
-    devices are rented. `inference` runs forwards alone: nothing is trained or saved for a backward.
+    devices are rented. `inference` runs forwards alone: nothing is trained or saved for a backward. `loop`:
+    the model is called in a loop of the user's own (`outsize.split`), where backwards follow all forwards.
     `every_device`: none may be left out, as in a run.
     Raises BadOption for options that contradict each other.
     """
@@ -107,6 +109,7 @@ class PlanRequest(AskedAxes):
     weights: Weights | None = None
     objective: Objective = "time"
     inference: bool = False
+    loop: bool = False
     every_device: bool = False
     actions: tuple[str, ...] = ()
 
@@ -216,6 +219,12 @@ class PlanRequest(AskedAxes):
 
     def _check_inference(self) -> None:
         """Checks that nothing is asked for that only a backward has."""
+        if self.loop:
+            raise BadOption(
+                "loop=True is about a loop that trains, and inference runs forwards alone",
+                numbers="inference=True, loop=True",
+                next_step="leave out one of them",
+            )
         keeps, hosted = self.activation_policy.keeps_all, self.weight_policy.on_host
         named = {"recompute": None if keeps else self.recompute, "schedule": self.schedule}
         named["weights"] = self.weights if hosted else None

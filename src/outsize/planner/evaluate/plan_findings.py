@@ -7,12 +7,20 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from outsize.ir.cluster import Cluster, Device
-from outsize.ir.findings import DeviceKindUse, FullestDevice, MemoryShortage, SlowestStage, UntrainedStages
+from outsize.ir.findings import (
+    DeviceKindUse,
+    FullestDevice,
+    MemoryShortage,
+    SlowestStage,
+    StepMemory,
+    UntrainedStages,
+)
 from outsize.ir.graph import ModelGraph
 from outsize.ir.units.names import compress
 from outsize.planner.memory.account import StageMemory
 from outsize.planner.partition.stage_weights import Demand
 from outsize.planner.simulation.simulate import StageCost
+from outsize.schedules.families import DEFAULT
 
 # This many units of the fullest device are named.
 LARGEST_NAMED = 3
@@ -65,6 +73,16 @@ def fullest_device(
         microbatches_in_flight=sum(m.in_flight for m in own_memories),
         largest=tuple(largest[:LARGEST_NAMED]),
     )
+
+
+def step_memory(graph: ModelGraph, loop: Sequence[int], step: Sequence[int]) -> Iterator[StepMemory]:
+    """Yields what a step of an engine would save, where the loop is the user's own; `loop` and `step` are the
+    peaks of the stages, those of a step by the usual schedule and without a loss.
+    """
+    *others, last = step
+    with_loss = max([*others, last + graph.returned_bytes])  # The loss of one microbatch.
+    if graph.in_loop and with_loss < max(loop):
+        yield StepMemory(loop_bytes=max(loop), step_bytes=with_loss, schedule=DEFAULT.name)
 
 
 def device_kinds(

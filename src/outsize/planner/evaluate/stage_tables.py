@@ -102,6 +102,7 @@ class StageTables:
             return hosted(whole, blocks, self.ends(layout), layout, self._groups.cluster, recompute)
         if policy.keeps_all or policy.lists_units:
             key = *spread_key(layout), layout.shards, device.kind, recompute, self._arranged_ends.get(layout)
+            key = *key, self._replicas_returned(layout)
             made = self._cache.once(
                 ("case of a microbatch", *key), lambda: self._divided(layout, device, recompute)
             )
@@ -140,14 +141,20 @@ class StageTables:
     def _undivided_case(self, layout: Layout, device: Device) -> PricedModel:
         """Returns the case of the model as one tensor-parallel rank runs it: bytes are divided from here."""
         key = *model_key(layout), style_of(device.kind), self._arranged_ends.get(layout)
+        key = *key, self._replicas_returned(layout)
         return self._cache.once(("undivided case", *key), lambda: self._undivided(layout, device))
+
+    def _replicas_returned(self, layout: Layout) -> int:
+        """Returns the number of replicas whose outputs a device has; one in a step of an engine."""
+        return layout.replicas if self._units.graph(layout).in_loop else 1
 
     def _undivided(self, layout: Layout, device: Device) -> PricedModel:
         ends = self.ends(layout)
         graph, profile = self._units.of_rank(layout)
         on_device = profile.model_copy(update={"device": device.kind})
         costs = coarse_profile(on_device, ends)
-        case = PricedModel.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer_name)
+        graph = coarse_graph(graph.of_replicas(self._replicas_returned(layout)), ends)
+        case = PricedModel.of(graph, costs, layout.captured, self._optimizer_name)
         split = np.array([unit.backward_weight_s > 0 for unit in profile.units], np.int64)
         return replace(case, split_units=np.add.reduceat(split, ends[:-1]))
 
@@ -162,4 +169,5 @@ class StageTables:
             return replace(whole, ranges=ranges, recompute=SELECTIVE.name)
 
         key = *model_key(layout), device.kind, self._arranged_ends.get(layout)
+        key = *key, self._replicas_returned(layout)
         return self._cache.once(("undivided case in blocks", *key), made)

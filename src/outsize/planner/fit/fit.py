@@ -49,6 +49,7 @@ from outsize.ir.answers.fit import (
 )
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
+from outsize.ir.findings import StepMemory
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import Device
 from outsize.ir.plan import Axes, Precision, ScheduleName
@@ -57,6 +58,7 @@ from outsize.ir.units.names import compress
 from outsize.planner.costs.forward_times import batch_s, token_s
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.evaluate.candidate import check_enough
+from outsize.planner.evaluate.plan_findings import step_memory
 from outsize.planner.fit.changes import SettingChange, changed_fields, relaxed_settings, sufficing
 from outsize.planner.fit.from_plan import CHANGES_SHOWN, sure
 from outsize.planner.fit.nearest import device_part, widened
@@ -131,7 +133,7 @@ def fit(request: PlanRequest, at: At, cluster: Cluster) -> Fit:
     fits, smallest_asked = _tried(judge)
     if fits:
         return _answer("YES", smallest_asked, judge)
-    rows = CHANGES_OF_INFERENCE if request.inference else CHANGES
+    rows = CHANGES_OF_INFERENCE if request.inference else CHANGES_OF_LOOP if request.loop else CHANGES
     suffice = tuple(islice(sufficing(rows, smallest_asked, judge), CHANGES_SHOWN))
     answer = _answer("YES IF" if suffice else "NO", smallest_asked, judge)
     enough = None if suffice else next(sufficing(MORE_DEVICES, smallest_asked, judge), None)
@@ -393,6 +395,10 @@ CHANGES: Final[tuple[tuple[_Change, ...], ...]] = (
     (*_SPREAD, FEWER_MICROBATCHES, RECOMPUTED_IF_NEEDED),
 )
 """Lists what may change of a training step: free changes, then slower ones, then those of its numbers."""
+CHANGES_OF_LOOP: Final = tuple(
+    tuple(change for change in row if "schedule" not in change.relaxes) for row in CHANGES
+)
+"""Lists what may change where the loop is the user's own, which has one schedule."""
 CHANGES_OF_INFERENCE: Final[tuple[tuple[_Change, ...], ...]] = (
     (FINEST_UNLESS_GIVEN,),
     (FINEST_UNLESS_GIVEN, DEVICES),
@@ -439,10 +445,23 @@ def _answer(answer: Answer, setting: Setting, judge: PipelineFeasibility) -> Fit
         largest=_largest(case, judge.cluster, bounds, memories),
         alone=len(judge.cluster.devices) > 1 and judge.fits(replace(setting, stages=1)),
         whole=graph.form == "tape",
-        sure=(LeastFullCut(), *sure(graph, judge.cluster)),
+        sure=(LeastFullCut(), *_in_a_step(setting, case, bounds, memories), *sure(graph, judge.cluster)),
         inference=setting.schedule == FORWARD.name,
         speed=_speed(setting, case, bounds, judge.cluster),
     )
+
+
+def _in_a_step(
+    setting: Setting, case: PricedModel, bounds: Sequence[int], memories: Sequence[StageMemory]
+) -> Iterator[StepMemory]:
+    """Yields what a step of an engine would save, where these are the peaks in a loop of the user's own."""
+    graph = case.graph
+    if graph.in_loop:
+        step = PricedModel.of(graph.of_step(), case.base, setting.microbatches, setting.optimizer)
+        ranges = step.with_recompute(setting.recompute).ranges
+        schedule = build(DEFAULT.name, setting.stages, setting.microbatches)
+        instead = account_stages(ranges, graph, bounds, edges_between(graph, bounds).lowered(schedule))
+        yield from step_memory(graph, *([m.peak_bytes for m in each] for each in (memories, instead)))
 
 
 def _speed(

@@ -15,7 +15,7 @@ from outsize.errors import OutsizeError
 from outsize.ir.answers.fit import Certainty, Change, CountedBytes, DeviceFit, Fit, PlanSearched
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, Device
-from outsize.ir.findings import CaptureNote
+from outsize.ir.findings import CaptureNote, StepMemory
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.planner.evaluate.ranking import refusal
@@ -74,7 +74,7 @@ def as_asked(request: PlanRequest, outcome: Plan | OutsizeError, graph: ModelGra
         precision=request.precision,
         whole=graph.form == "tape",
         inference=request.inference,
-        sure=sure(graph, cluster),
+        sure=(*_in_a_step(outcome), *sure(graph, cluster)),
         **answer_fields,
     )
 
@@ -87,6 +87,12 @@ def sure(graph: ModelGraph, cluster: Cluster) -> tuple[Certainty, ...]:
         *dict.fromkeys(peak_margin(device) for device in cluster.devices),
         *(CaptureNote(note=note) for note in notes),
     )
+
+
+def _in_a_step(outcome: Plan | OutsizeError) -> tuple[StepMemory, ...]:
+    """Returns what a plan says of a step of an engine, where the loop is the user's own."""
+    why = outcome.why if isinstance(outcome, Plan) else ()
+    return tuple(reason for reason in why if isinstance(reason, StepMemory))
 
 
 def _plan_fields(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, Any]:

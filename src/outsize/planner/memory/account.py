@@ -3,7 +3,8 @@
     weights      parameters the stage owns, its buffers, replicas of parameters owned by earlier stages
     gradients    one per trainable parameter owned; none before the first backward of a step
     optimizer    state and master copies of those, see optimizer_states.py
-    inputs       the batch, of which every device holds a whole copy; in inference also outputs and caches
+    inputs       the batch, of which every device holds a whole copy; in inference also outputs and caches,
+                 in a loop of the user's own the outputs of the batch (ModelGraph.of_loop)
     activations  per microbatch in flight: what autograd saves, and the received values; once, until the
                  optimizer's step: copies of weights in autocast's dtype
     boundary     per microbatch in flight: the values sent on (roots of the backward); receives posted

@@ -9,7 +9,8 @@ Its forward visits the units first..end-1 in order, its backward in reverse. At 
 
 A received or sent value that autograd saves is one memory, counted once. In the first backward of a step the
 weights' gradients are made along the way: those of units after k exist at k, and those of k are being made.
-Later backwards hold all gradients, to which the new ones of k are added.
+Later backwards hold all gradients, to which the new ones of k are added; in a loop of the user's own, whose
+autograd gets all gradients of a microbatch at once, the new ones are made along the way in each backward.
 
 Method: a value is alive for a range of k that depends on `end` alone (backward) or on `first` alone
 (forward), so it adds a rectangle to a table over (k, end) or (first, k); a running maximum along k makes
@@ -105,12 +106,16 @@ class ActivationTables:
         held = held_backward(n, memories, units, saved) - saved_beyond
         fixed = saved_beyond_before - received_saved - saved[:, None]
         after = np.append(gradients[1:], gradients[-1])
+        first_backward = _worst_backward(held - after[:, None]) + fixed + gradients
+        backward = _worst_backward(held) + fixed
+        if graph.in_loop:
+            backward = first_backward
         return cls(
             saved_boundary=sent_saved + received_saved,
             saved_sent=sent_saved,
             forward=_worst_forward(_held_forward(n, memories, values, units, saved)) - saved[:, None],
-            backward=_worst_backward(held) + fixed + gradients - gradients[:, None],
-            first_backward=_worst_backward(held - after[:, None]) + fixed + gradients,
+            backward=backward + gradients - gradients[:, None],
+            first_backward=first_backward,
         )
 
 

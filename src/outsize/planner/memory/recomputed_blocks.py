@@ -83,7 +83,7 @@ class _Tables:
     """Computes the tables of all runs; rows are first pieces, columns are end pieces."""
 
     def __init__(self, graph: ModelGraph, profile: Profile, gradients: Bytes, ends: Bytes) -> None:
-        self._n, self._ends = len(graph.units), ends
+        self._n, self._ends, self._in_loop = len(graph.units), ends, graph.in_loop
         self._parts = segments(blocks([u.name for u in graph.units]), range(self._n))
         self._stores = _stores(graph, self._parts)
         self._workspace = np.array([c.workspace_bytes for c in profile.units], np.int64)
@@ -129,7 +129,8 @@ class _Tables:
                         out=table[place, columns:],
                     )
         weights = self._weights[self._ends]
-        return saved, later + weights - weights[:, None], first + weights
+        first += weights  # Those of a user's own loop are made anew in each backward (activations.py).
+        return saved, (first if self._in_loop else later) + weights - weights[:, None], first
 
     def _by_reader(self) -> list[_BlockStorage]:
         return sorted((s for s in self._stores if s.read < self._n), key=lambda s: s.read)

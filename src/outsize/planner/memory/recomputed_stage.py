@@ -109,13 +109,15 @@ class StageBytes:
         held, crossing = _gradients(values, units, gradients)
         weights = np.array(gradients, np.int64)
         weights_behind = np.append(weights[::-1].cumsum()[::-1], 0)
+        # In a user's own loop gradients are made anew in each backward, beside those that are there.
+        at_unit, passing = (weights_behind[1:], weights_behind) if graph.in_loop else (0, 0)
         return cls(
             block=tuple(blocks([u.name for u in graph.units])[first:end]),
             own=tuple(np.maximum(own, 0).tolist()),
             workspace=tuple(c.workspace_bytes for c in costs),
-            backward=tuple((held + weights.sum()).tolist()),
+            backward=tuple((held + at_unit + weights.sum()).tolist()),
             first_backward=tuple((held + weights_behind[1:]).tolist()),
-            passing=tuple((crossing + weights.sum()).tolist()),
+            passing=tuple((crossing + passing + weights.sum()).tolist()),
             first_passing=tuple((crossing + weights_behind).tolist()),
             stores=tuple(stores),
         )

@@ -16,7 +16,7 @@ from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import fastest
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.candidate import Candidate, check_enough, expected, reasons
-from outsize.planner.evaluate.plan_findings import shortages
+from outsize.planner.evaluate.plan_findings import shortages, step_memory
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout, grouped, rank_named
 from outsize.planner.memory.memory_samples import with_memory_samples
@@ -24,6 +24,7 @@ from outsize.planner.strategies import host_one_device, host_round_robin
 from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons, offloads
 from outsize.planner.strategies.selective_recompute import Units, counted, recomputing, selective_reasons
 from outsize.policies.activations import OFFLOAD, OPEN, WHOLE_STAGE
+from outsize.schedules.families import DEFAULT
 
 
 def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
@@ -54,6 +55,20 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
         *recompute_findings,
     )
     return plan.model_copy(update={"expected": figures.model_copy(update={"limited_by": limit}), "why": why})
+
+
+def with_step_memory(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
+    """Returns the plan of a loop of the user's own, which says what a step of an engine would save.
+
+    `graph` and `profile` are as for `price`.
+    """
+    if not graph.in_loop or plan.expected is None or plan.streams:
+        return plan
+    as_step = plan.model_copy(update={"schedule": DEFAULT.name})
+    step = price(as_step, graph.of_step(), profile, cluster).expected
+    assert step is not None, "it has just been priced"
+    loop, instead = ([stage.peak_bytes for stage in each.stages] for each in (plan.expected, step))
+    return plan.model_copy(update={"why": (*plan.why, *step_memory(graph, loop, instead))})
 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:

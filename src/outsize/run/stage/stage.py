@@ -100,6 +100,10 @@ def edges_of(tensors: Roots) -> Roots:
     return {key: get_gradient_edge(tensor) for key, tensor in tensors.items() if tensor.requires_grad}
 
 
+def _edge(output: Any) -> GradientEdge | None:
+    return get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None
+
+
 def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
     """Runs `torch.autograd.backward(roots, gradients)` for gradients that fit their roots."""
     Variable._execution_engine.run_backward(
@@ -118,7 +122,8 @@ class BackwardEnds:
         self.casts: Roots = {}  # What calls have read in place of tied parameters, under autocast.
         self.sent: Roots = {}
         self.loss: Tensor | None = None
-        self.outputs: tuple[Any, ...] = ()  # of the model, where their gradients come from the user's graph
+        # Of the model, where their gradients come from the user's graph, which has values of its own.
+        self.outputs: Sequence[GradientEdge | None] = ()
         self.sink: Gradients = {}
 
 
@@ -291,7 +296,8 @@ class StageExecutor(RunnableStage):
         if grad:
             saved.sent, saved.loss = self._roots_of(sent), loss
             if self.outer is not None:
-                saved.loss, saved.outputs = None, exits[at + self.program.has_loss :]
+                saved.loss = None
+                saved.outputs = [_edge(output) for output in exits[at + self.program.has_loss :]]
             with self._on_leaves():
                 saved.casts = self._roots_of(self._casts_read(entries))
             self._saved[microbatch] = saved
@@ -323,9 +329,9 @@ class StageExecutor(RunnableStage):
                 if gradient is not None:
                     outer.arrive(name, gradient)
             roots, grads = self._roots(saved, 1.0, sent)
-            for output, gradient in zip(saved.outputs, of_outputs, strict=False):
-                if gradient is not None and output.requires_grad:
-                    roots.append(output)
+            for edge, gradient in zip(saved.outputs, of_outputs, strict=False):
+                if gradient is not None and edge is not None:
+                    roots.append(edge)
                     grads.append(gradient)
             if roots:
                 run_backward(roots, grads)

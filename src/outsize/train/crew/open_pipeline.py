@@ -94,7 +94,10 @@ class OpenPipeline:
         """Runs all forwards; returns the outputs, without their graphs."""
         for interpreter, pauses in zip(self._interpreters, self._pauses, strict=True):
             interpreter.pause_at(pauses.forwards)
-        return self._run()
+        found = self._run()
+        for interpreter in self._interpreters:  # Outputs are large, and the user has those of the batch.
+            interpreter.outputs.outputs.clear()
+        return found
 
     def backward(self, microbatch: int) -> None:
         """Runs the backward of a microbatch; the one before must have been the microbatch behind it."""

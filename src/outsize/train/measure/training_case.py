@@ -47,8 +47,9 @@ class TrainingCase:
     """A model whose batch dims are known; it is captured under `precision`, once for each size.
 
     `accelerated` says that its costs are those of accelerators, which have kernels that a CPU lacks.
-    `inference` says that its weights are frozen and its forward has no loss. `loss_pieces` and
-    `module_pieces` are those of its plans (Plan).
+    `inference` says that its weights are frozen and its forward has no loss. `in_loop` says that the loop is
+    the user's own, which computes the loss (`outsize.split`). `loss_pieces` and `module_pieces` are those of
+    its plans (Plan).
     """
 
     module: nn.Module
@@ -57,6 +58,7 @@ class TrainingCase:
     precision: str = "fp32"
     accelerated: bool = False
     inference: bool = False
+    in_loop: bool = False
     loss_pieces: int = 1
     module_pieces: int = 1
     known: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
@@ -74,6 +76,14 @@ class TrainingCase:
         batch = as_batch(args, forward_arguments(module, kwargs or {}), None)
         case = cls.of(frozen(module), batch, None, batch_dims)
         return dataclasses.replace(case, inference=True)
+
+    @classmethod
+    def for_loop(
+        cls, module: nn.Module, args: Any, kwargs: Any, batch_dims: Asked | None = None
+    ) -> TrainingCase:
+        """Returns the case of a model in a loop of the user's own; raises as `of`."""
+        case = cls.of(module, as_batch(args, kwargs, None), None, batch_dims)
+        return dataclasses.replace(case, in_loop=True)
 
     @classmethod
     def of(
@@ -224,7 +234,11 @@ class TrainingCase:
         return self.inference and generates(self.module)
 
     def with_lasting(self, graph: ModelGraph) -> ModelGraph:
-        """Returns the graph of a size with what inference keeps until the batch is over."""
+        """Returns the graph of a size with what inference keeps until the batch is over, or a loop of the
+        user's own has of the outputs.
+        """
+        if self.in_loop and graph.form == "tape":
+            return graph.of_loop(has_loss=self.with_loss_of(graph.batch_size).tape.loss is not None)
         if not self.inference:
             return graph
         if self.precision not in self.known_caches:

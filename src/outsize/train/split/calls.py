@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, Protocol, final
@@ -166,10 +167,11 @@ class ModelCalls:
             raise
         close = _once(call.close, self._seats, seat)
         running = partial(self._crew.progress.of, "backward", number)
-        call = OpenedCall(call.outputs, call.groups, close, running)
+        outputs = call.outputs
+        call = OpenedCall(replace(outputs, values=()), call.groups, close, running)
         try:
-            insist_on_first_run(call.outputs.variants)
-            joined, wholes = self._join.join(call.outputs, own, ranks)
+            insist_on_first_run(outputs.variants)
+            joined, wholes = self._join.join(outputs, own, ranks)
         except BaseException:
             close()
             raise
