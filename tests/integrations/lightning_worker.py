@@ -151,7 +151,84 @@ class TwoOptimizers(Net):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
 
 
-MODULES = {cls.__name__: cls for cls in (Net, ReadsNumber, KeepsMetric, ReadsLoss, TwoOptimizers)}
+class Gan(lightning.LightningModule):
+    """Two networks that train each other, by hand; `parts` is how plain Lightning divides a batch."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        super().__init__()
+        self.job, self.automatic_optimization = job, False
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8))
+        self.judges = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(), nn.Linear(16, 1))])
+        self.scale = nn.Parameter(torch.ones(1))
+        self.error = torchmetrics.MeanSquaredError()
+
+    def by_parts(self, network: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        parts = self.job.get("parts")
+        return torch.cat([network(part) for part in x.tensor_split(parts)]) if parts else network(x)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.by_parts(self.generator, z) * self.scale
+
+    def judged(self, x: torch.Tensor, real: bool) -> torch.Tensor:
+        score = self.by_parts(self.judges[0], x)
+        return nn.functional.binary_cross_entropy_with_logits(score, torch.full_like(score, float(real)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, noise = batch
+        making, judging = self.optimizers()
+        self.toggle_optimizer(making)
+        made = self(noise)
+        self.error(made, x)
+        loss = self.judged(made, True)
+        self.log_dict({"making": loss, "error": self.error, "spread": made.std()}, on_step=True)
+        self.manual_backward(loss)
+        self.clip_gradients(making, 0.1, "norm")
+        making.step()
+        making.zero_grad()
+        self.untoggle_optimizer(making)
+        self.toggle_optimizer(judging)
+        halves = [self.judged(x, True) / 2, self.judged(self(noise).detach(), False) / 2]
+        self.log("judging", sum(halves), on_step=True)
+        for loss in halves if self.job.get("apart") else [sum(halves)]:
+            self.manual_backward(loss)
+        self.clip_gradients(judging, 0.1, "norm")
+        judging.step()
+        judging.zero_grad()
+        self.untoggle_optimizer(judging)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        made = self(batch[1])
+        self.error(made, batch[0])
+        self.log_dict({"val_error": self.error, "val_loss": self.judged(made, True)})
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.judged(self(batch[1]), True))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[1])
+
+    def configure_optimizers(self) -> Any:
+        making = torch.optim.AdamW([*self.generator.parameters(), self.scale], lr=1e-2)
+        return making, torch.optim.SGD(self.judges.parameters(), lr=1e-1, momentum=0.9)
+
+
+class Contrasted(Net):
+    """A loss over all pairs of a batch, by Lightning's own optimization."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.job.get("parts")
+        return torch.cat([self.net(part) for part in x.tensor_split(parts)]) if parts else self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self(batch[0]), self(batch[0] + 0.1)
+        loss = nn.functional.cross_entropy(first @ second.T, torch.arange(len(first)))
+        self.log("loss", loss, on_step=True)
+        return loss
+
+
+MODULES = {
+    cls.__name__: cls for cls in (Net, ReadsNumber, KeepsMetric, ReadsLoss, TwoOptimizers, Gan, Contrasted)
+}
 
 
 def digest(state: Any) -> str:

@@ -37,6 +37,15 @@ JOBS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+DIVIDED: dict[str, dict[str, Any]] = {
+    "two networks by hand": {"module": "Gan", "trainer": MANUAL},
+    "a loss over all pairs": {
+        "module": "Contrasted",
+        "trainer": {"accumulate_grad_batches": 1, "max_epochs": 2},
+    },
+}
+
+
 def run(job: dict[str, Any], folder: Path, ranks: int = 1) -> dict[str, Any]:
     """What the script says of this job."""
     folder.mkdir(exist_ok=True)
@@ -71,6 +80,75 @@ def test_so_has_one_over_two_processes(name: str, tmp_path: Path) -> None:
     assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path, ranks=2) == plain(name)
 
 
+@cache
+def by_parts(name: str) -> dict[str, Any]:
+    """Plain Lightning, whose module calls its networks for each half of a batch."""
+    return run({**DIVIDED[name], "parts": 2}, Path(mkdtemp()))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.dist)])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_divided_batches_have_the_digits_of_a_loop_by_parts(name: str, ranks: int, tmp_path: Path) -> None:
+    job = {**DIVIDED[name], "split": {"stages": 2, "microbatches": 2}}
+    assert run(job, tmp_path, ranks) == by_parts(name)
+
+
+@pytest.mark.sim
+def test_so_have_those_on_two_devices_of_one_process(tmp_path: Path) -> None:
+    """What the networks return is where the module's own code runs. Each backward is one of a single call,
+    because several are added up in no fixed order there.
+    """
+    (tmp_path / "plain").mkdir()
+    job = {**DIVIDED["two networks by hand"], "apart": True}
+    split = {"stages": 2, "microbatches": 2, "devices": ["sim:0", "sim:1"]}
+    assert run({**job, "split": split}, tmp_path) == run({**job, "parts": 2}, tmp_path / "plain")
+
+
+def test_stages_of_a_divided_batch_overlap() -> None:
+    """Each call, in training, validation and prediction, runs its microbatches in one pipeline."""
+    module = lightning_worker.Gan({})
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=1, strategy=OutsizeStrategy(stages=2, microbatches=4),
+    )  # fmt: skip
+    data = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 4))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    trainer.fit(module, loader)
+    models = trainer.strategy.models
+    assert sorted(models) == ["generator", "judges.0"]
+    for model in models.values():
+        assert model.plan.form == "tape"
+        assert len(model.plan.stages) == 2
+    crew, ran = models["generator"].engine.crew, list[tuple[str, int]]()
+    opens, runs = crew.open, crew.run
+    crew.open = lambda load, *more: ran.append(("open", len(load.variants))) or opens(load, *more)
+    crew.run = lambda loads, *more: ran.append(("run", len(loads[0].variants))) or runs(loads, *more)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader)
+    assert ran == [("open", 4)] * 4  # Two calls in each of two steps.
+    ran.clear()
+    trainer.validate(module, loader, verbose=False)
+    trainer.predict(module, loader)
+    assert ran == [("run", 4)] * 4
+    with pytest.raises(BadOption, match=r"children of this module are split.*models\[name\]\.engine"):
+        _ = trainer.strategy.engine
+
+
+def test_a_child_that_cannot_be_divided_is_named() -> None:
+    class Small(lightning_worker.Gan):
+        def __init__(self, job: dict[str, Any]) -> None:
+            super().__init__(job)
+            self.judges[0] = nn.Linear(8, 1)
+
+    with pytest.warns(
+        UserWarning, match=r"divides no batch of this module: self\.judges\.0 has fewer modules"
+    ):
+        trainer = fit(
+            Small({}), strategy=OutsizeStrategy(stages=2, microbatches=2), accumulate_grad_batches=1
+        )
+    assert trainer.strategy.engine.plan.form == "modules"
+
+
 @pytest.mark.dist
 def test_a_run_goes_on_at_another_number_of_stages_and_in_plain_lightning(tmp_path: Path) -> None:
     """Two processes save after an epoch; three stages in one process go on, and Lightning itself."""
@@ -81,6 +159,19 @@ def test_a_run_goes_on_at_another_number_of_stages_and_in_plain_lightning(tmp_pa
     whole = plain("accumulation, schedule, metrics")
     assert plainly["steps"] == whole["steps"]
     assert run({**resumed, "split": {"stages": 2}}, tmp_path / "again", ranks=2) == plainly
+
+
+@pytest.mark.dist
+def test_so_does_one_of_divided_batches(tmp_path: Path) -> None:
+    """Two processes save after an epoch; plain Lightning by parts goes on, and one and two processes."""
+    job, split = DIVIDED["two networks by hand"], {"stages": 2, "microbatches": 2}
+    first = {**job, "trainer": {**MANUAL, "max_epochs": 1}, "split": split}
+    run(first, tmp_path / "two", ranks=2)
+    resumed = {**job, "resume": str(tmp_path / "two" / "saved" / "last.ckpt")}
+    plainly = run({**resumed, "parts": 2}, tmp_path / "plain")
+    assert plainly["steps"] == by_parts("two networks by hand")["steps"]
+    assert run({**resumed, "split": split}, tmp_path / "one") == plainly
+    assert run({**resumed, "split": split}, tmp_path / "again", ranks=2) == plainly
 
 
 @pytest.mark.dist
@@ -106,10 +197,10 @@ def test_both_sides_of_the_page_print_the_same() -> None:
 def fit(module: Any, **options: Any) -> Any:
     """A short fit of a module over two stages in this process; returns its trainer."""
     data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 4))
-    more = {"strategy": OutsizeStrategy(stages=2), "max_epochs": 1, **options}
+    more = {"strategy": OutsizeStrategy(stages=2), "max_epochs": 1, "accumulate_grad_batches": 2, **options}
     trainer = lightning.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, accumulate_grad_batches=2, **more,
+        enable_model_summary=False, **more,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
     return trainer

@@ -35,6 +35,7 @@ from outsize.capture.models.imports import import_package
 from outsize.errors import BadOption
 from outsize.integrations.lightning_processes import RankStrategy
 from outsize.integrations.optimizer_parts import OptimizerParts
+from outsize.integrations.split_children import Moved, SplitChildren, microbatches_in, why_whole
 from outsize.integrations.split_options import options_of, split_into
 from outsize.integrations.training_step import TrainingStep, loss_in, names_in, reads_batch_number
 from outsize.integrations.update import Lookahead, Update
@@ -43,6 +44,7 @@ from outsize.ops.training import parallelize
 from outsize.program.source_line import warn_user
 from outsize.train.batch.batch import microbatch
 from outsize.train.engine.engine import Engine
+from outsize.train.split.module import SplitModule
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -75,16 +77,28 @@ class OutsizeStrategy(RankStrategy):
         super().__init__(has_devices="devices" in self._options)
         self._engine: Engine | None = None
         self._step: TrainingStep | None = None
+        self._children: SplitChildren | None = None
         self._parts: OptimizerParts | None = None
         self._update = Update()
         self._moved = deque[tuple[Any, Any]]()  # Batches that were looked at ahead: raw, and on the device.
 
     @property
     def engine(self) -> Engine:
-        """Returns the engine. Raises BadOption before the first batch."""
+        """Returns the engine. Raises BadOption before the first batch, and where children are split."""
+        if self._children is not None:
+            raise BadOption(
+                "the children of this module are split, each with an engine of its own",
+                numbers=", ".join(self._children.models),
+                next_step="trainer.strategy.models[name].engine",
+            )
         if self._engine is None:
             raise BadOption("the module is split at the first batch of fit", next_step="trainer.fit(module)")
         return self._engine
+
+    @property
+    def models(self) -> Mapping[str, SplitModule]:
+        """Returns the children that are split, by their names; none where the module is split as a whole."""
+        return {} if self._children is None else self._children.models
 
     @property
     def _module(self) -> Any:
@@ -95,7 +109,7 @@ class OutsizeStrategy(RankStrategy):
     def connect(self, model: Any) -> None:
         """Takes the module of a fit or an evaluation; that of the last fit stays split."""
         if self._step is None or self._step.module is not model:
-            self._step = self._engine = None
+            self._step = self._engine = self._children = None
         super().connect(model)
 
     def setup(self, trainer: Any) -> None:
@@ -110,7 +124,7 @@ class OutsizeStrategy(RankStrategy):
 
     def model_to_device(self) -> None:
         """Leaves a module that will be split where it is: the engine moves each stage to its device."""
-        if self._engine is None and self._module.trainer.state.fn != "fit":
+        if not self._has_parts and self._module.trainer.state.fn != "fit":
             self._module.to(self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -119,23 +133,48 @@ class OutsizeStrategy(RankStrategy):
         parts = self._parts = OptimizerParts(self._module, self.optimizers)
         if self._engine is not None:
             parts.keep(parameter for _, parameter in self._engine.weights.named_parameters())
+        self._keep_own()
 
-    def _split(self, batch: Any) -> Engine:
-        """Builds the engine on a batch."""
-        trainer, reason = self._module.trainer, self._why_live()
+    def _keep_own(self, moved: Moved | None = None) -> None:
+        """Leaves the optimizers the weights that this rank has of children that are split."""
+        # What `toggle_optimizer` has written down of a weight holds for the one that now stands for it.
+        toggled: dict[Any, bool] = self._module._param_requires_grad_state
+        toggled.update({new: toggled[old] for old, new in (moved or {}).items() if old in toggled})
+        if self._children is not None and self._parts is not None:
+            self._parts.keep(self._children.own_parameters())
+
+    def _begin(self, batch: Any) -> None:
+        """Splits the module at the first batch: its children, or as a whole."""
+        module, reason = self._module, self._why_live()
+        processes = 1 if self._world is None else self._world.world_size
+        count = microbatches_in(self._options)
+        divides = count > 1 and module.trainer.accumulate_grad_batches == 1
+        whole = why_whole(module, self._options, processes) if divides else None
+        if whole is not None and self.is_global_zero:
+            warn_user(f"microbatches={count} divides no batch of this module: {whole}")
+        self._step = TrainingStep(module, is_recorded=reason is None)
+        if divides and whole is None:
+            trained = self._parts.names_of_all() if self._parts else ()
+            self._children = SplitChildren(module, self._options, self.root_device, trained, self._keep_own)
+        else:
+            self._engine = self._split(batch, reason)
+
+    def _split(self, batch: Any, reason: str | None) -> Engine:
+        """Builds the engine on a batch; `reason`: why the module runs in its own Python."""
+        trainer, step = self._module.trainer, self._step
+        assert step is not None
         if reason is not None and self.is_global_zero:
             warn_user(
                 f"{reason}, so it runs in its own Python, and the batches of an update one by one",
             )
-        self._step = TrainingStep(self._module, is_recorded=reason is None)
         count, batch_size = trainer.accumulate_grad_batches, microbatch(batch).size
         options = self._options
         if not isinstance(options.get("plan"), Plan):
             options = split_into(options, count, count * batch_size, exact=True)
         self._module._metric_attributes = None  # Lightning's cache by ids, which differ between ranks.
-        with self._step.logging():
+        with step.logging():
             engine = parallelize(
-                self._step,
+                step,
                 (batch,),
                 loss_fn=Loss(loss_in, counting="sum"),
                 optimizer=self._parts if self._parts and self.optimizers else None,
@@ -159,9 +198,10 @@ class OutsizeStrategy(RankStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what training_step returns; an update's first batch runs all of the update's batches."""
         with self.precision_plugin.train_step_context():
-            engine = self._engine = self._engine or self._split(args[0])
-            step = self._step
-            if step is None or self._runs_live:
+            if self._engine is None and self._children is None:
+                self._begin(args[0])
+            engine, step = self._engine, self._step
+            if engine is None or step is None or self._runs_live:
                 with self._live():
                     return self._module.training_step(*args, **kwargs)
             if not self._update or self._ready == 1:  # An epoch may end before its last update.
@@ -220,6 +260,8 @@ class OutsizeStrategy(RankStrategy):
 
     def _live(self) -> AbstractContextManager[None]:
         """Lets the module run in its own Python on every rank."""
+        if self._children is not None:
+            return self._children.active()
         if self._engine is None or self._engine.crew.progress.doing:
             return nullcontext()
         return self._engine.by_modules()
@@ -242,26 +284,36 @@ class OutsizeStrategy(RankStrategy):
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         assert self._parts is not None
         names = self._parts.names(self._number_of(optimizer))
+        if self._children is not None:
+            self._children.clip(names, clip_val, self._host)
+            return
         self.engine.clip_grad_norm(clip_val, [PREFIX + name for name in names])
 
     # -- saving and going on -----------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the whole module's state on rank 0; every rank calls this."""
+        if self._children is not None:
+            return self._children.state_dict()
         if self._engine is None:
             return super().lightning_module_state_dict()
         state = self._engine.weights.full_state_dict()
         return {name.removeprefix(PREFIX): value for name, value in state.items()}
 
+    @property
+    def _has_parts(self) -> bool:
+        """Tells whether optimizers have this rank's weights alone."""
+        return self._engine is not None or self._children is not None
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the optimizer's whole state on rank 0, as on one device; every rank calls this."""
-        if self._engine is None or self._host is None or self._parts is None:
+        if not self._has_parts or self._host is None or self._parts is None:
             return super().optimizer_state(optimizer)
         return self._parts.whole_state(self._number_of(optimizer), self._host)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Gives optimizers the states of a checkpoint, those of this rank's parameters."""
-        if self._engine is None or self._host is None or self._parts is None:
+        if not self._has_parts or self._host is None or self._parts is None:
             return super().load_optimizer_state_dict(checkpoint)
         for number, whole in enumerate(checkpoint["optimizer_states"]):
             self._parts.load_whole(number, whole)

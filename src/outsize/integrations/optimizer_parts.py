@@ -50,10 +50,15 @@ class OptimizerParts:
         self._names = [
             [[names[id(p)] for p in g["params"]] for g in each.param_groups] for each in optimizers
         ]
+        self._kept = self._names  # of the parameters that the optimizers have now
 
     def names(self, number: int) -> list[str]:
         """Returns the names of an optimizer's parameters on all ranks, in its order."""
         return list(chain(*self._names[number]))
+
+    def names_of_all(self) -> list[str]:
+        """Returns the names of the parameters of all optimizers."""
+        return [name for number in range(len(self._names)) for name in self.names(number)]
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Returns the first optimizer, as a factory of an engine."""
@@ -82,14 +87,16 @@ class OptimizerParts:
     def keep(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Returns the first optimizer; all of them now have these parameters only, and their states."""
         own, now = {id(p) for p in parameters}, dict(self._module.named_parameters())
-        for optimizer, groups in zip(self.optimizers, self._names, strict=True):
+        left = [[[n for n in names if id(now[n]) in own] for names in groups] for groups in self._kept]
+        for optimizer, before, after in zip(self.optimizers, self._kept, left, strict=True):
             known = dict(optimizer.state)
             optimizer.state.clear()
-            for group, names in zip(optimizer.param_groups, groups, strict=True):
-                former = zip(names, group["params"], strict=True)
-                states = {now[name]: known[p] for name, p in former if p in known}
-                group["params"] = [now[name] for name in names if id(now[name]) in own]
+            for group, former, names in zip(optimizer.param_groups, before, after, strict=True):
+                pairs = zip(former, group["params"], strict=True)
+                states = {now[name]: known[p] for name, p in pairs if p in known}
+                group["params"] = [now[name] for name in names]
                 optimizer.state.update({p: state for p, state in states.items() if id(p) in own})
+        self._kept = left
         return self.optimizers[0]
 
     def whole_state(self, number: int, group: Any) -> dict[str, Any]:
