@@ -212,6 +212,26 @@ class Gan(lightning.LightningModule):
         return making, torch.optim.SGD(self.judges.parameters(), lr=1e-1, momentum=0.9)
 
 
+class Turned(nn.Sequential):
+    """Layers with a decision on activations, which no recording has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x) if x.sum() > 0 else layer(-x)
+        return x
+
+
+class DecidingGan(Gan):
+    """A generator that runs by modules, with the whole batch, beside a judge that is divided."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        super().__init__(job)
+        self.generator = Turned(*self.generator)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.generator(z) * self.scale
+
+
 class Contrasted(Net):
     """A loss over all pairs of a batch, by Lightning's own optimization."""
 
@@ -227,7 +247,8 @@ class Contrasted(Net):
 
 
 MODULES = {
-    cls.__name__: cls for cls in (Net, ReadsNumber, KeepsMetric, ReadsLoss, TwoOptimizers, Gan, Contrasted)
+    cls.__name__: cls
+    for cls in (Net, ReadsNumber, KeepsMetric, ReadsLoss, TwoOptimizers, Gan, DecidingGan, Contrasted)
 }
 
 

@@ -39,6 +39,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 DIVIDED: dict[str, dict[str, Any]] = {
     "two networks by hand": {"module": "Gan", "trainer": MANUAL},
+    "a network that decides": {"module": "DecidingGan", "trainer": MANUAL},
     "a loss over all pairs": {
         "module": "Contrasted",
         "trainer": {"accumulate_grad_batches": 1, "max_epochs": 2},

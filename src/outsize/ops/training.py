@@ -29,7 +29,7 @@ from outsize.ops.watchdog.watch import WatchRanks
 from outsize.train.checkpoint.checkpoints import newest_folder
 from outsize.train.context.callback import Callback
 from outsize.train.engine.engine import Engine
-from outsize.train.split.calls import insist_on_calls
+from outsize.train.split.calls import insist_on_calls, tell_of_modules
 from outsize.train.split.module import SplitModule
 from outsize.train.split.outputs import Outputs
 
@@ -127,6 +127,7 @@ def split(
     of_engine: Any = {name: value for name, value in options.items() if name != "outputs"}
     engine = parallelize(model, args, kwargs, plan=asked, **of_engine)
     insist_on_calls(engine.plan, engine.crew.local_replicas)
+    tell_of_modules(engine.plan, engine.rank)
     if not is_accelerator(engine.plan.stages[0].device):
         # The gradients of all weights are there at once, for each microbatch anew: pages that come and go
         # with them take longer than their sums (benchmarks/split).

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from outsize.axes.registry import AXES
 from outsize.errors import UnsupportedPlan
+from outsize.ir.findings import CaptureNote
 from outsize.ir.plan import Plan
+from outsize.program.source_line import warn_user
 from outsize.run.stage.rng import borrowed_generators
 from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.batch import Batch
@@ -68,6 +70,18 @@ class BatchSplit(Protocol):
 
 
 @final
+class SplitByModules(UserWarning):
+    """Says why the calls of a split model do not overlap."""
+
+
+def tell_of_modules(plan: Plan, rank: int) -> None:
+    """Says on rank 0 of a plan by modules, with the reason, that nothing overlaps."""
+    if plan.form == "modules" and rank == 0:
+        reasons = (reason.note for reason in plan.reasons if isinstance(reason, CaptureNote))
+        warn_user("; ".join([f"stages of the split {plan.model} take turns", *reasons]), SplitByModules)
+
+
+@final
 class ByModuleCalls:
     """The calls of a model that runs by modules, in its own Python: each module where its weights are.
 
@@ -85,8 +99,9 @@ class ByModuleCalls:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Outputs = "all") -> Any:
         """Returns what the model returns. Raises BadOption, and whatever the model raises."""
         self.gradients.agree_on_trained()
-        self.gradients.mark()
-        self.gradients.touch_stand_in()
+        if torch.is_grad_enabled():
+            self.gradients.mark()
+            self.gradients.touch_stand_in()
         with self._active():
             return self._model(*args, **kwargs)
 

@@ -113,7 +113,7 @@ class CallNodes:
             raise BadOption(
                 "a split model has no gradients of gradients (create_graph=True)",
                 numbers=f"microbatch {number} of a call",
-                next_step="compute what needs them on the plain model, or with model.by_modules() around it",
+                next_step="compute what needs them on the plain model, model.module, in one process",
             )
         if not self._left or number != self._numbers[self._left - 1]:
             raise BadOption(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.errors import BadOption
+from outsize.train.split.calls import SplitByModules
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.world import leave
 
 
 class _Net(nn.Module):
@@ -118,3 +123,62 @@ def test_an_object_with_tensors_says_that_it_is_not_returned(stages: int) -> Non
         assert copy.deepcopy(outputs["cache"]) is not None
         with pytest.raises(BadOption, match="tensors in the model's _Cache"):
             _ = outputs["cache"].keys
+
+
+class _Deciding(nn.Module):
+    """A decision on activations cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(h * 2 if h.sum() > 0 else h)
+
+
+def _deciding_steps(model: nn.Module) -> list[Tensor]:
+    """The outputs of two steps, and of a call without gradients."""
+    torch.manual_seed(1)
+    optimizer, outputs = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor]()
+    for _ in range(2):
+        outputs.append(model(torch.randn(8, 8)))
+        outputs[-1].square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return [output.detach() for output in outputs] + [model(torch.ones(8, 8))]
+
+
+def _deciding() -> _Deciding:
+    torch.manual_seed(0)
+    return _Deciding()
+
+
+def _split_deciding() -> int:
+    """Splits and trains it; returns how often the reason was said."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        split = outsize.split(_deciding(), (torch.ones(8, 8),), stages=2, microbatches=4)
+        found = _deciding_steps(split)
+    assert split.plan.form == "modules"
+    assert all(map(torch.equal, found, _deciding_steps(_deciding())))
+    said = [str(each.message) for each in told if issubclass(each.category, SplitByModules)]
+    words = ("stages of the split _Deciding take turns", "a decision on activations", "test_split_model.py:")
+    assert all(word in text for text in said for word in words)
+    return len(said)
+
+
+def test_a_model_that_cannot_be_recorded_is_split_by_modules_with_the_reason() -> None:
+    assert _split_deciding() == 1
+
+
+@pytest.mark.dist
+def test_over_processes_the_first_says_the_reason() -> None:
+    def rank() -> None:
+        world = join()
+        assert _split_deciding() == (world.rank == 0)
+        leave(world)
+
+    run_in_forks(2, rank)
