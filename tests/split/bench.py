@@ -84,7 +84,7 @@ class Bench(ABC):
         """Keeps a copy of a tensor; None counts as absent."""
         assert name not in self.notes, f"{name} is noted twice"
         if value is not None:
-            self.notes[name] = value.detach().clone()
+            self.notes[name] = whole(value).clone()
 
     def note_all(self, name: str, tree: Any) -> None:
         """Keeps copies of the tensors in a tree of outputs."""
@@ -94,7 +94,7 @@ class Bench(ABC):
     def note_gradients(self, step: int | str, model: Any, name: str = "") -> None:
         """Keeps the gradients and buffers of a model, after a backward."""
         for own, parameter in own_parameters(model):
-            self.note(f"step {step} gradient {name}{own}", parameter.grad)
+            self.note(f"step {step} gradient {name}{own}", self.gathered(model, own, parameter.grad))
         for own, buffer in model.named_buffers():
             if not buffer.is_meta:
                 self.note(f"step {step} buffer {name}{own}", buffer)
@@ -102,14 +102,23 @@ class Bench(ABC):
     def note_weights(self, step: int | str, model: Any, name: str = "") -> None:
         """Keeps the weights of a model, after an update."""
         for own, parameter in own_parameters(model):
-            self.note(f"step {step} weight {name}{own}", parameter)
+            self.note(f"step {step} weight {name}{own}", self.gathered(model, own, parameter))
+
+    def gathered(self, model: Any, name: str, value: Tensor | None) -> Tensor | None:
+        """Returns the whole of a weight or a gradient of which ranks may have parts."""
+        return value
 
 
 def own_parameters(model: Any) -> list[tuple[str, nn.Parameter]]:
     """The parameters that this process has, by their names; a rank may list stand-ins without elements."""
-    return [
-        (name, p) for name, p in model.named_parameters() if not p.is_meta and p.untyped_storage().nbytes()
-    ]
+    named = ((name, p) for name, p in model.named_parameters() if not p.is_meta)
+    return [(name, p) for name, p in named if hasattr(p, "full_tensor") or p.untyped_storage().nbytes()]
+
+
+def whole(value: Any) -> Tensor:
+    """The whole of a tensor of which each rank has a shard; any other tensor is whole."""
+    value = value.detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 @final
@@ -131,18 +140,21 @@ class PlainBench(Bench):
 @final
 @dataclass
 class SplitBench(Bench):
-    """`outsize.split`, in this process or as one of several ranks.
+    """`outsize.split`, in this process or as one of several ranks, with these axes beside its stages.
 
     With `outputs="last"` a rank without outputs notes what is of the model: gradients, weights, buffers, and
     what is computed of them.
     """
 
     stages: int = 2
+    axes: dict[str, int] = field(default_factory=dict)
     outputs: Literal["all", "last"] = "all"
     has_outputs: bool = True
 
     def wrap(self, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        wishes: dict[str, Any] = {"stages": self.stages, "microbatches": MICROBATCHES}
+        replicas = self.axes.get("dp_shard", 1) * self.axes.get("dp_replicate", 1)
+        wishes: dict[str, Any] = {"stages": self.stages, "microbatches": MICROBATCHES // replicas}
+        wishes |= {"axes": self.axes} if self.axes else {}
         wishes |= {"outputs": self.outputs, "devices": outsize.Ranks(seed=SEED)}
         model = outsize.split(net, args, kwargs, **wishes)
         self.has_outputs = model.has_outputs
@@ -164,6 +176,10 @@ class SplitBench(Bench):
             return True
         return False
 
+    def gathered(self, model: Any, name: str, value: Tensor | None) -> Tensor | None:
+        weights = getattr(getattr(model, "engine", None), "weights", None)
+        return value if weights is None or value is None else weights.whole(name, value)
+
     def compiled(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return torch.compile(step, backend="eager")
 
@@ -179,31 +195,37 @@ def noted(loop: Callable[[Bench], None], bench: Bench) -> Bench:
     return bench
 
 
-def differences(reference: Bench, others: Sequence[Bench]) -> list[str]:
-    """Says what differs, in the order of the loop. The ranks of a run have all notes together."""
+def differences(reference: Bench, others: Sequence[Bench], within: float = 0.0) -> list[str]:
+    """Says what differs, in the order of the loop. The ranks of a run have all notes together.
+
+    Bits are compared, or values `within` a part of a tensor's largest element.
+    """
     refused = {what for other in others for what in other.refused}
     left_out = {name for what in refused for name in reference.tried[what]}
     found = [
         f"rank {rank} {line}"
         for rank, other in enumerate(others)
-        for line in _of_rank(reference.notes, other)
+        for line in _of_rank(reference.notes, other, within)
     ]
     expected = (name for name in reference.notes if name not in left_out)
     missing = [f"{name}: missing" for name in expected if not any(name in other.notes for other in others)]
     return [*found, *missing]
 
 
-def _of_rank(expected: Mapping[str, Tensor], other: Bench) -> list[str]:
+def _of_rank(expected: Mapping[str, Tensor], other: Bench, within: float) -> list[str]:
     found = other.notes
     pairs = ((name, value, found[name]) for name, value in expected.items() if name in found)
-    differing = [f"{name}: {gap(a, b)}" for name, a, b in pairs if not equal(a, b)]
+    differing = [f"{name}: {gap(a, b)}" for name, a, b in pairs if not equal(a, b, within)]
     return [*differing, *(f"{name}: not in the reference" for name in found if name not in expected)]
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether bits are equal; a NaN equals a NaN."""
+def equal(one: Tensor, other: Tensor, within: float = 0.0) -> bool:
+    """Whether bits are equal, or numbers `within` a part of the largest; a NaN equals a NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if within and one.is_floating_point() and one.numel():
+        apart = (one.nan_to_num(7.5) - other.nan_to_num(7.5)).abs().max()
+        return bool(apart <= within * max(1.0, float(one.nan_to_num(7.5).abs().max())))
     return torch.equal(one, other) or torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5))
 
 

@@ -213,7 +213,7 @@ def scaler(bench: Bench, *, region: bool) -> None:
         scaling.scale(loss).backward()
         for name, parameter in own_parameters(model):
             if step == 1 and name == first and parameter.grad is not None:
-                parameter.grad.view(-1)[0] = float("inf")
+                spoil(parameter.grad)
         scaling.unscale_(optimizer)
         if step != 1:
             bench.note(f"step {step} norm", clip_grad_norm_(model.parameters(), 0.1))
@@ -223,6 +223,14 @@ def scaler(bench: Bench, *, region: bool) -> None:
         bench.note(f"step {step} scale", torch.tensor(scaling.get_scale()))
         bench.note_weights(step, model)
         optimizer.zero_grad()
+
+
+def spoil(gradient: Any) -> None:
+    """The first element becomes infinite, on the rank that has it."""
+    if not hasattr(gradient, "to_local"):
+        gradient.view(-1)[0] = float("inf")
+    elif not any(gradient.device_mesh.get_coordinate()):
+        gradient.to_local().view(-1)[0] = float("inf")
 
 
 def zeroed_late(bench: Bench, *, to_none: bool) -> None:

@@ -33,12 +33,14 @@ from itertools import accumulate
 from operator import or_
 from typing import Final
 
-from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, LEAVING, Action, Kind, Schedule
 from outsize.schedules.message import SENDS, Edges
 
 # As those of torch's DDP, arXiv 2006.15704, sec. 3.2.3.
 BUCKET_BYTES: Final = 25_000_000
 _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
+_FIRST_HALF: Final = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F}) | LEAVING
+_SECOND_HALF: Final = frozenset({Kind.B, Kind.SEND_B, Kind.RECV_B})
 Needs = Mapping[int, frozenset[int]]
 
 
@@ -47,12 +49,44 @@ def with_gathers(schedule: Schedule, uses: Edges, *, once: bool = False) -> Sche
 
     `uses` holds (owner, user) where a stage uses sharded weights of its own or of another one.
     """
-    rank_of, needs = schedule.rank_of, {stage: frozenset[int]() for stage in schedule.rank_of}
+    needs = _needs(schedule.rank_of, uses)
+    rows = tuple(tuple(_row(row, needs, once)) for row in schedule.actions)
+    return Schedule(schedule.name, schedule.microbatches, rows)
+
+
+def _needs(rank_of: Mapping[int, int], uses: Edges) -> Needs:
+    """Returns the stages of its own rank whose weights each stage computes with."""
+    needs = {stage: frozenset[int]() for stage in rank_of}
     for owner, user in uses:
         if rank_of[owner] == rank_of[user]:
             needs[user] |= {owner}
-    rows = tuple(tuple(_row(row, needs, once)) for row in schedule.actions)
-    return Schedule(schedule.name, schedule.microbatches, rows)
+    return needs
+
+
+def end_of_forwards(row: Sequence[Action]) -> int:
+    """Returns where the second half of a call's row begins, in which all backwards are: behind the forwards,
+    their messages, and what their weights leave by.
+    """
+    second = next((at for at, action in enumerate(row) if action.kind in _SECOND_HALF), len(row))
+    return max((at + 1 for at, action in enumerate(row[:second]) if action.kind in _FIRST_HALF), default=0)
+
+
+def with_gathers_of_call(schedule: Schedule, uses: Edges, *, once: bool = False) -> Schedule:
+    """Returns the lowered schedule of a call with UNSHARD and RESHARD, for each of its halves by itself.
+
+    Between the halves are the user's loss, and perhaps other calls and updates, so weights are divided there.
+    Gradients are scattered where the user's backward ends, and not within the row. One stage:
+
+        0UNSHARD 0F0 0F1 0RESHARD | 0UNSHARD 0B1 0B0 0RESHARD
+    """
+    ends = [end_of_forwards(row) for row in schedule.actions]
+    cuts = [(row[:end], row[end:]) for row, end in zip(schedule.actions, ends, strict=True)]
+    needs = _needs(schedule.rank_of, uses)
+    rows = (
+        tuple(a for half in halves for a in _row(half, needs, once) if a.kind is not Kind.REDUCE_GRAD)
+        for halves in cuts
+    )
+    return Schedule(schedule.name, schedule.microbatches, tuple(rows))
 
 
 def with_reductions(schedule: Schedule) -> Schedule:

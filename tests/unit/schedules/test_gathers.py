@@ -9,7 +9,12 @@ import pytest
 from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule, parse_row
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
-from outsize.schedules.sharded import with_gathers, with_reductions
+from outsize.schedules.sharded import (
+    end_of_forwards,
+    with_gathers,
+    with_gathers_of_call,
+    with_reductions,
+)
 
 BACKWARD = {Kind.B, Kind.W}
 LOADS = {Kind.LOAD, Kind.UNLOAD}
@@ -54,6 +59,23 @@ def test_once_a_step_forwards_alone_reduce_nothing() -> None:
     found = with_gathers(Schedule("custom", 2, (row,)), {(s, s) for s in range(2)}, once=True)
     text = ",".join(map(str, found.actions[0]))
     assert text == "0UNSHARD,1UNSHARD,0F0,1F0,0F1,0RESHARD,1F1,1RESHARD"
+
+
+def test_a_call_gathers_for_its_forwards_and_again_for_its_backwards() -> None:
+    """The picture of with_gathers_of_call, and one of two stages, the first of which sends."""
+    row = parse_row("0F0,0F1,0B1,0B0")
+    for once in (False, True):
+        found = with_gathers_of_call(Schedule("custom", 2, (row,)), {(0, 0)}, once=once)
+        text = ",".join(map(str, found.actions[0]))
+        assert text == "0UNSHARD,0F0,0F1,0RESHARD,0UNSHARD,0B1,0B0,0RESHARD"
+        assert end_of_forwards(found.actions[0]) == 4
+    two = Schedule("custom", 1, (parse_row("0F0,0SEND_F0,2F0,2B0,0RECV_B0,0B0"), parse_row("1F0,1B0")))
+    found = with_gathers_of_call(two, {(0, 0), (2, 2)}).actions[0]
+    assert ",".join(map(str, found)) == (
+        "0UNSHARD,2UNSHARD,0F0,0SEND_F0,0RESHARD,2F0,2RESHARD,"
+        "2UNSHARD,0UNSHARD,2B0,2RESHARD,0RECV_B0,0B0,0RESHARD"
+    )
+    assert end_of_forwards(found) == 7
 
 
 def test_stages_without_weights_of_their_own_move_none() -> None:

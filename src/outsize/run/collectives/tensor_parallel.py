@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
 
 from outsize.axes.tensor import TENSOR
 from outsize.device.accelerators import widest_float
@@ -306,6 +307,64 @@ def shard_like(local: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
+
+
+def own_shard(whole: Tensor, weight: Tensor) -> Tensor:
+    """Returns a tensor that every rank has whole as one that is divided as `weight` is."""
+    if not isinstance(weight, DTensor):
+        return whole
+    local, box = weight.to_local(), local_box(weight)
+    for dim, (size, offset) in enumerate(zip(local.shape, box.offsets, strict=True)):
+        whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
+    return divided_like(whole.to(local.device), weight)
+
+
+Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Computes a function of torch with its arguments, among which are shards that ask it."""
+
+
+@final
+class AskingShard(DTensor):
+    """A divided tensor that lets `answer` compute torch's functions of it; below them it is a DTensor."""
+
+    answer: Answer
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns what the shard's `answer` does."""
+        shard = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AskingShard))
+        return shard.answer(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Computes as DTensor does: autograd itself adds to a gradient."""
+        return func(*tree_map(plain_shard, args), **tree_map(plain_shard, kwargs or {}))
+
+
+def asking(shard: Tensor, answer: Answer) -> Tensor:
+    """Returns a divided tensor with the same memory that lets `answer` compute; any other tensor as it is."""
+    if not isinstance(shard, DTensor):
+        return shard
+    made = AskingShard(shard._local_tensor, shard._spec, requires_grad=False)
+    vars(made)["answer"] = answer
+    return made
+
+
+def plain_shard(value: Any) -> Any:
+    """Returns a DTensor with the memory of one that asks; anything else as it is."""
+    if not isinstance(value, AskingShard):
+        return value
+    return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+
+
+def part_number(weight: Tensor) -> tuple[int, ...]:
+    """Returns where the ranks with this rank's part of a tensor stand among those with another part."""
+    if not isinstance(weight, DTensor):
+        return ()
+    place = weight.device_mesh.get_coordinate() or ()
+    return tuple(at for at, p in zip(place, weight.placements, strict=True) if not isinstance(p, Replicate))
 
 
 @contextmanager

@@ -156,6 +156,11 @@ class Interpreter:
         """Returns what the step has computed so far."""
         return self._handlers.outputs
 
+    @property
+    def has_ended(self) -> bool:
+        """Tells whether the row has run to its end."""
+        return self._at == len(self._ops)
+
     def begin(self, step: StepInputs, clock: Clock | None = None) -> None:
         """Sets the data of a step, which another clock than usual may mark."""
         self._at, self._end, used = 0, len(self._ops), clock or self._clock

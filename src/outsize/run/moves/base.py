@@ -19,6 +19,7 @@ from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import Action, Schedule
 from outsize.run.host.speculative_step import Speculation
 from outsize.run.stage.cut import Cut
+from outsize.run.stage.outer_graph import GatheredWeights
 
 
 class Moves(ABC):
@@ -31,6 +32,22 @@ class Moves(ABC):
     def of(self, cuts: Sequence[Cut]) -> Moves:
         """Returns the moves of a step whose microbatches have these programs."""
         return self
+
+    def of_call(self, cuts: Sequence[Cut]) -> Moves:
+        """Returns the moves of a call whose backward the user begins.
+
+        Weights stay, and gradients are added up where the user's backward ends.
+        """
+        return Resident()
+
+    @property
+    def gathered(self) -> GatheredWeights | None:
+        """Returns the weights that are divided between their uses; None where there are none."""
+        return None
+
+    def abandon(self) -> None:
+        """Takes away what a call has brought that has ended in its middle."""
+        return
 
     @abstractmethod
     def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:

@@ -23,7 +23,8 @@ tests/unit/run/moves/test_fsdp.py, tests/dist/test_sharded_processes.py: the num
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, final
 
 import torch
@@ -33,11 +34,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from outsize.device.readback import launched_to
+from outsize.errors import BadOption
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.program.values.wrapper_tensors import is_wrapper
 from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
-from outsize.schedules.sharded import with_gathers
+from outsize.run.stage.outer_graph import GatheredWeights
+from outsize.schedules.sharded import with_gathers, with_gathers_of_call
 
 Fill = Callable[[Collection[str]], None]
 
@@ -68,6 +71,7 @@ class ShardedWeights(Moves):
         self._home, self._once = dict(home), once
         self._root = nn.Module()
         self._stages: dict[int, list[_FsdpGroup]] = {}
+        self._parameters: dict[str, Any] = {}  # What FSDP2 knows of a weight, by its name.
         mesh = next(iter(meshes.values()))
         for (stage, _, mesh), names in _grouped_names(model, home, meshes).items():
             fill(names)
@@ -76,9 +80,12 @@ class ShardedWeights(Moves):
             self._root.add_module(str(len(self._root._modules)), holder)
             fully_shard(holder, mesh=mesh, ignored_params=_others(model, names))
             # The loop restores attributes that the user has set on parameters.
-            for name, known in marks.items():
-                vars(model.get_parameter(name)).update(known)
-            self._stages.setdefault(stage, []).append(_FsdpGroup(holder, mesh))
+            for name, attributes in marks.items():
+                vars(model.get_parameter(name)).update(attributes)
+            group = _FsdpGroup(holder, mesh)
+            self._stages.setdefault(stage, []).append(group)
+            known = {id(parameter.sharded_param): parameter for parameter in group.parameters}
+            self._parameters |= {name: known[id(model.get_parameter(name))] for name in names}
         fully_shard(self._root, mesh=mesh)
         _state(self._root)._lazy_init()
 
@@ -87,6 +94,49 @@ class ShardedWeights(Moves):
 
     def of(self, cuts: Sequence[Cut]) -> Moves:
         return _Waiting(self, frozenset(use for cut in cuts for use in self._uses(cut)))
+
+    def of_call(self, cuts: Sequence[Cut]) -> Moves:
+        return _OfCall(self, frozenset(use for cut in cuts for use in self._uses(cut)), once=self._once)
+
+    @property
+    def gathered(self) -> GatheredWeights:
+        return self
+
+    def gathers(self, name: str) -> bool:
+        """Tells whether the weight of this name is sharded."""
+        return name in self._parameters
+
+    def whole(self, name: str, weight: Tensor) -> Tensor:
+        """Returns FSDP2's whole parameter of this name. Raises BadOption for another weight than its own."""
+        parameter = self._parameters[name]
+        if weight is not parameter.sharded_param:
+            raise BadOption(
+                f"{name} is another tensor than the one whose parts the ranks have, so it would not be used",
+                next_step="change weights in place (with torch.no_grad(): weight.copy_(...)), or "
+                "torch.func.functional_call on the plain model, model.module, or axes='pp'",
+            )
+        return parameter.unsharded_param
+
+    def scattered(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Adds up whole gradients over the ranks; returns this rank's shards of the sums."""
+        parameters = [self._parameters[name] for name in names]
+        groups = self._all_groups()
+        every = [parameter for group in groups for parameter in group.parameters]
+        with _without_gradients([parameter.sharded_param for parameter in every]):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.unsharded_param.grad = gradient
+            for group in groups:
+                group.reduce(last=True)
+            self._finish()
+            return [parameter.sharded_param.grad for parameter in parameters]
+
+    def abandon(self) -> None:
+        for group in self._all_groups():
+            group.wait()
+            group.reshard()
+
+    def _all_groups(self) -> list[_FsdpGroup]:
+        return [group for groups_of_stage in self._stages.values() for group in groups_of_stage]
 
     def _uses(self, cut: Cut) -> set[tuple[int, int]]:
         """Returns (owner, user) pairs of stages.
@@ -110,9 +160,9 @@ class ShardedWeights(Moves):
         return run
 
     def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
-        return self.gathered({a.stage for a in row[:at] if a.kind is Kind.UNSHARD})
+        return self.gathered_for({a.stage for a in row[:at] if a.kind is Kind.UNSHARD})
 
-    def gathered(self, stages: Collection[int]) -> Callable[[], None] | None:
+    def gathered_for(self, stages: Collection[int]) -> Callable[[], None] | None:
         """Returns the function that waits until the weights of these stages are whole."""
 
         def wait() -> None:
@@ -133,7 +183,7 @@ class ShardedWeights(Moves):
 
     def _finish(self) -> None:
         """Ends the step: gradients are ready, and those that no replica has computed become None."""
-        groups = [group for groups_of_stage in self._stages.values() for group in groups_of_stage]
+        groups = self._all_groups()
         for mesh in dict.fromkeys(group.mesh for group in groups):
             self._forget(mesh, [group for group in groups if group.mesh is mesh])
         _release(self._root)
@@ -163,7 +213,24 @@ class _Waiting(Moves):
         return self._sharded.action(row, at)
 
     def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
-        return self._sharded.gathered({owner for owner, user in self._uses if user == row[at].stage})
+        return self._sharded.gathered_for({owner for owner, user in self._uses if user == row[at].stage})
+
+
+@final
+class _OfCall(Moves):
+    """Gathers the weights of a call for its forwards, and again for its backwards."""
+
+    def __init__(self, sharded: ShardedWeights, uses: frozenset[tuple[int, int]], *, once: bool) -> None:
+        self._sharded, self._uses, self._once = sharded, uses, once
+
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        return with_gathers_of_call(schedule, self._uses, once=self._once)
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        return self._sharded.action(row, at)
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        return self._sharded.gathered_for({owner for owner, user in self._uses if user == row[at].stage})
 
 
 @final
@@ -178,6 +245,11 @@ class _FsdpGroup:
         self._pieces = _pieces(holder)
         self._coming: Any = None
         self._made: list[bool] = []
+
+    @property
+    def parameters(self) -> list[Any]:
+        """Returns what FSDP2 knows of each weight."""
+        return [parameter for group in self._pieces for parameter in group.fsdp_params]
 
     def unshard(self) -> None:
         self._coming = self._fsdp.unshard(async_op=True)
@@ -195,7 +267,7 @@ class _FsdpGroup:
         """Reduces the gradients; the `last` reduction of a step includes the ranks that replicate
         the shards.
         """
-        parameters = [piece for group in self._pieces for piece in group.fsdp_params]
+        parameters = self.parameters
         known = self._made or [p.sharded_param.grad is not None for p in parameters]
         here = (p.unsharded_param.grad is not None for p in parameters)
         self._made = [before or now for before, now in zip(known, here, strict=True)]
@@ -218,6 +290,26 @@ class _FsdpGroup:
                 if not there:
                     parameter.sharded_param.grad = None
         self._made = []
+
+
+@contextmanager
+def _without_gradients(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Takes the gradients and the hooks of weights away within the block: FSDP2 would add to the ones, and
+    call the others, as the user's backward does behind it.
+    """
+    hooks: list[Any] = [weight._post_accumulate_grad_hooks for weight in weights]
+    held = [(weight, weight.grad, dict(each or ())) for weight, each in zip(weights, hooks, strict=True)]
+    for weight, each in zip(weights, hooks, strict=True):
+        weight.grad = None
+        if each:
+            each.clear()
+    try:
+        yield
+    finally:
+        for (weight, gradient, known), each in zip(held, hooks, strict=True):
+            weight.grad = gradient
+            if each is not None:
+                each.update(known)
 
 
 @final

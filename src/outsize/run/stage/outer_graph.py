@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,37 @@ _Pass = Callable[[Tensor], Tensor]
 _END = (None,)
 
 
+class GatheredWeights(Protocol):
+    """The weights of a rank that are whole while a stage computes, and divided for everybody else."""
+
+    def gathers(self, name: str) -> bool:
+        """Tells whether the weight of this name is one of them."""
+        ...
+
+    def whole(self, name: str, weight: Tensor) -> Tensor:
+        """Returns what stands for a weight while a stage computes; its memory is there only then.
+
+        Raises BadOption where the model has another weight under this name than the one that was divided.
+        """
+        ...
+
+    def scattered(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Adds up whole gradients over all ranks; returns this rank's parts of the sums, None where no rank
+        has one. All ranks that hold these weights call it alike.
+        """
+        ...
+
+
 @final
 @dataclass(slots=True)
 class _Leaf:
-    """A weight, the leaf that stands for it, where it stands, and the version that a forward has read."""
+    """A weight, the leaf that stands for it over the memory of `source`, where it stands, and the version
+    that a forward has read.
+    """
 
     weight: Tensor
     leaf: Tensor
+    source: Tensor
     places: Sequence[_Place]
     version: int = 0
     arrived: list[Tensor] = field(default_factory=list)
@@ -69,11 +93,20 @@ class OuterGraph:
     """The weights, inputs and outputs of one stage in the user's graph.
 
     `output_gradients[microbatch]` are set before the backward of a microbatch, which takes them; `gradients`
-    are what it gives. `checks` says whether a backward computes forwards again, and so reads the weights.
+    are what it gives. `checks` says whether a backward computes forwards again, and so reads the weights;
+    where they are `gathered`, it reads them as well.
     """
 
-    def __init__(self, model: nn.Module, program: StageProgram, *, checks: bool = False) -> None:
-        self._model, self._names, self._checks = model, program.weights, checks
+    def __init__(
+        self,
+        model: nn.Module,
+        program: StageProgram,
+        gathered: GatheredWeights | None = None,
+        *,
+        checks: bool = False,
+    ) -> None:
+        self._model, self._names, self._gathered = model, program.weights, gathered
+        self._checks = checks or gathered is not None
         self._uses = Counter(name for i in program.spec.instructions for name in i.parameters())
         self._sent = {boundary.weight for boundary in program.sent if boundary.weight is not None}
         self._leaves: dict[str, _Leaf] = {}
@@ -118,14 +151,29 @@ class OuterGraph:
         for name, (weight, where) in found.items():
             if weight.requires_grad:
                 old = before.get(name)
-                is_same = old is not None and old.weight is weight and _is_over(old.leaf, weight)
-                leaf = old.leaf if old is not None and is_same else _leaf_over(weight)
-                leaf.grad = None
-                self._leaves[name] = _Leaf(weight, leaf, where, weight._version)
+                if old is None or old.weight is not weight or not self._follows(name, old):
+                    old = _Leaf(weight, _leaf_over(weight), weight, where)
+                old.leaf.grad = None
+                self._leaves[name] = _Leaf(weight, old.leaf, old.source, where, weight._version)
+
+    def _follows(self, name: str, held: _Leaf) -> bool:
+        """Tells whether a leaf has the memory of its weight, or will get it when that is there."""
+        return self._is_gathered(name) or _is_over(held.leaf, held.weight)
+
+    def _is_gathered(self, name: str) -> bool:
+        return self._gathered is not None and self._gathered.gathers(name)
+
+    def _follow(self, gathered: GatheredWeights) -> None:
+        """Lets leaves have the memory in which their weights are now whole."""
+        for name, leaf in self._leaves.items():
+            if gathered.gathers(name) and (source := gathered.whole(name, leaf.weight)) is not leaf.source:
+                leaf.source, leaf.leaf = source, _leaf_over(source)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Puts the leaves in the places of their weights."""
+        if self._gathered is not None:
+            self._follow(self._gathered)
         pairs = [(place, leaf.leaf) for leaf in self._leaves.values() for place in leaf.places]
         # Behind a functional call, whose weights these were, the model has its own weights again.
         before = [table[key] for (table, key), _ in pairs]

@@ -40,7 +40,7 @@ from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.run.interpreter.in_process import own_inputs
 from outsize.run.interpreter.interpreter import Interpreter, Programs, StepInputs, StepOutputs
 from outsize.run.interpreter.trace import Marks
-from outsize.run.moves.base import Moves, Resident
+from outsize.run.moves.base import Moves
 from outsize.run.moves.fsdp import Fill, ShardedWeights
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
@@ -162,11 +162,8 @@ class Crew(ABC):
         return self._built.get(key, build)
 
     def _moves_of(self, cuts: Sequence[Cut], *, of_call: bool) -> Moves:
-        """Returns the moves of weights, values and activations, for microbatches with these programs.
-
-        Weights of a call stay, and gradients are added up where the user's backward ends.
-        """
-        moves = Resident() if of_call else self.moves.of(cuts)
+        """Returns the moves of weights, values and activations, for microbatches with these programs."""
+        moves = self.moves.of_call(cuts) if of_call else self.moves.of(cuts)
         return self.activations.combined_with(self.values.combined_with(moves, cuts))
 
     def _stage(self, load: PipelineInputs, microbatch: int, number: int, make: MakeStage) -> RunnableStage:
@@ -394,7 +391,7 @@ class LocalCrew(Crew):
             self._run(pipeline)
             return self._outputs(load, pipeline)
 
-        return OpenPipeline(pipeline, run, self._stages(load))
+        return OpenPipeline(pipeline, run, self._stages(load), self.moves.abandon)
 
     def _outputs(self, load: PipelineInputs, pipeline: dict[int, Interpreter]) -> GroupOutputs:
         """Returns the group's outputs, moved to the device of the first replica's last stage."""
@@ -504,7 +501,7 @@ class ProcessCrew(Crew):
             self._has_failed = False
             return _outputs(load.variants, interpreter.schedule, [result])
 
-        return OpenPipeline({self.rank: interpreter}, run, self._stages(load))
+        return OpenPipeline({self.rank: interpreter}, run, self._stages(load), self.moves.abandon)
 
     def insist_on_ended_steps(self) -> None:
         if self._has_failed:

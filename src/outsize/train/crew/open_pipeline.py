@@ -22,9 +22,9 @@ from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.stage.cut import Cut
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
+from outsize.schedules.sharded import end_of_forwards
 from outsize.train.variants.microbatch_group import GroupOutputs
 
-_FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 _BACK = frozenset({Kind.B, Kind.SEND_B, Kind.OFFLOAD_B})
 
 
@@ -33,13 +33,15 @@ def schedule_of_call(
 ) -> Schedule:
     """Returns the lowered schedule of a call: all forwards, then all backwards from the last microbatch on.
 
-    Gradients of a weight are added up by autograd, in that order, and not by stages; so what `check` says of
-    ascending backwards is asked of their mirror image.
+    A rank with several stages runs the backward of one microbatch through all of them before the next one:
+    the user's backward brings the gradients of one microbatch at a time. Gradients of a weight are added up
+    by autograd, in that order, and not by stages; so what `check` says of ascending backwards is asked of
+    their mirror image.
     """
     name, ranks = plan.schedule, range(plan.axes.pp)
     each = range(microbatches)
     forwards = [tuple(Action(s, Kind.F, mb) for s in stages_on[r] for mb in each) for r in ranks]
-    backwards = [tuple(Action(s, Kind.B, mb) for s in reversed(stages_on[r]) for mb in each) for r in ranks]
+    backwards = [tuple(Action(s, Kind.B, mb) for mb in each for s in reversed(stages_on[r])) for r in ranks]
     forward, over_steps = forward_edges(cut.boundaries), step_edges(cut.boundaries)
     backward = backward_edges(cut.boundaries)
     first = lower(Schedule(name, microbatches, tuple(forwards)), forward, frozenset(), over_steps)
@@ -63,7 +65,7 @@ class _Pauses:
 
     @classmethod
     def of(cls, row: tuple[Action, ...]) -> _Pauses:
-        forwards = max((at + 1 for at, action in enumerate(row) if action.kind in _FORWARD), default=0)
+        forwards = end_of_forwards(row)
         backwards = {action.microbatch: at + 1 for at, action in enumerate(row) if action.kind in _BACK}
         if backwards:
             last = max(backwards, key=lambda microbatch: backwards[microbatch])
@@ -78,7 +80,8 @@ Run = Callable[[], GroupOutputs]
 class OpenPipeline:
     """The interpreters of one call in this process, between its forwards and its last backward.
 
-    `run` runs them up to their pauses and returns what they have computed.
+    `run` runs them up to their pauses and returns what they have computed; `abandon` takes away what a half
+    that has not ended has brought to the device.
     """
 
     def __init__(
@@ -86,15 +89,19 @@ class OpenPipeline:
         interpreters: Mapping[int, Interpreter],
         run: Run,
         stages: Mapping[tuple[int, int], RunnableStage],
+        abandon: Callable[[], None],
     ) -> None:
         self._interpreters, self._run, self.stages = list(interpreters.values()), run, stages
+        self._abandon, self._is_within = abandon, False
         self._pauses = [_Pauses.of(each.schedule.actions[each.rank]) for each in self._interpreters]
 
     def forward(self) -> GroupOutputs:
         """Runs all forwards; returns the outputs, without their graphs."""
         for interpreter, pauses in zip(self._interpreters, self._pauses, strict=True):
             interpreter.pause_at(pauses.forwards)
+        self._is_within = True
         found = self._run()
+        self._is_within = False
         for interpreter in self._interpreters:  # Outputs are large, and the user has those of the batch.
             interpreter.outputs.outputs.clear()
         return found
@@ -103,9 +110,14 @@ class OpenPipeline:
         """Runs the backward of a microbatch; the one before must have been the microbatch behind it."""
         for interpreter, pauses in zip(self._interpreters, self._pauses, strict=True):
             interpreter.pause_at(pauses.backwards.get(microbatch, 0))
+        self._is_within = True
         self._run()
+        self._is_within = not all(interpreter.has_ended for interpreter in self._interpreters)
 
     def drop(self) -> None:
         """Drops the graphs of a call whose backward never comes, or has failed."""
         for interpreter in self._interpreters:
             interpreter.reset()
+        if self._is_within:
+            self._is_within = False
+            self._abandon()

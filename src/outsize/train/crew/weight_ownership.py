@@ -153,11 +153,18 @@ class Ownership:
             )
         return self._placement
 
-    def _part(self, name: str) -> TensorPart | None:
+    def tensor_part(self, name: str) -> TensorPart | None:
+        """Returns what this rank has of a weight that ranks divide while they compute; None for all of it."""
         share = None if self._tensor is None else self._tensor.share(name)
         if self._tensor is None or share is None:
             return None
         return TensorPart(share.dim, share.size, self._tensor.group_of(name).place.ranges(share))
+
+    def part_of(self, name: str) -> int | None:
+        """Returns the number of this rank's part of a weight, where ranks divide it while they compute."""
+        if self._tensor is None or self._tensor.share(name) is None:
+            return None
+        return self._tensor.group_of(name).place.rank
 
     def is_own(self, name: str) -> bool:
         """Tells whether this rank owns the weight of this name."""
@@ -321,7 +328,7 @@ class Ownership:
                 if weight_device != device or not wanted(name)
             }
             foreign = self._foreign | others
-            notes.update(dict.fromkeys(load_weights(self._model, files, device, foreign, self._part)))
+            notes.update(dict.fromkeys(load_weights(self._model, files, device, foreign, self.tensor_part)))
 
 
 def _shared_memory(one: str, other: str, placement: Placement) -> BadOption:

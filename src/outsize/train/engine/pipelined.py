@@ -261,7 +261,9 @@ class Pipelined(Executor):
                         pipeline = self._crew.open(load, self._stage_of_call)
                         groups.append(OpenedGroup([piece.number for piece in members], pipeline))
                         values += pipeline.forward().outputs
-                self._crew.replicas.spread(self._ownership.own(written) if written else ())
+                buffers = self._ownership.own(written) if written else ()
+                # By `data` the copies count as no change: graphs that wait have what they need of buffers.
+                self._crew.replicas.spread(buffer.data for buffer in buffers)
             except BaseException as error:
                 close()
                 if isinstance(error, Exception):
@@ -433,7 +435,7 @@ class Pipelined(Executor):
     def _stage_of_call(
         self, variant: Variant, program: StageProgram, replica: int, device: torch.device | None
     ) -> RunnableStage:
-        return self._factory.make(variant, program, self._model, device, of_call=True)
+        return self._factory.make(variant, program, self._model, device, of_call=self._crew.moves)
 
     def _collecting(self) -> AbstractContextManager[None]:
         return (

@@ -18,6 +18,7 @@ from outsize.policies.activations import ActivationPolicy
 from outsize.program.generate import Compiler, compile_slice
 from outsize.program.sharding.tensor_parallel.overlap import overlapped
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, reason_against
+from outsize.run.moves.base import Moves
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
@@ -57,19 +58,21 @@ class StageFactory:
         device: torch.device | None,
         *,
         is_copy: bool = False,
-        of_call: bool = False,
+        of_call: Moves | None = None,
     ) -> RunnableStage:
         """Returns the stage of `program` on `device`, with the weights of `model`.
 
         `is_copy`: the model is another than the one for which the program was made. `of_call`: the user's
-        backward goes through the stage, which is then a part of the user's graph.
+        backward goes through the stage, which is then a part of the user's graph; these move its weights.
         """
         if device is not None and variant.home is not None:
             program = program_on_device(program, variant.cut.tape, model, variant.home, device)
-        casts = _casts_of_call(program) if of_call else self._casts_of(variant, program, model, device)
+        casts = (
+            self._casts_of(variant, program, model, device) if of_call is None else _casts_of_call(program)
+        )
         policy, recompute, overlaps = self.run.plan.activation_policy(program.stage), None, self._overlaps()
         again = policy.recomputes_all or policy.lists_units
-        outer = OuterGraph(model, program, checks=again) if of_call else None
+        outer = None if of_call is None else OuterGraph(model, program, of_call.gathered, checks=again)
         told = {} if outer is None else outer.through(program.spec.through)
         if is_copy or overlaps or casts is not None or told or self._backend is not None:
             spec = replace(program.spec, cast=casts, through={**program.spec.through, **told})
@@ -93,7 +96,7 @@ class StageFactory:
         seeded = at if is_accelerator(at) and device_count() > 1 else None
         setting = StageSetting(recompute, save_context, self.run.values.offloads, seeded, outer)
         executor = StageExecutor(program, model, setting)
-        if self.graphs is not None and not of_call:
+        if self.graphs is not None and of_call is None:
             reason = self._reason(policy) or reason_against(program, model, at)
             if reason is None:
                 return GraphedStage(executor, at, self.graphs)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from outsize.errors import BadOption
 from outsize.errors.arguments import insist_on_whole_number, path_of
 from outsize.program.weights.of_loss import loss_parts
-from outsize.run.collectives.tensor_parallel import full_of
+from outsize.run.collectives.tensor_parallel import full_of, mesh_of, own_shard
 from outsize.run.weights.pretrained_names import is_pretrained
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.checkpoint.agreement import shared_facts
@@ -81,6 +81,23 @@ class EngineWeights:
         if self._crew.world_size == 1:
             return model
         return own_module(model, {n for n, stage in home.items() if stage in self._crew.stages})
+
+    def own_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what this rank has of a state of the whole model; parts of this rank stay what they are.
+
+        Names that only other ranks have are left out.
+        """
+        own = self.module.state_dict()
+        known = {name: value for name, value in state.items() if name in own}
+        return {name: self._own_part(name, value, own[name]) for name, value in known.items()}
+
+    def _own_part(self, name: str, value: Any, own: Any) -> Any:
+        if not isinstance(value, Tensor) or not isinstance(own, Tensor) or mesh_of(value) is not None:
+            return value
+        part = self._ownership.tensor_part(name)
+        if part is not None and part.whole(own.shape) == tuple(value.shape):
+            value = torch.cat([value.narrow(part.dim, a, b - a) for a, b in part.ranges], part.dim)
+        return own_shard(value, own) if value.shape == own.shape else value
 
     @torch.no_grad()
     def apply_named(

@@ -10,7 +10,7 @@ the seat uses again. A call whose outputs are dropped gives its seat back with t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -26,12 +26,12 @@ from outsize.ir.findings import CaptureNote
 from outsize.ir.plan import Plan
 from outsize.program.source_line import warn_user
 from outsize.run.stage.rng import borrowed_generators
-from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.batch import Batch
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.ranks.batch_check import is_checked
-from outsize.train.split.nodes import CallNodes, GradInputs, SharedInput
+from outsize.train.split.gradient_sums import PartSums, WholeSums
+from outsize.train.split.nodes import CallGradientSum, CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
 from outsize.train.split.optimizers import OptimizerCheck
 from outsize.train.split.outputs import OutputJoin, Outputs
@@ -108,13 +108,13 @@ class ByModuleCalls:
 
 def insist_on_calls(plan: Plan, local_replicas: int = 1) -> None:
     """Raises UnsupportedPlan for a plan whose calls cannot be a part of the user's graph."""
-    others = [axis for axis in AXES if axis.divides_tokens or axis.divides_states or axis.divides_experts]
+    others = [axis for axis in AXES if axis.divides_tokens or axis.divides_experts]
     reasons = [f"{name} {size}" for name, size in plan.axes.used_of(others).items()]
     reasons += [f"weights {plan.weights!r}"] if plan.streams else []
     reasons += [f"{local_replicas} replicas in one process"] if local_replicas > 1 else []
     if reasons:
         raise UnsupportedPlan(
-            "a split model has stages, replicas and tensor parallelism, and this plan has more",
+            "a split model has stages, replicas, shards and tensor parallelism, and this plan has more",
             numbers=", ".join(reasons),
             next_step="outsize.parallelize(..., loss_fn=loss_fn) and engine.step(x, target=y), or axes='pp'",
         )
@@ -136,6 +136,7 @@ class ModelCalls:
         self._join = OutputJoin(executor.variants.output_shapes, run.mesh, last, run.device)
         self.gradients = RankGradients(run, ownership)
         self._optimizers = OptimizerCheck(run, ownership)
+        self._sums: dict[Hashable, CallGradientSum] = {}
         self._seats: set[int] = set()
         self._number = 0
 
@@ -194,12 +195,18 @@ class ModelCalls:
         weakref.finalize(nodes, close).atexit = False
         return rebuilt(call.outputs.variants[0], nodes.outputs(wholes, self._sums_of), self._model)
 
-    def _sums_of(self, name: str) -> RankGroup | None:
-        """Returns the ranks that hold a weight for other samples or rows, whose gradients are added up."""
+    def _sums_of(self, name: str) -> CallGradientSum | None:
+        """Returns what adds up gradients over the ranks that hold a weight for other samples or rows."""
+        gathered = self._crew.moves.gathered
+        if gathered is not None and gathered.gathers(name):
+            return self._sums.setdefault(gathered, PartSums(gathered))
         if self._mesh is None:
             return None
         of_experts = self._ownership.of_experts(name)
-        return self._mesh.expert_holders if of_experts else self._mesh.holders
+        group = self._mesh.expert_holders if of_experts else self._mesh.holders
+        if group is None or group.size() == 1:
+            return None
+        return self._sums.setdefault(group, WholeSums(group))
 
     def _shared(self, batch: Batch) -> Batch:
         """Returns the batch with inputs whose gradients all ranks get."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol, Self, final
 
 from torch import Tensor, nn
 
+from outsize.axes.registry import PARTS, STAGES, size_of
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.train.split.outputs import Outputs
@@ -70,6 +71,13 @@ class SplitModule(nn.Module):
         return self._outputs == "all" or self.engine.calls.is_last
 
     @property
+    def _parts(self) -> int:
+        """Returns over how many processes the weights are divided, by stages or each of them."""
+        if self.engine.crew.mesh is None:
+            return 1
+        return size_of(self.plan.axes.model_dump(), (*STAGES, *PARTS))
+
+    @property
     def plan(self) -> Plan:
         """Returns the plan that calls run."""
         return self.engine.plan
@@ -118,11 +126,10 @@ class SplitModule(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Sets the weights of this process to those of a state of the whole model, or of its own part."""
-        if self.engine.crew.world_size == 1:
+        if self._parts == 1:
             return self.module.load_state_dict(state_dict, strict, assign)
-        module = self.engine.weights.module
-        own = module.state_dict().keys()
-        return module.load_state_dict({k: v for k, v in state_dict.items() if k in own}, strict, assign)
+        own = self.engine.weights.own_parts(state_dict)
+        return self.engine.weights.module.load_state_dict(own, strict, assign)
 
     def __getattr__(self, name: str) -> Any:
         """Returns what the user's model has of this name: its config, its modules, its methods."""
@@ -139,10 +146,11 @@ class SplitModule(nn.Module):
 
         Raises BadOption where each process has a part of the weights.
         """
-        if self.engine.crew.world_size > 1:
+        ranks = self._parts
+        if ranks > 1:
             raise BadOption(
                 "a split model of several processes cannot be copied within them",
-                numbers=f"{self.engine.crew.world_size} ranks have a part of the weights each",
+                numbers=f"{ranks} ranks have a part of the weights each",
                 next_step="outsize.split(Net(), (x,)) a second time, and load_state_dict(model.state_dict())",
             )
         twin = self._again(copy.deepcopy(self.module, memo))

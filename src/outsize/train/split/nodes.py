@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,24 @@ from outsize.train.split.opened_call import OpenedCall
 
 GradInputs = Sequence[tuple[int, Tensor]]
 """Inputs of a microbatch that want a gradient, by their positions among its tensors."""
-SumsOf = Callable[[str], RankGroup | None]
-"""The ranks over which the gradient of a weight of this name is added up; None where nobody else has it."""
+
+
+class CallGradientSum(Protocol):
+    """Adds up the gradients of weights that several ranks have, for several microbatches."""
+
+    def stand_ins(self, names: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors of the shapes that gradients have before they are added up."""
+        ...
+
+    def add_up(
+        self, names: Sequence[str], weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Returns the gradients of the weights; None where no rank has one. All ranks call it alike."""
+        ...
+
+
+SumsOf = Callable[[str], CallGradientSum | None]
+"""What adds up the gradient of a weight of this name; None where no other rank has it."""
 
 
 @final
@@ -154,15 +170,16 @@ class CallNodes:
             for _, outer in self._outers(number)
             for name, weight in outer.weights.items()
         }
-        by_group: dict[int, tuple[RankGroup, list[Tensor]]] = {}
+        by_sum: dict[CallGradientSum, dict[str, Tensor]] = {}
         for name, weight in weights.items():
-            group = sums_of(name)
-            if group is not None and group.size() > 1:
-                by_group.setdefault(id(group), (group, []))[1].append(weight)
+            summing = sums_of(name)
+            if summing is not None:
+                by_sum.setdefault(summing, {})[name] = weight
         behind: dict[int, Tensor] = {}
-        for group, summed in by_group.values():
-            made = _ReplicaSum.apply(group, *summed)
-            behind |= dict(zip(map(id, summed), made if isinstance(made, tuple) else (made,), strict=True))
+        for summing, summed in by_sum.items():
+            made = _Sum.apply(summing, tuple(summed), *summed.values())
+            made = made if isinstance(made, tuple) else (made,)
+            behind |= dict(zip(map(id, summed.values()), made, strict=True))
         return behind
 
     def _gradients(self, number: int) -> Iterator[Tensor | None]:
@@ -224,34 +241,20 @@ class _Join(Function):
 
 
 @final
-class _ReplicaSum(Function):
-    """The weights of one call: their gradients are added up over ranks that have other microbatches."""
+class _Sum(Function):
+    """The weights of one call whose gradients are added up over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, group: RankGroup, *weights: Tensor) -> Any:
-        """Returns the weights."""
+    def forward(ctx: Any, summing: CallGradientSum, names: Sequence[str], *weights: Tensor) -> Any:
+        """Returns what stands for the weights."""
         ctx.set_materialize_grads(False)
-        ctx.group, ctx.like = group, [weight.detach() for weight in weights]
-        return tuple(weight.view_as(weight) for weight in weights)
+        ctx.summing, ctx.names, ctx.weights = summing, names, [weight.detach() for weight in weights]
+        return tuple(summing.stand_ins(names, weights))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Returns the sums; None for a weight that has no gradient on any rank."""
-        present = torch.tensor([float(gradient is not None) for gradient in grad_outputs])
-        dist.all_reduce(present, group=ctx.group.of_tensor(present))
-        pairs = list(zip(grad_outputs, ctx.like, present.tolist(), strict=True))
-        own = [torch.zeros_like(weight) if g is None else g for g, weight, count in pairs if count]
-        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for at, gradient in enumerate(own):
-            by_kind.setdefault((gradient.dtype, gradient.device), []).append(at)
-        for places in by_kind.values():
-            flat = torch.cat([own[at].reshape(-1) for at in places])
-            dist.all_reduce(flat, group=ctx.group.of_tensor(flat))
-            sums = flat.split([own[at].numel() for at in places])
-            for at, total in zip(places, sums, strict=True):
-                own[at] = total.view(own[at].shape)
-        left = iter(own)
-        return (None, *(next(left) if count else None for _, _, count in pairs))
+        return (None, None, *ctx.summing.add_up(ctx.names, ctx.weights, grad_outputs))
 
 
 @final

@@ -13,14 +13,27 @@ weights has a gradient without elements.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Final, NoReturn, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outsize.axes.registry import PARTS
 from outsize.errors import BadOption, WorldMismatch
+from outsize.run.collectives.tensor_parallel import (
+    AskingShard,
+    asking,
+    full_of,
+    local_of,
+    part_number,
+    plain_shard,
+)
 from outsize.run.transport.control_messages import all_gather_json, all_gather_values
 from outsize.run.transport.groups import RankGroup
 from outsize.train.context.run_context import RunContext
@@ -34,28 +47,30 @@ _MARKED: Final = "_has_rank_gradients"
 _MOVES: Final = frozenset({Tensor.to, Tensor.cpu, Tensor.float, Tensor.double, Tensor.detach})
 
 
+_Place = tuple[int, tuple[int, ...]]
+"""The number of a gradient in the model's order, and where the ranks stand that have this part of it."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class GradientRanks:
-    """The ranks of the pipeline, whose gradients together are the model's, and those of the run.
+    """The ranks whose gradients, or parts of them, together are the model's, and those of the run."""
 
-    `are_parts`: several ranks have parts of one gradient, by an axis that divides weights.
-    """
-
-    pipeline: RankGroup
+    holders: RankGroup
     every: RankGroup
-    are_parts: bool = False
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Which gradients of the model these are the norms of: by their numbers in its order; None: of a tensor
-    that all ranks have.
+    """Which gradients of the model these are the norms of; None: of a tensor that all ranks have.
+
+    `is_known` tells whether the norm of one whole gradient is known, or can be asked for.
     """
 
-    numbers: tuple[int | None, ...]
+    places: tuple[_Place | None, ...]
     ranks: GradientRanks
+    is_known: bool = True
 
 
 @final
@@ -107,12 +122,15 @@ class RankGradients:
         if mesh is None or not self._ownership.settled:
             return
         numbers = {name: number for number, (name, _) in enumerate(self._run.model.named_parameters())}
-        ranks = GradientRanks(mesh.pipeline, mesh.group)
-        parts = replace(ranks, are_parts=True)
+        is_divided = bool(self._run.plan.axes.used_of(PARTS))
+        holders = mesh.holding(whole_model=True) if is_divided else mesh.pipeline
+        ranks = GradientRanks(holders, mesh.group)
         for name, weight in self._ownership.own_parameters():
-            is_divided = self._ownership.division(name) is not None
-            _mark(weight, _Part((numbers[name],), parts if is_divided else ranks))
-        _mark(self.stand_in, _Part((-1,), ranks))
+            divided = self._ownership.part_of(name)
+            own = () if divided is None else (divided,)
+            place = numbers[name], (*own, *part_number(weight))
+            _mark(weight, _Part((place,), ranks, is_known=divided is None))
+        _mark(self.stand_in, _Part(((-1, ()),), ranks))
 
     def touch_stand_in(self) -> None:
         """Gives the stand-in its gradient, which has no elements."""
@@ -135,8 +153,10 @@ class _Mark:
 
     def __call__(self, weight: Tensor) -> None:
         gradient = weight.grad
-        if gradient is not None and type(gradient) is Tensor:
-            marked = gradient.as_subclass(RankGradient)
+        if gradient is None or _part_of(gradient) is not None:
+            return
+        marked = gradient.as_subclass(RankGradient) if type(gradient) is Tensor else asking(gradient, _answer)
+        if marked is not gradient:
             vars(marked)["part"] = self._part
             weight.grad = marked
 
@@ -145,23 +165,58 @@ def _plain(value: Any) -> Any:
     if isinstance(value, RankGradient | RankNorm):
         with torch._C.DisableTorchFunctionSubclass():
             return value.as_subclass(Tensor)
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else plain_shard(value)
 
 
 def _part_of(value: Any) -> _Part | None:
-    return vars(value).get("part") if isinstance(value, RankGradient | RankNorm) else None
+    return vars(value).get("part") if isinstance(value, RankGradient | RankNorm | AskingShard) else None
 
 
-def _norm(values: Tensor, part: _Part) -> RankNorm:
-    if part.ranks.are_parts:
-        raise BadOption(
-            "a rank has a part of this gradient, whose norm is not that of the whole",
-            numbers=f"gradient {part.numbers[0]} of the model",
-            next_step="model.clip_grad_norm_(1.0); float('inf') measures without clipping",
-        )
+def _norm(values: Tensor, part: _Part, whole: Callable[[], Tensor] | None = None) -> RankNorm:
     norm = values.as_subclass(RankNorm)
-    vars(norm)["part"] = part
+    vars(norm).update(part=part, whole=whole)
     return norm
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes as torch does; see the head of this file for norms and infinities."""
+    with torch._C.DisableTorchFunctionSubclass():
+        first: Any = args[0] if args else None
+        if func is _UNSCALE:
+            part = next(part for each in first if (part := _part_of(each)) is not None)
+            found = func([local_of(_plain(each)) for each in first], *args[1:], **kwargs)
+            dist.all_reduce(args[1], dist.ReduceOp.MAX, group=part.ranks.every.of_tensor(args[1]))
+            return found
+        if func is _FOREACH_NORM:
+            return type(first)(_norm_of(torch.linalg.vector_norm, each, args[1:], kwargs) for each in first)
+        if func in _NORMS:
+            return _norm_of(func, first, args[1:], kwargs)
+        plain = _plain(args)
+        found = func(*plain, **{name: _plain(value) for name, value in kwargs.items()})
+        # What a call has changed in place is the argument itself.
+        return next((given for given, each in zip(args, plain, strict=True) if found is each), _plain(found))
+
+
+def _norm_of(func: Any, gradient: Tensor, further: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    """Returns the norm of a gradient; of one that ranks have parts of, that of this rank's part, which knows
+    the whole one.
+    """
+    part, plain = _part_of(gradient), _plain(gradient)
+    own = local_of(plain)
+    norm = func(own, *further, **named) if own.numel() else own.new_zeros(())
+    if part is None or norm.ndim:
+        return func(plain, *further, **named)
+    if not part.is_known:
+        return _norm(norm, part, partial(_refuse, part))
+    return _norm(norm, part, None if own is plain else lambda: full_of(func(plain, *further, **named)))
+
+
+def _refuse(part: _Part) -> NoReturn:
+    raise BadOption(
+        "a rank has a part of this gradient, whose norm is not that of the whole",
+        numbers=f"gradient {part.places[0]} of the model",
+        next_step="torch.nn.utils.get_total_norm or clip_grad_norm_ of all gradients, on every rank",
+    )
 
 
 @final
@@ -172,21 +227,8 @@ class RankGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Computes as torch does; see the head of this file for norms and infinities. Raises BadOption."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            first: Any = args[0] if args else None
-            if func is _UNSCALE:
-                part = next(part for each in args[0] if (part := _part_of(each)) is not None)
-                dist.all_reduce(args[1], dist.ReduceOp.MAX, group=part.ranks.every.of_tensor(args[1]))
-                return found
-            if func is _FOREACH_NORM:
-                pairs = [(norm, _part_of(each)) for norm, each in zip(found, args[0], strict=True)]
-                return type(found)(norm if part is None else _norm(norm, part) for norm, part in pairs)
-            part = _part_of(first)
-            if func in _NORMS and part is not None and isinstance(found, Tensor) and found.ndim == 0:
-                return _norm(found, part)
-            return _unmarked(found, args)
+        """Returns what `_answer` does."""
+        return _answer(func, args, kwargs or {})
 
 
 @final
@@ -200,38 +242,44 @@ class RankNorm(Tensor):
         """Computes as torch does; a norm of norms is one over all ranks."""
         with torch._C.DisableTorchFunctionSubclass():
             first: Any = args[0] if args else None
-            if func in _NORMS and (part := _part_of(first)) is not None and first.ndim == 1:
-                return func(_gathered(_plain(first), part), *args[1:], **(kwargs or {}))
-            found = func(*args, **(kwargs or {}))
+            part, further, named = _part_of(first), args[1:], kwargs or {}
+            if func in _NORMS and part is not None and first.ndim == 1:
+
+                def again(norms: Tensor) -> Tensor:
+                    return func(norms, *further, **named)
+
+                return again(_gathered(_plain(first), part, again))
             if func in _STACKS:
+                found = func(*args, **named)
                 parts = [_part_of(each) for each in first]
                 ranks = next(part.ranks for part in parts if part is not None)
-                numbers = [n for part in parts for n in ((None,) if part is None else part.numbers)]
-                return _norm(_plain(found), _Part(tuple(numbers), ranks))
-            part = _part_of(first)
-            if func in _MOVES and part is not None and isinstance(found, Tensor):
-                return _norm(_plain(found), part)
-            return _unmarked(found, args)
+                places = [n for part in parts for n in ((None,) if part is None else part.places)]
+                return _norm(_plain(found), _Part(tuple(places), ranks))
+            if func in _MOVES and part is not None:
+                return _norm(_plain(func(*args, **named)), part, vars(first)["whole"])
+            return _plain(func(*map(_settled, args), **named))
 
 
-def _unmarked(found: Any, args: tuple[Any, ...]) -> Any:
-    """Returns results as plain tensors, but the argument itself where a call has changed it in place."""
-    if any(found is each for each in args):
-        return found
-    return _plain(found)
+def _settled(value: Any) -> Any:
+    """Returns the norm of a whole gradient; all ranks that have parts of it ask for it."""
+    whole = vars(value).get("whole") if isinstance(value, RankNorm) else None
+    return value if whole is None else whole()
 
 
-def _gathered(norms: Tensor, part: _Part) -> Tensor:
-    """Returns the norms of all ranks in the model's order, between those of tensors that all ranks have."""
-    own = [(number, norm) for number, norm in zip(part.numbers, norms, strict=True) if number is not None]
-    first = next(at for at, number in enumerate(part.numbers) if number is not None)
-    shared = [(at, norm) for at, norm in enumerate(norms) if part.numbers[at] is None]
-    every = [
-        pair
-        for rank in all_gather_values(own, part.ranks.pipeline.host, "norms of gradients")
-        for pair in rank
-    ]
-    every.sort(key=lambda pair: pair[0])
-    ordered = [norm.to(norms.device) for number, norm in every if number >= 0]
+def _gathered(norms: Tensor, part: _Part, joined: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns the norms of all ranks in the model's order, between those of tensors that all ranks have.
+
+    `joined` makes the norm of a gradient from those of its parts.
+    """
+    own = [(place, norm) for place, norm in zip(part.places, norms, strict=True) if place is not None]
+    first = next(at for at, place in enumerate(part.places) if place is not None)
+    shared = [(at, norm) for at, norm in enumerate(norms) if part.places[at] is None]
+    ranks = all_gather_values(own, part.ranks.holders.host, "norms of gradients")
+    # Ranks that have the same part have the same norm of it.
+    every: dict[_Place, Tensor] = {place: norm for rank in ranks for place, norm in rank if place[0] >= 0}
+    ordered: list[Tensor] = []
+    for _, places in groupby(sorted(every), key=itemgetter(0)):
+        parts = [every[place].to(norms.device) for place in places]
+        ordered.append(parts[0] if len(parts) == 1 else joined(torch.stack(parts)))
     before = [norm for at, norm in shared if at < first]
     return torch.stack([*before, *ordered, *(norm for at, norm in shared if at > first)])

@@ -1,0 +1,72 @@
+"""Problem: replicas run microbatches of their own, and a weight's gradient is the sum over all of them.
+
+    whole weights on each rank     an all-reduce; each rank has the sum
+    parts of weights (dp_shard)    a reduce-scatter; each rank has its part of the sum
+
+Both run once for a call, when the user's backward has come through all its microbatches: then the whole
+gradients of the stage are in memory. What else the user's graph adds to a weight, such as a penalty, is not
+summed: each rank computes it for the weights, or the parts of them, that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outsize.run.stage.outer_graph import GatheredWeights
+from outsize.run.transport.groups import RankGroup
+
+
+@final
+class WholeSums:
+    """Sums over the ranks of a group, each of which has the whole weights."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def stand_ins(self, names: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the weights themselves, as others see them."""
+        return [weight.view_as(weight) for weight in weights]
+
+    def add_up(
+        self, names: Sequence[str], weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Returns the sums, in one message for each dtype; None for a weight without a gradient anywhere."""
+        present = torch.tensor([float(gradient is not None) for gradient in gradients])
+        dist.all_reduce(present, group=self._group.of_tensor(present))
+        pairs = list(zip(gradients, weights, present.tolist(), strict=True))
+        own = [torch.zeros_like(weight) if g is None else g for g, weight, count in pairs if count]
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for at, gradient in enumerate(own):
+            by_kind.setdefault((gradient.dtype, gradient.device), []).append(at)
+        for places in by_kind.values():
+            flat = torch.cat([own[at].reshape(-1) for at in places])
+            dist.all_reduce(flat, group=self._group.of_tensor(flat))
+            sums = flat.split([own[at].numel() for at in places])
+            for at, total in zip(places, sums, strict=True):
+                own[at] = total.view(own[at].shape)
+        left = iter(own)
+        return [next(left) if count else None for _, _, count in pairs]
+
+
+@final
+class PartSums:
+    """Sums over the ranks that have parts of the weights; each gets those of its parts."""
+
+    def __init__(self, gathered: GatheredWeights) -> None:
+        self._gathered = gathered
+
+    def stand_ins(self, names: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors with the shapes of whole weights, which have memory while stages compute."""
+        pairs = zip(names, weights, strict=True)
+        return [self._gathered.whole(name, weight).detach() for name, weight in pairs]
+
+    def add_up(
+        self, names: Sequence[str], weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Returns this rank's parts of the sums."""
+        return self._gathered.scattered(names, gradients)
