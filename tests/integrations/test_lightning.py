@@ -151,6 +151,23 @@ def test_a_child_that_cannot_be_divided_is_named() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+def test_children_whose_weights_are_divided_are_refused(axis: str, tmp_path: Path) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+    def rank(number: int) -> None:
+        numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        os.environ.update(place | {name: str(value) for name, value in numbers.items()})
+        strategy = OutsizeStrategy(stages=1, axes={axis: 2}, microbatches=2)
+        module = lightning_worker.Gan({})
+        module.generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+        with pytest.raises(BadOption, match=rf"read whole weights.*{axis} 2\. Next: axes="):
+            fit(module, 8, strategy=strategy, accumulate_grad_batches=1)
+
+    in_forks(tmp_path, 2, rank, PATIENCE_S)
+
+
+@pytest.mark.dist
 def test_a_run_goes_on_at_another_number_of_stages_and_in_plain_lightning(tmp_path: Path) -> None:
     """Two processes save after an epoch; three stages in one process go on, and Lightning itself."""
     run({"split": {"stages": 2}, "trainer": {"max_epochs": 1}}, tmp_path / "two", ranks=2)
@@ -195,7 +212,7 @@ def test_both_sides_of_the_page_print_the_same() -> None:
     assert run_page(page) == page
 
 
-def fit(module: Any, **options: Any) -> Any:
+def fit(module: Any, batch_size: int = 2, **options: Any) -> Any:
     """A short fit of a module over two stages in this process; returns its trainer."""
     data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 4))
     more = {"strategy": OutsizeStrategy(stages=2), "max_epochs": 1, "accumulate_grad_batches": 2, **options}
@@ -203,7 +220,7 @@ def fit(module: Any, **options: Any) -> Any:
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, **more,
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=batch_size))
     return trainer
 
 

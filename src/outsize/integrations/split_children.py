@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from outsize.api.options import SplitOptions
 from outsize.api.records import Request
+from outsize.axes.registry import AXES
 from outsize.capture.graph.by_modules import unit_modules
+from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.ops.training import split
 from outsize.program.tree import map_tensors
@@ -60,6 +62,18 @@ def why_whole(module: nn.Module, options: Mapping[str, Any], processes: int) -> 
         if units < stages:
             return f"self.{name} has fewer modules with weights ({units or 1}) than stages ({stages})"
     return None
+
+
+def _insist_on_whole_weights(plan: Plan) -> None:
+    """Raises BadOption where ranks have parts of a weight, which a framework's checkpoints do not join."""
+    dividing = [axis for axis in AXES if axis.divides_weights is not None or axis.divides_states]
+    used = plan.axes.used_of(dividing)
+    if used:
+        raise BadOption(
+            "clipping and checkpoints of a framework read whole weights, and ranks have parts of them",
+            numbers=", ".join(f"{name} {size}" for name, size in used.items()),
+            next_step="axes={'dp_replicate': 2}, or outsize.split in a loop of your own",
+        )
 
 
 @final
@@ -134,7 +148,9 @@ class SplitChildren:
             was = {key: weight.requires_grad for key, weight in before.items()}
             for key, weight in before.items():
                 weight.requires_grad_(was[key] or f"{name}.{key}" in self._trained)
-            self.models[name] = split(child, args, kwargs, **self._options)
+            made = split(child, args, kwargs, **self._options)
+            _insist_on_whole_weights(made.plan)
+            self.models[name] = made
             now = dict(child.named_parameters())
             for key, weight in now.items():
                 weight.requires_grad_(was[key])
