@@ -37,7 +37,7 @@ for free_bytes in (64 << 20, 4 << 20):
         cluster=two_devices(free_bytes),
         stages=2,
         microbatches=4,
-        request=outsize.Request(schedule="gpipe"),
+        request=outsize.Request(loop=True),
     )
     model = outsize.split(copy.deepcopy(net), (x,), plan=plan)
     layers = ", ".join(f"{stage.device} has layers {'-'.join(stage.units)}" for stage in plan.stages)

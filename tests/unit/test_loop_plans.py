@@ -113,3 +113,20 @@ def test_fit_offers_no_change_that_a_loop_has_not() -> None:
 def test_what_a_loop_is_not(request_fields: dict[str, Any], words: str) -> None:
     with pytest.raises(BadOption, match=words):
         planned(outsize.Request(loop=True, **request_fields))
+
+
+def test_activations_that_wait_for_the_loss_are_recomputed_where_a_step_keeps_them() -> None:
+    net = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.GELU())))
+    how: dict[str, Any] = {"stages": 2, "microbatches": 8}
+    step = outsize.Request(axes="pp", schedule="1f1b")
+
+    def needed(request: outsize.Request) -> int:
+        answer = outsize.fit(net, (torch.randn(2048, 64),), cluster="2x1GB", request=request, **how)
+        return max(device.least_bytes for device in answer.devices)
+
+    cluster = f"2x{(needed(LOOP) + needed(step)) / 2e9:.6f}GB"
+    plans = [
+        outsize.plan(net, (torch.randn(2048, 64),), cluster=cluster, request=request, **how)
+        for request in (LOOP, step)
+    ]
+    assert [plan.keeps_activations for plan in plans] == [False, True]

@@ -24,6 +24,8 @@ from outsize.schedules.families import DEFAULT
 
 # This many units of the fullest device are named.
 LARGEST_NAMED = 3
+# A step of an engine is named where it saves this share of what the fullest device holds.
+SAVING_NAMED = 0.01
 
 
 def slowest_stage(graph: ModelGraph, bounds: Sequence[int], costs: Sequence[StageCost]) -> SlowestStage:
@@ -76,12 +78,12 @@ def fullest_device(
 
 
 def step_memory(graph: ModelGraph, loop: Sequence[int], step: Sequence[int]) -> Iterator[StepMemory]:
-    """Yields what a step of an engine would save, where the loop is the user's own; `loop` and `step` are the
-    peaks of the stages, those of a step by the usual schedule and without a loss.
+    """Yields what a step of an engine would save, where the loop is the user's own and it is worth a word;
+    `loop` and `step` are the peaks of the stages, those of a step by the usual schedule and without a loss.
     """
     *others, last = step
     with_loss = max([*others, last + graph.returned_bytes])  # The loss of one microbatch.
-    if graph.in_loop and with_loss < max(loop):
+    if graph.in_loop and with_loss < (1 - SAVING_NAMED) * max(loop):
         yield StepMemory(loop_bytes=max(loop), step_bytes=with_loss, schedule=DEFAULT.name)
 
 
