@@ -6,8 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experts_worker import record_cases
+import torch
+from experts_worker import Tower, record_cases
 from launches import said_by
+from torch import nn
+
+import outsize
+from outsize.train.world.join import join
+from outsize.train.world.local_ranks import run_in_forks
+from outsize.train.world.world import leave
 
 pytestmark = pytest.mark.dist
 
@@ -103,6 +110,36 @@ def test_recompute_routes_as_the_forward_has(meshes: Found) -> None:
     for rank in meshes:
         assert set(rank["qwen3:pp2:full"]["routings"]) == {4}
         assert set(rank["qwen3:tp2"]["routings"]) == {2}
+
+
+def test_a_rank_without_samples_has_gradients_of_its_experts(tmp_path: Path) -> None:
+    """Of one sample over two ranks the second has none: it repeats the sample, which has no share there."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Tower(4).double().train()
+
+    x, y = torch.randn(2, 4, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def work() -> None:
+        world, model = join(), made()
+        request = outsize.Request(stages=1, microbatches=1, axes={"ep": 2})
+        engine = outsize.parallelize(model, (x, y), plan=request)
+        engine.step(x[:1], y[:1], update=False)
+        found = {name: weight.grad for name, weight in engine.weights.named_parameters()}
+        torch.save(found, tmp_path / f"{world.rank}.pt")
+        leave(world)
+
+    run_in_forks(2, work)
+    plain = made()
+    plain(x[:1], y[:1]).backward()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for name, weight in plain.named_parameters():
+            assert weight.grad is not None
+            is_part = weight.shape != found[name].shape
+            expected = weight.grad.chunk(2)[rank] if is_part else weight.grad
+            assert torch.allclose(found[name], expected, rtol=0, atol=1e-12), name
 
 
 def test_states_of_experts_are_divided(ep2: Found) -> None:

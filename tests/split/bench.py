@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final, Literal, final
 
 import torch
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.errors import OutsizeError
+from outsize.ir.plan import Plan
 from split.cases import Case, Example
 from split.reference import Cutting, Microbatched, samples_in, tensors_of
 
 MICROBATCHES: Final = 4
+REPLICAS: Final = frozenset({"dp_replicate", "dp_shard", "ep"})  # The ranks have parts of the microbatches.
 SEED: Final = 3
 OF_THE_MODEL: Final = re.compile("gradient|weight|buffer|input|norm|scale|drawn|hooks")
 Notes = dict[str, Tensor]
@@ -124,10 +127,17 @@ def whole(value: Any) -> Tensor:
 @final
 @dataclass
 class PlainBench(Bench):
-    """The reference: the plain model, called per microbatch."""
+    """The reference: the plain model, called per microbatch; `replicas` have equally many of these each.
+
+    `deferred`: running statistics change once for a call.
+    """
+
+    replicas: int = 1
+    deferred: bool = False
 
     def wrap(self, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        return Microbatched(net, Cutting(MICROBATCHES, samples_in((args, kwargs))), SEED)
+        cutting = Cutting(MICROBATCHES, samples_in((args, kwargs)), self.replicas)
+        return Microbatched(net, cutting, SEED, deferred=self.deferred)
 
     def refuses(self, what: str, action: Callable[[], None]) -> bool:
         action()
@@ -140,30 +150,43 @@ class PlainBench(Bench):
 @final
 @dataclass
 class SplitBench(Bench):
-    """`outsize.split`, in this process or as one of several ranks, with these axes beside its stages.
+    """`outsize.split`, in this process or as one of several ranks.
 
     With `outputs="last"` a rank without outputs notes what is of the model: gradients, weights, buffers, and
-    what is computed of them.
+    what is computed of them. `axes` are those beside stages, and `wishes` further options. Of the first dim
+    of weights that ranks divide, this one has the part of `place`: its number and their count. `plan` is that
+    of the last model.
     """
 
     stages: int = 2
-    axes: dict[str, int] = field(default_factory=dict)
     outputs: Literal["all", "last"] = "all"
     has_outputs: bool = True
+    axes: Mapping[str, int] = field(default_factory=dict)
+    wishes: Mapping[str, Any] = field(default_factory=dict)
+    place: tuple[int, int] = (0, 1)
+    plan: Plan | None = None
 
     def wrap(self, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        replicas = self.axes.get("dp_shard", 1) * self.axes.get("dp_replicate", 1)
+        replicas = prod(size for name, size in self.axes.items() if name in REPLICAS)
         wishes: dict[str, Any] = {"stages": self.stages, "microbatches": MICROBATCHES // replicas}
-        wishes |= {"axes": self.axes} if self.axes else {}
+        wishes |= {"axes": dict(self.axes)} if self.axes else {}
+        if isinstance(self.wishes.get("plan"), Plan):
+            wishes.clear()
         wishes |= {"outputs": self.outputs, "devices": outsize.Ranks(seed=SEED)}
-        model = outsize.split(net, args, kwargs, **wishes)
-        self.has_outputs = model.has_outputs
+        model = outsize.split(net, args, kwargs, **wishes, **self.wishes)
+        self.has_outputs, self.plan = model.has_outputs, model.plan
         return model
 
     def note(self, name: str, value: Tensor | None) -> None:
         """Keeps a copy of a tensor, unless it is made of outputs that this rank has not got."""
         if self.has_outputs or OF_THE_MODEL.search(name):
             super().note(name, value)
+
+    def own_part(self, whole: Tensor, found: Tensor) -> Tensor:
+        """Returns this rank's part of what the reference has noted."""
+        part, parts = self.place
+        is_part = parts > 1 and whole.ndim and whole.shape != found.shape
+        return whole.chunk(parts)[part] if is_part else whole
 
     def refuses(self, what: str, action: Callable[[], None]) -> bool:
         """Raises AssertionError for a refusal that does not say what to do."""
@@ -214,7 +237,9 @@ def differences(reference: Bench, others: Sequence[Bench], within: float = 0.0) 
 
 def _of_rank(expected: Mapping[str, Tensor], other: Bench, within: float) -> list[str]:
     found = other.notes
-    pairs = ((name, value, found[name]) for name, value in expected.items() if name in found)
+    pairs = [(name, value, found[name]) for name, value in expected.items() if name in found]
+    if isinstance(other, SplitBench):
+        pairs = [(name, other.own_part(value, own), own) for name, value, own in pairs]
     differing = [f"{name}: {gap(a, b)}" for name, a, b in pairs if not equal(a, b, within)]
     return [*differing, *(f"{name}: not in the reference" for name in found if name not in expected)]
 

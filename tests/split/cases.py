@@ -125,6 +125,12 @@ def own_loss(output: Any, example: Example) -> Tensor:
     return output.loss
 
 
+def routed_words(output: Any, example: Example) -> Tensor:
+    """The loss of a language model with experts: how evenly and how surely routers choose counts too."""
+    surely = torch.stack([logits.logsumexp(-1).square().mean() for logits in output.router_logits])
+    return next_words(output, example) + 0.1 * output.aux_loss + 0.01 * surely.sum()
+
+
 def dice(output: Tensor, example: Example) -> Tensor:
     """A ratio of sums over the whole batch, and a cross entropy."""
     wanted = F.one_hot(example.target, CLASSES).float()[:, :, None, None]
@@ -196,7 +202,17 @@ CASES: Final = (
     Case("reentrant", partial(models.Checkpointed, reentrant=True), _ROW, same, partial(classified, same)),
 )
 
+# Of several axes, and in no other test: what its routers return is [samples x tokens, experts].
+EXPERTS: Final = Case(
+    "mixtral",
+    models.mixtral,
+    partial(words, ("input_ids",)),
+    mean_logits,
+    routed_words,
+    traits=frozenset({"ids", "experts"}),
+)
+
 
 def case(name: str) -> Case:
     """A model by its name."""
-    return next(each for each in CASES if each.name == name)
+    return next(each for each in (*CASES, EXPERTS) if each.name == name)

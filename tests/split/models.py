@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-WIDTH, TOKENS, WORDS, CLASSES = 16, 6, 31, 4
+WIDTH, TOKENS, WORDS, CLASSES = 16, 9, 31, 4
 
 
 def mlp() -> nn.Module:
@@ -77,6 +77,24 @@ def gpt2() -> nn.Module:
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     config.bos_token_id = config.eos_token_id = 0  # those of the real one are not in this vocabulary
     return GPT2LMHeadModel(config)
+
+
+def mixtral() -> nn.Module:
+    """Mixtral of transformers: four experts in each of two layers, of which a token has two."""
+    of_experts: dict[str, Any] = {"experts_implementation": "eager"}  # a keyword of any config
+    config = MixtralConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        output_router_logits=True,
+        use_cache=False,
+        **of_experts,
+    )
+    return MixtralForCausalLM(config)
 
 
 @final

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Self, final
 
@@ -35,8 +35,10 @@ from outsize.train.check.reference import eager
 class Microbatched(nn.Module):
     """A plain model that is called once per microbatch; weights, buffers and names are the model's own."""
 
-    def __init__(self, net: nn.Module, cut: Cutting, seed: int) -> None:
+    def __init__(self, net: nn.Module, cut: Cutting, seed: int, *, deferred: bool = False) -> None:
+        """`deferred`: running statistics change once for a call, by those of the whole batch."""
         super().__init__()
+        self._deferred = deferred
         # Not registered as a child, which would put its name before those of the weights.
         self.__dict__["net"] = net
         self._parameters, self._buffers, self._modules = net._parameters, net._buffers, net._modules
@@ -64,7 +66,7 @@ class Microbatched(nn.Module):
         call = self._calls
         self._calls += self.training
         outputs = []
-        with users_generators():
+        with users_generators(), deferred_statistics(self.module) if self._deferred else nullcontext():
             for number, (own_args, own_kwargs) in enumerate(parts):
                 if torch.is_autocast_enabled("cpu"):
                     torch.clear_autocast_cache()
@@ -98,6 +100,30 @@ def users_generators() -> Iterator[None]:
     np.random.set_state(numpy)
 
 
+@contextmanager
+def deferred_statistics(net: nn.Module) -> Iterator[None]:
+    """Running statistics are afterwards what PyTorch makes of each norm's inputs from all microbatches."""
+    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d) and m.training]
+    before = [dict(norm.named_buffers()) for norm in norms]
+    seen: dict[nn.Module, list[Tensor]] = {norm: [] for norm in norms}
+
+    def see(norm: nn.Module, args: tuple[Any, ...]) -> None:
+        seen[norm].append(args[0].detach())
+
+    hooks = [norm.register_forward_pre_hook(see) for norm in norms]
+    for norm, buffers in zip(norms, before, strict=True):
+        norm._buffers.update({name: buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for hook, norm, buffers in zip(hooks, norms, before, strict=True):
+            hook.remove()
+            norm._buffers.update(buffers)
+    for norm in norms:
+        with torch.no_grad():
+            norm(torch.cat(seen[norm]))
+
+
 # -- cutting a batch ---------------------------------------------------------------------------------
 
 
@@ -109,15 +135,16 @@ def samples_in(tree: Any) -> int:
 @final
 @dataclasses.dataclass(frozen=True)
 class Cutting:
-    """How batches are cut: so many microbatches for a batch of `samples`."""
+    """How batches are cut: so many microbatches for a batch of `samples`; each replica has as many."""
 
     microbatches: int
     samples: int
+    replicas: int = 1
 
     def sizes(self, samples: int) -> list[int]:
         """Sizes that differ by one at most, the larger ones first; a shorter batch has fewer of them."""
-        each = -(-self.samples // self.microbatches)
-        count = self.microbatches if samples >= self.samples else -(-samples // each)
+        each = -(-self.samples // self.microbatches) * self.replicas
+        count = self.microbatches if samples >= self.samples else -(-samples // each) * self.replicas
         count = min(count, samples)  # No microbatch is empty.
         edges = [samples // count * m + min(m, samples % count) for m in range(count + 1)]
         return [end - start for start, end in pairwise(edges)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from outsize.program.replaying.replay import Relocatable
 from outsize.program.sharding.share import RankPosition, Share
@@ -22,9 +22,14 @@ from outsize.program.tape import Instruction
 
 
 class AxisGroup(ABC):
-    """Defines the ranks of one axis; `place` is this rank's position among them."""
+    """Defines the ranks of one axis; `place` is this rank's position among them.
+
+    `computes_for_others`: in a call, weights of this rank compute what others have. So they have gradients
+    although the rank's own microbatch may have no share in the loss.
+    """
 
     place: RankPosition
+    computes_for_others: ClassVar[bool] = False
 
     @abstractmethod
     def collective(self, name: str) -> Callable[..., Any]:

@@ -3,10 +3,13 @@
     gather     forward: all-gather          backward: reduce-scatter     (keys and values)
     cut        forward: this rank's rows    backward: zeros around them
     total      forward: all-reduce          backward: all-reduce         (sums over the rows)
-    end        forward: the loss            backward: 1 / ranks of the gradient
+    output     forward: all-gather          backward: this rank's rows   (outputs of the model)
+    end        forward: the value           backward: 1 / ranks of the gradient
 
-Every rank has the whole loss and begins its backward with its part of the gradient, so the gradient of
-anything is the sum over ranks: of a weight too, which is added up at the end of a step.
+Every rank has the whole loss, or whole outputs of which the user computes one, and begins its backward with
+its part of the gradient. So the gradient of anything is the sum over ranks: of a weight too, which is added
+up at the end of a step. An output that were gathered as keys are would get the sum of all ranks' gradients,
+each of which is whole already.
 
 Rows [start, stop) of a causal attention read the keys [0, stop), under torch's mask that is aligned at the
 lower right end, which its kernels know without writing it down. A rank has an early and a late block of each
@@ -60,9 +63,13 @@ class ContextParallelGroup(AxisGroup):
         """Returns this rank's rows of a whole value."""
         return Paired.apply(x, self.group.collectives.part, self._between_zeros, share)
 
-    def end(self, loss: Tensor) -> Tensor:
-        """Returns the whole loss, whose gradient begins as 1 / ranks on each rank."""
-        return Paired.apply(loss, _same, self._part_of)
+    def output(self, x: Tensor, share: Share) -> Tensor:
+        """Returns all rows; every rank has the whole gradient of them, and takes that of its rows."""
+        return self.group.gather(x, share)
+
+    def end(self, whole: Tensor) -> Tensor:
+        """Returns a loss or another whole value, whose gradient begins as 1 / ranks on each rank."""
+        return Paired.apply(whole, _same, self._part_of)
 
     def dropout(
         self,

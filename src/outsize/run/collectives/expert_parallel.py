@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,8 @@ class ExpertParallelGroup(AxisGroup):
     all_gather, and of an all_to_all what this rank sends, its own part included. `counts` has the rows of
     each module by its name.
     """
+
+    computes_for_others: ClassVar[bool] = True
 
     def __init__(
         self, mesh: DeviceMesh, alike: TensorParallelGroup | None = None, *, ends_graphs: bool = False

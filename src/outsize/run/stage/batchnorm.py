@@ -12,7 +12,7 @@ sum of squared deviations. Oracle: tests/parity/test_batchnorm.py computes them 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, reduce
 from types import MethodType
 from typing import Any, final
@@ -34,7 +34,7 @@ class DeferredStatistics:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._moments: dict[nn.Module, list[Moments]] = {}
-        self._paused = False
+        self._paused = self._collects = False
 
     @property
     def training(self) -> bool:
@@ -49,10 +49,7 @@ class DeferredStatistics:
         `whole` merges the moments of this rank with those of ranks that have other parts of the batch.
         """
         self._moments = {}
-        with ExitStack() as stack:
-            for module in self._modules:
-                if module.training:
-                    stack.enter_context(_forward_is(module, partial(self._forward, module, module.forward)))
+        with self._forwards():
             yield
         for module, calls in zip(self._moments, whole(list(self._moments.values())), strict=True):
             _update(module, reduce(_merged, calls))
@@ -60,13 +57,27 @@ class DeferredStatistics:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Collects nothing within the context: around a second forward, whose inputs were counted in the
-        first.
+        first. It has to save what the first one did, also in a backward that comes after `collecting`.
         """
         self._paused = True
         try:
-            yield
+            with nullcontext() if self._collects else self._forwards():
+                yield
         finally:
             self._paused = False
+
+    @contextmanager
+    def _forwards(self) -> Iterator[None]:
+        """Puts a forward that updates nothing in the place of each BatchNorm's."""
+        with ExitStack() as stack:
+            for module in self._modules:
+                if module.training:
+                    stack.enter_context(_forward_is(module, partial(self._forward, module, module.forward)))
+            self._collects = True
+            try:
+                yield
+            finally:
+                self._collects = False
 
     def _forward(self, module: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if not self._paused:

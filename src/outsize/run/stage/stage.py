@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -30,6 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from outsize.errors import BoundaryMismatch
 from outsize.program.replaying.modes import casting_devices, outside_autocast
+from outsize.program.sharding.axis_group import collective_of
 from outsize.program.weights.lookup import weight_named
 from outsize.run.stage.base import Gradients, Result, RunnableStage
 from outsize.run.stage.cast_weights import CastWeights
@@ -215,6 +217,7 @@ class StageExecutor(RunnableStage):
         self._model = model
         self._written = _written_by_users(program, model)
         self._weights = _table_entries(program.weights, model)
+        self._for_itself = _table_entries(program.weights - _for_others(program), model)
         self._without_gradient: list[TableEntry] = []
         self._unchanged = UnchangedWeights(model)
         self._saved: dict[int, BackwardEnds] = {}
@@ -445,7 +448,7 @@ class StageExecutor(RunnableStage):
         """Returns the context of a backward whose gradients are zero if the microbatch has no share."""
         if weight:
             return _IN_PLACE
-        return zero_gradients(entry.tensor for entry in self._weights if entry.tensor.is_leaf)
+        return zero_gradients(entry.tensor for entry in self._for_itself if entry.tensor.is_leaf)
 
     def _begin(self, microbatch: int, coming: list[Tensor]) -> SavedTensorHooks | None:
         """Begins to replace what autograd saves; weights and received values stay on the device."""
@@ -492,6 +495,13 @@ class StageExecutor(RunnableStage):
                     next_step="outsize check MODEL, which names the unit",
                 )
         self._checked = True
+
+
+def _for_others(program: StageProgram) -> frozenset[str]:
+    """Returns the weights that compute what other ranks have, too."""
+    calls = ((collective_of(i), i) for i in program.spec.instructions)
+    named = (i.parameters() for call, i in calls if call is not None and call.group.computes_for_others)
+    return frozenset(chain.from_iterable(named))
 
 
 @contextmanager

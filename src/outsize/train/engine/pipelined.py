@@ -278,7 +278,8 @@ class Pipelined(Executor):
             variants = self._find(parts, outputs=True)
             self._ready(variants, parts)
             step = _Step(variants, parts, number)
-            results = self._run(step)
+            with self._collecting():
+                results = self._run(step)
         values = [values for result in results for values in result.outputs]
         return _call_outputs(step, [piece for result in results for piece in result.pieces], values)
 

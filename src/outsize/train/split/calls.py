@@ -108,13 +108,14 @@ class ByModuleCalls:
 
 def insist_on_calls(plan: Plan, local_replicas: int = 1) -> None:
     """Raises UnsupportedPlan for a plan whose calls cannot be a part of the user's graph."""
-    others = [axis for axis in AXES if axis.divides_tokens or axis.divides_experts]
+    others = [axis for axis in AXES if axis.joins_states and plan.shards]
     reasons = [f"{name} {size}" for name, size in plan.axes.used_of(others).items()]
     reasons += [f"weights {plan.weights!r}"] if plan.streams else []
     reasons += [f"{local_replicas} replicas in one process"] if local_replicas > 1 else []
     if reasons:
         raise UnsupportedPlan(
-            "a split model has stages, replicas, shards and tensor parallelism, and this plan has more",
+            "a split model has no shards over ranks that share tokens or experts, no weights on the host, "
+            "and one replica in a process",
             numbers=", ".join(reasons),
             next_step="outsize.parallelize(..., loss_fn=loss_fn) and engine.step(x, target=y), or axes='pp'",
         )

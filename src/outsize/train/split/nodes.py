@@ -25,6 +25,7 @@ from torch.autograd import Function
 from outsize.errors import BadOption
 from outsize.run.stage.outer_graph import OuterGraph
 from outsize.run.transport.groups import RankGroup
+from outsize.train.ranks.replicas import Piece
 from outsize.train.split.opened_call import OpenedCall
 
 GradInputs = Sequence[tuple[int, Tensor]]
@@ -65,12 +66,12 @@ class JoinedOutput:
     shares: Sequence[float]
     requires_grad: bool
 
-    def parts(self, gradient: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-        """Returns the gradients of the outputs of these microbatches."""
+    def parts(self, gradient: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Returns the gradients of the outputs of these microbatches, zeros for one that does not count."""
         if self.dim is None:
-            return [gradient * self.shares[number] for number in numbers]
+            return [gradient * self.shares[piece.part] if piece.counts else gradient * 0 for piece in pieces]
         parts = gradient.split([shape[self.dim] for shape in self.shapes], self.dim)
-        return [parts[number] for number in numbers]
+        return [parts[p.part] if p.counts else torch.zeros_like(parts[p.part]) for p in pieces]
 
 
 @final
@@ -85,8 +86,10 @@ class CallNodes:
         stand_in: Tensor,
     ) -> None:
         self._call, self._joined, self._inputs, self._stand_in = call, joined, inputs, stand_in
-        # Those of this replica; one that has fewer than others repeats its last one, without a share.
-        self._numbers = [piece.number for piece in call.outputs.pieces if piece.counts]
+        # Those of this replica. One that has fewer than others repeats the last one without a share: ranks
+        # that divide experts compute backwards together, and all of them add up gradients.
+        self._pieces = {piece.number: piece for piece in call.outputs.pieces}
+        self._numbers = list(self._pieces)
         self._left = len(self._numbers)
         self._summed: dict[int, Tensor] = {}
         self._trained = [at for at, output in enumerate(joined) if output.requires_grad]
@@ -107,14 +110,14 @@ class CallNodes:
             tokens.append(_Microbatch.apply(self, number, before, self._stand_in, *self._edges(number)))
         for place, at in enumerate(self._trained):
             outputs[at] = _Join.apply(
-                self._joined[at], self._numbers, [outputs[at]], *(t[place] for t in tokens)
+                self._joined[at], [*self._pieces.values()], [outputs[at]], *(t[place] for t in tokens)
             )
         return outputs
 
     def tokens(self, number: int) -> list[Tensor]:
         """Returns tensors that have the shapes of a microbatch's outputs, and the memory of one number."""
         each = [self._joined[at] for at in self._trained]
-        shapes = [(output, output.shapes[number]) for output in each]
+        shapes = [(output, output.shapes[self._pieces[number].part]) for output in each]
         return [
             torch.empty_strided(shape, [0] * len(shape), dtype=output.dtype, device=output.device)
             for output, shape in shapes
@@ -143,7 +146,7 @@ class CallNodes:
         for at, gradient in zip(self._trained, gradients, strict=True):
             every[at] = gradient
         try:
-            self._call.backward(number, every)
+            self._call.backward(self._pieces[number], every)
             yield from self._gradients(number)
         except BaseException:
             self._left = 0
@@ -158,7 +161,7 @@ class CallNodes:
     def _edges(self, number: int) -> Iterator[Tensor]:
         """Yields what gets gradients of a microbatch behind the stand-in, once for each that may arrive."""
         for _, outer in self._outers(number):
-            yield from (tensor for _, tensor in self._inputs[number])
+            yield from (tensor for _, tensor in self._inputs[self._pieces[number].part])
             for name, weight in outer.weights.items():
                 yield from [self._summed.get(id(weight), weight)] * outer.most(name)
 
@@ -190,7 +193,7 @@ class CallNodes:
         place = group.numbers.index(number)
         for _, outer in group.outers(number):
             found = outer.gradients.pop(place)
-            for position, tensor in self._inputs[number]:
+            for position, tensor in self._inputs[self._pieces[number].part]:
                 gradient = found.inputs.get(position)
                 yield None if gradient is None else gradient.to(tensor.device)
             for name in outer.weights:
@@ -228,16 +231,16 @@ class _Join(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, joined: JoinedOutput, numbers: Sequence[int], values: list[Tensor], *tokens: Tensor
+        ctx: Any, joined: JoinedOutput, pieces: Sequence[Piece], values: list[Tensor], *tokens: Tensor
     ) -> Tensor:
         """Returns the one tensor in `values`. A node that held it would be held by it, and never be freed."""
-        ctx.joined, ctx.numbers = joined, numbers
+        ctx.joined, ctx.pieces = joined, pieces
         return values.pop()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Returns the gradients of the microbatches' outputs."""
-        return (None, None, None, *ctx.joined.parts(grad_outputs[0], ctx.numbers))
+        return (None, None, None, *ctx.joined.parts(grad_outputs[0], ctx.pieces))
 
 
 @final

@@ -68,12 +68,12 @@ class OpenedCall:
         """Returns the group that has the microbatch."""
         return next(group for group in self.groups if number in group.numbers)
 
-    def backward(self, number: int, gradients: Sequence[Any]) -> None:
+    def backward(self, piece: Piece, gradients: Sequence[Any]) -> None:
         """Runs the backward of a microbatch from the gradients of its outputs."""
-        group = self.group_of(number)
-        stages = list(group.outers(number))
-        place = group.numbers.index(number)
-        last = len(self.outputs.variants[number].cut.programs) - 1
+        group = self.group_of(piece.number)
+        stages = list(group.outers(piece.number))
+        place = group.numbers.index(piece.number)
+        last = len(self.outputs.variants[piece.part].cut.programs) - 1
         for stage, outer in stages:
             outer.output_gradients[place] = gradients if stage == last else ()
         with self.running():

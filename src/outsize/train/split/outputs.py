@@ -75,14 +75,18 @@ class OutputJoin:
                 dim, by_shares = None, [1.0]
             in_graph = meta.requires_grad and torch.is_grad_enabled()
             in_graph = in_graph and (dim is not None or bool(by_shares))
-            device = values[0].device if values else self._device or torch.device("cpu")
+            here = outputs.values[0][at].device if outputs.values else None
+            device = here or self._device or torch.device("cpu")
             one = JoinedOutput(meta.dtype, device, dim, shapes, by_shares, in_graph)
             joined.append(one)
-            wholes.append(self._whole(one, values, ranks))
+            wholes.append(self._whole(one, values if outputs.values else None, ranks))
         return joined, wholes
 
-    def _whole(self, joined: JoinedOutput, values: Sequence[Tensor], ranks: Outputs) -> Tensor:
-        whole = self._of_replicas(joined, values) if values else None
+    def _whole(self, joined: JoinedOutput, values: Sequence[Tensor] | None, ranks: Outputs) -> Tensor:
+        """Returns an output of the batch; `values` is None where another rank has the last stage, and empty
+        where other replicas have all microbatches.
+        """
+        whole = None if values is None else self._of_replicas(joined, values)
         if ranks == "last" and joined.dim is not None:
             return _zeros(joined) if whole is None else whole
         if self._group is not None and self._group.size() > 1:
@@ -102,8 +106,10 @@ class OutputJoin:
         every: list[Tensor] = []
         for replica in range(group.size()):
             for at, shape in enumerate(joined.shapes[replica * each : (replica + 1) * each]):
-                is_own = replica == group.rank()
-                value = values[at].contiguous() if is_own else values[0].new_empty(shape)
+                if replica == group.rank():
+                    value = values[at].contiguous()
+                else:
+                    value = torch.empty(shape, dtype=joined.dtype, device=joined.device)
                 dist.broadcast(value, group=group.of_tensor(value), group_src=replica)
                 every.append(value)
         return _together(joined, every)

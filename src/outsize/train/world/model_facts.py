@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain, starmap
 from threading import get_ident
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, final
@@ -62,6 +63,15 @@ def _facts_of_module(module: nn.Module, texts: ValueTexts) -> Iterator[tuple[str
         if name not in MODULE_TABLES and not isinstance(value, nn.Module):
             yield name, texts.of(value)
             yield from ((f"{name}.{part}", texts.of(held)) for part, held in _public(value).items())
+
+
+def _every_address() -> frozenset[int]:
+    """Returns where the objects that live now lie; several threads ask for it."""
+    # The list of all objects holds also a tuple that another thread is still filling, and Python cannot
+    # shorten a tuple that somebody else holds (SystemError). So no bytecode runs while there is the list,
+    # before which Python might let that thread go on.
+    addresses = map(functools.partial(map, id), starmap(gc.get_objects, [()]))
+    return frozenset(chain.from_iterable(addresses))
 
 
 def text_of(value: Any) -> str:
@@ -111,7 +121,7 @@ class ValueTexts:
         """Returns where the objects that live now lie, and the memory of the weights."""
         memory = {t.untyped_storage().data_ptr() for t in self._weights if t.layout is torch.strided}
         memory |= {t.data_ptr() for t in self._weights if t.layout is torch.strided}
-        return frozenset(map(id, gc.get_objects())) | memory | {get_ident()}
+        return _every_address() | memory | {get_ident()}
 
     def _of_container(self, value: Any, depth: int) -> str:
         if depth <= 0:

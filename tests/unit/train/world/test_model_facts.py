@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.train.world.model_facts import digest_of, facts_of
+from outsize.train.world.model_facts import digest_of, facts_of, text_of
 
 
 class Block(nn.Module):
@@ -154,3 +156,27 @@ def test_a_digest_is_the_same_under_another_hash_seed() -> None:
 
 def test_a_digest_follows_the_facts() -> None:
     assert digest_of({"a": "1"}) == digest_of({"a": "1"}) != digest_of({"a": "2"})
+
+
+def test_another_thread_may_fill_a_tuple() -> None:
+    """Python cannot shorten a tuple that a list of all objects holds as well."""
+    ends = threading.Event()
+
+    def ask() -> None:
+        while not ends.is_set():
+            text_of(1 << 40)
+
+    def numbers() -> Iterator[int]:
+        yield 1
+        time.sleep(0)
+        yield 2
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            assert tuple(numbers()) == (1, 2)
+    finally:
+        ends.set()
+        asking.join()

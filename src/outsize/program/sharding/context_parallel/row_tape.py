@@ -39,13 +39,27 @@ class _RowTapeWriter(RankTapeWriter):
     """Gathers where it is smallest, and cuts operands; gradients of whole values are sums over ranks."""
 
     def _finished(self) -> Tape:
-        last, loss = self._tape.instructions[-1], self._tape.loss
-        divided = self._divided.shares
-        shares = {slot: divided[slot] for slot in self._tape.output_slots() if slot in divided}
-        output = self._with_whole(self._tape.output, shares)
-        if loss is not None:
-            loss = self._insert(("end",), self._group.call("end"), loss, self._metas[loss.slot], last)
-        return self._written(output=output, loss=loss)
+        loss, slots = self._tape.loss, self._tape.output_slots()
+        made = {slot: self._whole_output(Ref(slot)) for slot in dict.fromkeys(slots)}
+        output = map_leaves(lambda x: made[x.slot] if isinstance(x, Ref) else x, self._tape.output)
+        return self._written(output=output, loss=loss if loss is None else self._ended(loss))
+
+    def _whole_output(self, leaf: Ref) -> Ref:
+        """Returns an output of the model whole, as every rank has it, and so the gradient of it as well.
+
+        Each rank takes of that gradient what it adds to the sum of all ranks: its rows, or its part of each.
+        """
+        share, meta = self._divided.shares.get(leaf.slot), self._tape.metas[leaf.slot]
+        known = self._made.get(("whole", leaf, "gather"), self._made.get(("again", leaf)))
+        if share is None or known is not None:
+            return self._ended(known or leaf) if meta.requires_grad else known or leaf
+        last = self._tape.instructions[-1]
+        return self._insert(("output", leaf), self._group.call("output", share), leaf, meta, last)
+
+    def _ended(self, leaf: Ref) -> Ref:
+        """Inserts the end of a whole value, whose backward begins with the rank's part of the gradient."""
+        last, call = self._tape.instructions[-1], self._group.call("end")
+        return self._insert(("end", leaf), call, leaf, self._metas[leaf.slot], last)
 
     def _whole(self, leaf: Ref, share: Share, before: Instruction, *, in_parts: bool = False) -> Ref:
         """Returns all rows of a value: gathered, or made from a smaller value that is gathered."""
