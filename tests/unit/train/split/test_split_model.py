@@ -90,6 +90,19 @@ class _Pairs(nn.Module):
         return h @ h.T
 
 
+def test_a_rank_with_several_stages_gets_the_gradients_of_each_microbatch() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())))
+    x = torch.randn(16, 8)
+    plan = outsize.plan(plain, (x,), cluster="2xcpu", stages=2, microbatches=4, schedule="interleaved")
+    assert len(plan.stages) == 4
+    split = outsize.split(copy.deepcopy(plain), (x,), plan=plan)
+    split(x).square().sum().backward()
+    _plain(plain, x).square().sum().backward()
+    pairs = zip(split.parameters(), plain.parameters(), strict=True)
+    assert all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
 def test_an_output_of_all_pairs_is_refused_and_leaves_nothing() -> None:
     x = torch.randn(8, 8)
     split = outsize.split(_Pairs(), (x,), stages=2, microbatches=4)
