@@ -68,7 +68,7 @@ POLICIES = (
     Policy("offload", ("transformer", "twice"), outsize.Request(recompute="offload")),
     Policy("deferred", ("resnet",), outsize.Request(bn="deferred")),
     Policy("deferred and full", ("resnet",), outsize.Request(bn="deferred", recompute="full")),
-    # Dynamo looks at the weight that a stage has got from another rank for a step, and finds no values.
+    # Over ranks, Dynamo fails where two stages use a weight: it looks for values of another rank's stand-in.
     Policy("compiled", ("transformer", "mlp"), options={"compiled": "eager"}, alone=("twice",)),
 )
 LOOPS = (
