@@ -245,7 +245,7 @@ def test_weights_of_a_functional_call_are_refused() -> None:
         torch.func.functional_call(model, others, example.args)
 
     with pytest.raises(BadOption, match="another tensor"):
-        on_two_ranks(work)
+        on_two_ranks(work, STAGED)
 
 
 def test_weights_that_change_between_a_forward_and_its_backward_are_refused() -> None:

@@ -106,16 +106,19 @@ class ShardedWeights(Moves):
         """Tells whether the weight of this name is sharded."""
         return name in self._parameters
 
-    def whole(self, name: str, weight: Tensor) -> Tensor:
-        """Returns FSDP2's whole parameter of this name. Raises BadOption for another weight than its own."""
-        parameter = self._parameters[name]
-        if weight is not parameter.sharded_param:
+    def insist(self, name: str, weight: Tensor) -> None:
+        """Raises BadOption for another weight than the one of which FSDP2 has the shards."""
+        known = self._parameters.get(name)
+        if known is not None and weight is not known.sharded_param:
             raise BadOption(
                 f"{name} is another tensor than the one whose parts the ranks have, so it would not be used",
                 next_step="change weights in place (with torch.no_grad(): weight.copy_(...)), or "
                 "torch.func.functional_call on the plain model, model.module, or axes='pp'",
             )
-        return parameter.unsharded_param
+
+    def whole(self, name: str) -> Tensor:
+        """Returns FSDP2's whole parameter of this name."""
+        return self._parameters[name].unsharded_param
 
     def scattered(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Adds up whole gradients over the ranks; returns this rank's shards of the sums."""

@@ -48,11 +48,12 @@ class GatheredWeights(Protocol):
         """Tells whether the weight of this name is one of them."""
         ...
 
-    def whole(self, name: str, weight: Tensor) -> Tensor:
-        """Returns what stands for a weight while a stage computes; its memory is there only then.
+    def insist(self, name: str, weight: Tensor) -> None:
+        """Raises BadOption where the model has another weight of this name than the one that was divided."""
+        ...
 
-        Raises BadOption where the model has another weight under this name than the one that was divided.
-        """
+    def whole(self, name: str) -> Tensor:
+        """Returns what stands for a weight while a stage computes; its memory is there only then."""
         ...
 
     def scattered(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -150,6 +151,9 @@ class OuterGraph:
         found = _weights(self._model, self._names)
         for name, (weight, where) in found.items():
             if weight.requires_grad:
+                if self._gathered is not None:
+                    # Before anything is sent: ranks that wait for a stage would not hear of it.
+                    self._gathered.insist(name, weight)
                 old = before.get(name)
                 if old is None or old.weight is not weight or not self._follows(name, old):
                     old = _Leaf(weight, _leaf_over(weight), weight, where)
@@ -166,7 +170,7 @@ class OuterGraph:
     def _follow(self, gathered: GatheredWeights) -> None:
         """Lets leaves have the memory in which their weights are now whole."""
         for name, leaf in self._leaves.items():
-            if gathered.gathers(name) and (source := gathered.whole(name, leaf.weight)) is not leaf.source:
+            if gathered.gathers(name) and (source := gathered.whole(name)) is not leaf.source:
                 leaf.source, leaf.leaf = source, _leaf_over(source)
 
     @contextmanager
