@@ -37,6 +37,7 @@ from outsize.run.stage.cut import StageProgram
 
 _Place = tuple[Any, Any]
 """A table of a module, or a list in one of its attributes, and the key or index of a weight in it."""
+_Found = tuple[Tensor, list[_Place]]
 _Pass = Callable[[Tensor], Tensor]
 _END = (None,)
 
@@ -111,6 +112,7 @@ class OuterGraph:
         self._uses = Counter(name for i in program.spec.instructions for name in i.parameters())
         self._sent = {boundary.weight for boundary in program.sent if boundary.weight is not None}
         self._leaves: dict[str, _Leaf] = {}
+        self._places: dict[str, _Found] | None = None
         self._is_cast = False
         self.output_gradients: dict[int, Sequence[Tensor | None]] = {}
         self.gradients: dict[int, StageGradients] = {}
@@ -131,8 +133,8 @@ class OuterGraph:
             gradient = leaf.leaf.grad
             if gradient is None or type(gradient) is not Tensor or gradient.layout is not torch.strided:
                 continue
-            first, end = _addresses(gradient)
-            if first in starts or any(first < other_end and other < end for other, other_end in taken):
+            first = gradient.data_ptr()
+            if first in starts or (taken and _overlaps(gradient, taken)):
                 leaf.leaf.grad = gradient.clone()
             starts.add(first)
 
@@ -148,8 +150,7 @@ class OuterGraph:
         if not torch.is_grad_enabled():
             return
         before, self._leaves = self._leaves, {}
-        found = _weights(self._model, self._names)
-        for name, (weight, where) in found.items():
+        for name, (weight, where) in self._found().items():
             if weight.requires_grad:
                 if self._gathered is not None:
                     # Before anything is sent: ranks that wait for a stage would not hear of it.
@@ -172,6 +173,22 @@ class OuterGraph:
         for name, leaf in self._leaves.items():
             if gathered.gathers(name) and (source := gathered.whole(name)) is not leaf.source:
                 leaf.source, leaf.leaf = source, _leaf_over(source)
+
+    def _found(self) -> dict[str, _Found]:
+        """Returns the weights with their places, which are those of the first call: another structure of the
+        model has another stage. Within a functional call places of one weight may differ, and are looked for.
+        """
+        if self._places is None:
+            self._places = _weights(self._model, self._names)
+            return self._places
+        now: dict[str, _Found] = {}
+        for name, (_, where) in self._places.items():
+            table, key = where[0]
+            weight = table[key]
+            if any(table[key] is not weight for table, key in where[1:]):
+                return _weights(self._model, self._names)
+            now[name] = weight, where
+        return now
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -241,6 +258,11 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
     return first, first + (span + 1) * tensor.itemsize if tensor.numel() else first
 
 
+def _overlaps(tensor: Tensor, taken: Sequence[tuple[int, int]]) -> bool:
+    first, end = _addresses(tensor)
+    return any(first < other_end and other < end for other, other_end in taken)
+
+
 def _arrive(arrived: list[Tensor], gradients: Sequence[Tensor | None]) -> tuple[None]:
     if gradients[0] is not None:
         arrived.append(gradients[0])
@@ -260,9 +282,9 @@ def _is_over(leaf: Tensor, weight: Tensor) -> bool:
     return same and leaf.device == weight.device and leaf.data_ptr() == weight.data_ptr()
 
 
-def _weights(model: nn.Module, names: frozenset[str]) -> dict[str, tuple[Tensor, list[_Place]]]:
+def _weights(model: nn.Module, names: frozenset[str]) -> dict[str, _Found]:
     """Returns these parameters with all places where modules hold them, also under other names."""
-    found: dict[str, tuple[Tensor, list[_Place]]] = {}
+    found: dict[str, _Found] = {}
     known: dict[int, str] = {}
     for prefix, module in model.named_modules():
         for key, weight in module._parameters.items():
