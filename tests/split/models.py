@@ -191,6 +191,23 @@ class Twice(nn.Module):
 
 
 @final
+class Shared(nn.Module):
+    """One layer five times in a row, so that each of several stages uses its weights several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = (
+            nn.Linear(a, b) for a, b in ((8, WIDTH), (WIDTH, WIDTH), (WIDTH, CLASSES))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        for _ in range(5):
+            h = h + torch.tanh(self.layer(h))
+        return self.last(h)
+
+
+@final
 class Checkpointed(nn.Module):
     """Recomputes two of its parts in the backward, as the user has written it."""
 

@@ -10,8 +10,13 @@ So the backward of a microbatch ends at W', and the node hands its gradient on t
 backward of the user's, not for each microbatch, and whatever else uses W adds its gradient as autograd does.
 
 Bits: autograd adds the gradients that a weight gets in the order in which they arrive, ((a + b) + c) + d. Two
-uses of W in one microbatch are two gradients, not their sum, and so is what another stage sends for a tied
-weight. So each use takes an alias, and the node returns a list for each weight, in the order of arrival.
+uses of W in one microbatch are two gradients, not their sum. So each use takes an alias, and the node returns
+a list for each weight, in the order of arrival. A stage that has borrowed W sends what has arrived, as rows:
+
+    stage 2    uses W once     sends [c]            a tied weight, which stage 0 owns
+    stage 1    uses W twice    sends [c, b2, b1]
+    stage 0    uses W once     hands on c, b2, b1, a
+
 Under autocast all uses share one cast, whose node adds up their gradients in lower precision; there the plain
 loop has one gradient for the weight, too.
 
@@ -33,7 +38,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from outsize.errors import BadOption
 from outsize.program.values.wrapper_tensors import is_wrapper
-from outsize.run.stage.cut import StageProgram
+from outsize.run.stage.cut import Cut, StageProgram
 
 _Place = tuple[Any, Any]
 """A table of a module, or a list in one of its attributes, and the key or index of a weight in it."""
@@ -103,14 +108,17 @@ class OuterGraph:
         self,
         model: nn.Module,
         program: StageProgram,
+        behind: Mapping[str, int],
         gathered: GatheredWeights | None = None,
         *,
         checks: bool = False,
     ) -> None:
+        """`behind` counts the uses of tied weights on the stages behind this one, from `uses_behind`."""
         self._model, self._names, self._gathered = model, program.weights, gathered
         self._checks = checks or gathered is not None
-        self._uses = Counter(name for i in program.spec.instructions for name in i.parameters())
-        self._sent = {boundary.weight for boundary in program.sent if boundary.weight is not None}
+        self._uses, self._behind = uses_in(program), behind
+        borrowed = (boundary.weight for boundary in program.received)
+        self._borrowed: dict[str, list[Tensor]] = {name: [] for name in borrowed if name is not None}
         self._leaves: dict[str, _Leaf] = {}
         self._places: dict[str, _Found] | None = None
         self._is_cast = False
@@ -140,13 +148,15 @@ class OuterGraph:
 
     def most(self, name: str) -> int:
         """Returns how many gradients of a microbatch arrive for this weight at most."""
-        return self._uses[name] + (name in self._sent) if self._uses[name] > 1 or name in self._sent else 1
+        return max(1, self._uses[name] + self._behind.get(name, 0))
 
     def begin(self, *, is_cast: bool) -> None:
         """Begins a call: each weight that is trained has a leaf over the memory that it has now."""
         self._is_cast = is_cast
         self.output_gradients.clear()
         self.gradients.clear()
+        for arrived in self._borrowed.values():
+            arrived.clear()
         if not torch.is_grad_enabled():
             return
         before, self._leaves = self._leaves, {}
@@ -214,15 +224,40 @@ class OuterGraph:
         return {name: partial(self._pass, name, further.get(name)) for name in several}
 
     def _pass(self, name: str, further: _Pass | None, weight: Tensor) -> Tensor:
-        held = self._leaves.get(name)
-        if held is not None and weight is held.leaf and torch.is_grad_enabled() and not self._is_cast:
+        arrived = self._arriving(name, weight)
+        if arrived is not None and torch.is_grad_enabled() and not self._is_cast:
             weight = torch.ops.aten.alias.default(weight)
-            get_gradient_edge(weight).node.register_prehook(partial(_arrive, held.arrived))
+            get_gradient_edge(weight).node.register_prehook(partial(_arrive, arrived))
         return weight if further is None else further(weight)
 
+    def _arriving(self, name: str, weight: Tensor) -> list[Tensor] | None:
+        """Returns where the gradients of a use of this weight arrive; None for one without gradients."""
+        if name in self._borrowed:
+            return self._borrowed[name] if weight.requires_grad else None
+        held = self._leaves.get(name)
+        return held.arrived if held is not None and weight is held.leaf else None
+
+    def takes(self, name: str) -> bool:
+        """Tells whether what the stage behind sends for a weight arrives here, not in the stage's graph."""
+        return name not in self._borrowed or not self._is_cast
+
     def arrive(self, name: str, gradient: Tensor) -> None:
-        """Takes the gradient that another stage sends for a tied weight of this one."""
-        self._leaves[name].arrived.append(gradient)
+        """Takes what the stage behind sends for a tied weight: its gradient, or rows of several."""
+        arrived = self._borrowed[name] if name in self._borrowed else self._leaves[name].arrived
+        has_rows = self._behind[name] > 1 and not self._is_cast
+        arrived.extend(gradient.unbind() if has_rows else [gradient])
+
+    def onward(self, name: str, own: Tensor | None) -> Tensor | None:
+        """Returns what this stage sends for a weight that it has borrowed, whose gradient here is `own`."""
+        if self._is_cast:
+            return own
+        arrived, self._borrowed[name][:] = list(self._borrowed[name]), []
+        arrived += [] if own is None else [own]
+        most = self.most(name)
+        if most == 1 or not arrived:
+            return next(iter(arrived), None)
+        rows = at_most(arrived, most)
+        return torch.stack([*rows, *(torch.zeros_like(rows[0]) for _ in range(most - len(rows)))])
 
     def insist(self) -> None:
         """Raises BadOption where a backward would compute a forward again on other weights."""
@@ -247,6 +282,27 @@ class OuterGraph:
             if arrived:
                 weights[name] = arrived
         self.gradients[microbatch] = StageGradients(weights, dict(inputs))
+
+
+def uses_in(program: StageProgram) -> Counter[str]:
+    """Counts how often a stage's instructions use each weight."""
+    return Counter(name for i in program.spec.instructions for name in i.parameters())
+
+
+def uses_behind(cut: Cut, stage: int) -> dict[str, int]:
+    """Counts the uses of each tied weight on the stages whose gradients of it come to this one."""
+    chains = ((b.weight, b.chain) for b in cut.boundaries if b.weight is not None and stage in b.chain)
+    return {
+        name: sum(uses_in(cut.programs[other])[name] for other in chain[chain.index(stage) + 1 :])
+        for name, chain in chains
+    }
+
+
+def at_most(arrived: Sequence[Tensor], most: int) -> list[Tensor]:
+    """Returns these gradients, the last ones as their sum where there are more than `most`."""
+    if len(arrived) <= most:
+        return list(arrived)
+    return [*arrived[: most - 1], torch.stack(list(arrived[most - 1 :])).sum(0)]
 
 
 def _addresses(tensor: Tensor) -> tuple[int, int]:

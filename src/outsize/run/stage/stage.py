@@ -213,6 +213,7 @@ class StageExecutor(RunnableStage):
         # Weights are looked up by name, since the user may replace parameters between steps
         # (`load_state_dict(assign=True)`).
         self._own = {b.key: b.weight for b in program.sent if b.weight is not None}
+        self._borrowed = {b.key: b.weight for b in program.received if b.weight is not None}
         self._lowered = {b.key: b.cast for b in (*program.received, *program.sent) if b.cast is not None}
         self._model = model
         self._written = _written_by_users(program, model)
@@ -325,7 +326,8 @@ class StageExecutor(RunnableStage):
         of_outputs = outer.output_gradients.pop(microbatch, ())
         with self._uncast(), outer.inside():
             # What another stage sends for a tied weight enters at its cast, or arrives as a gradient of it.
-            own = {key: name for key, name in self._own.items() if key not in saved.casts}
+            tied = self._own | self._borrowed
+            own = {key: name for key, name in tied.items() if key not in saved.casts and outer.takes(name)}
             sent = {key: gradient for key, gradient in gradients.items() if key not in own}
             for key, name in own.items():
                 gradient = gradients.get(key)
@@ -338,6 +340,9 @@ class StageExecutor(RunnableStage):
                     grads.append(gradient)
             if roots:
                 run_backward(roots, grads)
+        for key, name in self._borrowed.items():
+            if key not in saved.casts:
+                saved.sink[key] = outer.onward(name, saved.sink.get(key))
         outer.own_gradients(saved.sink.values())
         outer.end(microbatch, {-1 - key: saved.sink.pop(key) for key in list(saved.sink) if key < 0})
         return saved.sink

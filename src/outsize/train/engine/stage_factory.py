@@ -24,7 +24,7 @@ from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.kept_casts import KeptCasts
-from outsize.run.stage.outer_graph import OuterGraph
+from outsize.run.stage.outer_graph import OuterGraph, uses_behind
 from outsize.run.stage.recompute import Recompute, SegmentedRecompute
 from outsize.run.stage.stage import StageExecutor, StageSetting
 from outsize.run.stage.to_device import device_of_model, program_on_device
@@ -72,7 +72,10 @@ class StageFactory:
         )
         policy, recompute, overlaps = self.run.plan.activation_policy(program.stage), None, self._overlaps()
         again = policy.recomputes_all or policy.lists_units
-        outer = None if of_call is None else OuterGraph(model, program, of_call.gathered, checks=again)
+        outer = None
+        if of_call is not None:
+            behind = uses_behind(variant.cut, program.stage)
+            outer = OuterGraph(model, program, behind, of_call.gathered, checks=again)
         told = {} if outer is None else outer.through(program.spec.through)
         if is_copy or overlaps or casts is not None or told or self._backend is not None:
             spec = replace(program.spec, cast=casts, through={**program.spec.through, **told})

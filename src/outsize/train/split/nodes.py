@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from outsize.errors import BadOption
-from outsize.run.stage.outer_graph import OuterGraph
+from outsize.run.stage.outer_graph import OuterGraph, at_most
 from outsize.run.transport.groups import RankGroup
 from outsize.train.ranks.replicas import Piece
 from outsize.train.split.opened_call import OpenedCall
@@ -197,9 +197,8 @@ class CallNodes:
                 gradient = found.inputs.get(position)
                 yield None if gradient is None else gradient.to(tensor.device)
             for name in outer.weights:
-                arrived, most = found.weights.get(name, []), outer.most(name)
-                if len(arrived) > most:
-                    arrived = [*arrived[: most - 1], torch.stack(arrived[most - 1 :]).sum(0)]
+                most = outer.most(name)
+                arrived = at_most(found.weights.get(name, []), most)
                 yield from arrived
                 yield from [None] * (most - len(arrived))
 
