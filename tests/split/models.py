@@ -192,18 +192,18 @@ class Twice(nn.Module):
 
 @final
 class Shared(nn.Module):
-    """One layer five times in a row, so that each of several stages uses its weights several times."""
+    """One layer twice in each of four blocks, so that several stages use its weights several times each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.layer, self.last = (
-            nn.Linear(a, b) for a, b in ((8, WIDTH), (WIDTH, WIDTH), (WIDTH, CLASSES))
-        )
+        self.first, self.layer = nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
-        for _ in range(5):
-            h = h + torch.tanh(self.layer(h))
+        for block in self.blocks:
+            h = h + block(torch.tanh(self.layer(torch.tanh(self.layer(h)))))
         return self.last(h)
 
 

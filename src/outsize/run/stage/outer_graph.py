@@ -117,6 +117,7 @@ class OuterGraph:
         self._model, self._names, self._gathered = model, program.weights, gathered
         self._checks = checks or gathered is not None
         self._uses, self._behind = uses_in(program), behind
+        self._cast = {b.weight for b in (*program.received, *program.sent) if b.cast is not None}
         borrowed = (boundary.weight for boundary in program.received)
         self._borrowed: dict[str, list[Tensor]] = {name: [] for name in borrowed if name is not None}
         self._leaves: dict[str, _Leaf] = {}
@@ -218,9 +219,10 @@ class OuterGraph:
 
     def through(self, further: Mapping[str, _Pass]) -> dict[str, _Pass]:
         """Returns what weights that the stage uses several times pass at each use: an alias of their own, so
-        that their gradients arrive one by one; `further` is what they pass then.
+        that their gradients arrive one by one; `further` is what they pass then. Those of tied weights which
+        all stages read as one cast arrive at that.
         """
-        several = (name for name, count in self._uses.items() if count > 1)
+        several = (name for name, count in self._uses.items() if count > 1 and name not in self._cast)
         return {name: partial(self._pass, name, further.get(name)) for name in several}
 
     def _pass(self, name: str, further: _Pass | None, weight: Tensor) -> Tensor:
