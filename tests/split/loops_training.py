@@ -229,7 +229,7 @@ def spoil(gradient: Any) -> None:
     """The first element becomes infinite, on the rank that has it."""
     if not hasattr(gradient, "to_local"):
         gradient.view(-1)[0] = float("inf")
-    elif not any(gradient.device_mesh.get_coordinate()):
+    elif gradient.device_mesh.get_coordinate()[-1] == 0:  # also on the ranks that have this shard again
         gradient.to_local().view(-1)[0] = float("inf")
 
 
