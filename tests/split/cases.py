@@ -196,6 +196,7 @@ CASES: Final = (
     ),
     Case("several", models.Several, _ROW, logits_of, of_several, traits=frozenset({"outputs"})),
     Case("twice", models.Twice, _ROW, same, partial(classified, same)),
+    Case("recurrent", models.Recurrent, _TEXT, mean_token, partial(classified, mean_token)),
     Case("shared", models.Shared, _ROW, same, partial(classified, same)),
     Case(
         "checkpointed", partial(models.Checkpointed, reentrant=False), _ROW, same, partial(classified, same)

@@ -17,6 +17,8 @@ a list for each weight, in the order of arrival. A stage that has borrowed W sen
     stage 1    uses W twice    sends [c, b2, b1]
     stage 0    uses W once     hands on c, b2, b1, a
 
+One call of torch may use a weight several times as well (on a CPU each time step of a GRU does): where the
+graph of a stage's first forward has several edges to a leaf, the nodes before it are listened to in each.
 Under autocast all uses share one cast, whose node adds up their gradients in lower precision; there the plain
 loop has one gradient for the weight, too.
 
@@ -30,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,7 @@ _Place = tuple[Any, Any]
 _Found = tuple[Tensor, list[_Place]]
 _Pass = Callable[[Tensor], Tensor]
 _END = (None,)
+_SUMS: Final = "torch::autograd::AccumulateGrad"
 
 
 class GatheredWeights(Protocol):
@@ -123,6 +126,8 @@ class OuterGraph:
         self._leaves: dict[str, _Leaf] = {}
         self._places: dict[str, _Found] | None = None
         self._is_cast = False
+        # How many edges lead to the leaf of a weight that one call uses several times; None before a forward.
+        self._edges: dict[str, int] | None = None
         self.output_gradients: dict[int, Sequence[Tensor | None]] = {}
         self.gradients: dict[int, StageGradients] = {}
 
@@ -149,7 +154,8 @@ class OuterGraph:
 
     def most(self, name: str) -> int:
         """Returns how many gradients of a microbatch arrive for this weight at most."""
-        return max(1, self._uses[name] + self._behind.get(name, 0))
+        uses = max(self._uses[name], (self._edges or {}).get(name, 0))
+        return max(1, uses + self._behind.get(name, 0))
 
     def begin(self, *, is_cast: bool) -> None:
         """Begins a call: each weight that is trained has a leaf over the memory that it has now."""
@@ -239,6 +245,26 @@ class OuterGraph:
         held = self._leaves.get(name)
         return held.arrived if held is not None and weight is held.leaf else None
 
+    def listen(self, exits: Iterable[Any]) -> None:
+        """Lets the gradients of a weight that one call uses several times arrive one by one. `exits` are what
+        a forward has returned.
+        """
+        if self._edges == {}:
+            return
+        edges = _edges_to({id(leaf.leaf): name for name, leaf in self._leaves.items()}, exits)
+        counts = Counter(name for _, places in edges for name in places.values())
+        if self._edges is None:
+            self._edges = {n: 0 for n, count in counts.items() if count > 1 and not self._is_passed(n)}
+        wanted = self._edges = {name: max(most, counts[name]) for name, most in self._edges.items()}
+        for node, places in edges:
+            lists = {place: self._leaves[n].arrived for place, n in places.items() if n in wanted}
+            if lists:
+                node.register_hook(partial(_take, lists))
+
+    def _is_passed(self, name: str) -> bool:
+        """Tells whether each use of a weight takes an alias of its own."""
+        return self._uses[name] > 1 and name not in self._cast and not self._is_cast
+
     def takes(self, name: str) -> bool:
         """Tells whether what the stage behind sends for a weight arrives here, not in the stage's graph."""
         return name not in self._borrowed or not self._is_cast
@@ -277,7 +303,9 @@ class OuterGraph:
         """Takes the gradients of the microbatch whose backward has run."""
         weights: dict[str, list[Tensor]] = {}
         for name, leaf in self._leaves.items():
-            arrived, leaf.arrived[:] = list(leaf.arrived), []
+            # A gradient that arrives alone becomes the weight's own, and another may lie in its memory.
+            arrived = [each.clone() for each in leaf.arrived] if len(leaf.arrived) == 1 else [*leaf.arrived]
+            leaf.arrived.clear()
             if leaf.leaf.grad is not None:
                 arrived.append(leaf.leaf.grad)
                 leaf.leaf.grad = None
@@ -325,6 +353,37 @@ def _arrive(arrived: list[Tensor], gradients: Sequence[Tensor | None]) -> tuple[
     if gradients[0] is not None:
         arrived.append(gradients[0])
     return _END
+
+
+def _take(lists: Mapping[int, list[Tensor]], gradients: Sequence[Tensor | None], _: Any) -> Any:
+    """Takes what a node hands to leaves, by their places among its gradients; the rest goes on."""
+    for place, arrived in lists.items():
+        gradient = gradients[place]
+        if gradient is not None:
+            arrived.append(gradient)
+    return tuple(None if place in lists else each for place, each in enumerate(gradients))
+
+
+def _edges_to(leaves: Mapping[int, str], exits: Iterable[Any]) -> list[tuple[Any, dict[int, str]]]:
+    """Returns the nodes that hand gradients to leaves, each with their names by the places of the edges."""
+    found: list[tuple[Any, dict[int, str]]] = []
+    stack: list[Any] = [each.grad_fn for each in exits if isinstance(each, Tensor)]
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        places: dict[int, str] = {}
+        for place, (other, _) in enumerate(node.next_functions):
+            if other is not None and other.name() == _SUMS:
+                name = leaves.get(id(other.variable))
+                places |= {} if name is None else {place: name}
+            else:
+                stack.append(other)
+        if places:
+            found.append((node, places))
+    return found
 
 
 def _leaf_over(weight: Tensor) -> Tensor:

@@ -300,6 +300,7 @@ class StageExecutor(RunnableStage):
         if grad:
             saved.sent, saved.loss = self._roots_of(sent), loss
             if self.outer is not None:
+                self.outer.listen(exits)
                 saved.loss = None
                 saved.outputs = [_edge(output) for output in exits[at + self.program.has_loss :]]
             with self._on_leaves():
