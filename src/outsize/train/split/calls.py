@@ -33,7 +33,6 @@ from outsize.train.ranks.batch_check import is_checked
 from outsize.train.split.gradient_sums import PartSums, WholeSums
 from outsize.train.split.nodes import CallGradientSum, CallNodes, GradInputs, SharedInput
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
-from outsize.train.split.optimizers import OptimizerCheck
 from outsize.train.split.outputs import OutputJoin, Outputs
 from outsize.train.split.rank_gradients import RankGradients
 from outsize.train.split.refused_calls import insist_on_a_plain_call, insist_on_first_run
@@ -94,7 +93,6 @@ class ByModuleCalls:
     def __init__(self, run: RunContext, ownership: Ownership, active: Active) -> None:
         self._model, self._active = run.model, active
         self.gradients = RankGradients(run, ownership)
-        self._optimizers = OptimizerCheck(run, ownership)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Outputs = "all") -> Any:
         """Returns what the model returns. Raises BadOption, and whatever the model raises."""
@@ -136,7 +134,6 @@ class ModelCalls:
         self._mesh = run.mesh
         self._join = OutputJoin(executor.variants.output_shapes, run.mesh, last, run.device)
         self.gradients = RankGradients(run, ownership)
-        self._optimizers = OptimizerCheck(run, ownership)
         self._sums: dict[Hashable, CallGradientSum] = {}
         self._seats: set[int] = set()
         self._number = 0

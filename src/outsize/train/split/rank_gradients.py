@@ -38,6 +38,7 @@ from outsize.run.transport.control_messages import all_gather_json, all_gather_v
 from outsize.run.transport.groups import RankGroup
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
+from outsize.train.split.optimizers import OptimizerCheck
 
 _UNSCALE: Final[Any] = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 _FOREACH_NORM: Final[Any] = getattr(torch, "_foreach_norm", None)
@@ -85,6 +86,7 @@ class RankGradients:
         self._run, self._ownership = run, ownership
         self.stand_in = nn.Parameter(torch.zeros(0, device=run.device))
         self._told: dict[str, bool] | None = None
+        self._check: OptimizerCheck | None = None
 
     def agree_on_trained(self) -> None:
         """Tells this rank which weights of the others get gradients, where that has changed on any of them.
@@ -117,10 +119,15 @@ class RankGradients:
                 weight.requires_grad_(owners[name][1])
 
     def mark(self) -> None:
-        """Marks this rank's gradients as they arrive, from now on; it may be called again."""
+        """Marks this rank's gradients as they arrive, from now on; it may be called again.
+
+        Optimizers that step them are looked at, too.
+        """
         mesh = self._run.mesh
         if mesh is None or not self._ownership.settled:
             return
+        if self._check is None:
+            self._check = OptimizerCheck(self._run, self._ownership)
         numbers = {name: number for number, (name, _) in enumerate(self._run.model.named_parameters())}
         is_divided = bool(self._run.plan.axes.used_of(PARTS))
         holders = mesh.holding(whole_model=True) if is_divided else mesh.pipeline
