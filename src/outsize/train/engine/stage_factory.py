@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.device.accelerators import device_count, is_accelerator
+from outsize.errors import UnsupportedPlan
 from outsize.ir.schedule import Kind, parse_row
 from outsize.ir.units.recompute_segments import blocks, segments
 from outsize.policies.activations import ActivationPolicy
@@ -74,6 +75,7 @@ class StageFactory:
         again = policy.recomputes_all or policy.lists_units
         outer = None
         if of_call is not None:
+            self._insist_on_calls(program)
             behind = uses_behind(variant.cut, program.stage)
             outer = OuterGraph(model, program, behind, of_call.gathered, checks=again)
         told = {} if outer is None else outer.through(program.spec.through)
@@ -105,6 +107,20 @@ class StageFactory:
                 return GraphedStage(executor, at, self.graphs)
             self.graphs.refuse(program.stage, reason)
         return executor
+
+    def _insist_on_calls(self, program: StageProgram) -> None:
+        """Raises UnsupportedPlan for a compiled stage of a split model that shares a weight with other ranks.
+
+        Dynamo fails on what is received for it.
+        """
+        tied = [b.weight for b in (*program.received, *program.sent) if b.weight is not None]
+        mesh = self.run.mesh
+        if tied and self._backend is not None and mesh is not None and mesh.pipeline.size() > 1:
+            raise UnsupportedPlan(
+                "compiled stages of a split model share a weight within one process alone",
+                numbers=f"stage {program.stage} shares {', '.join(sorted(tied))} with another stage",
+                next_step="leave compiled out, or outsize.parallelize(..., loss_fn=loss_fn) and engine.step",
+            )
 
     def _reason(self, policy: ActivationPolicy) -> str | None:
         """Returns what in the plan no graph can repeat; None where there is nothing."""
