@@ -135,6 +135,7 @@ class ShardedWeights(Moves):
 
     def abandon(self) -> None:
         for group in self._all_groups():
+            # Not simulated: only a call that has failed leaves a gather in flight, into memory that is freed.
             group.wait()
             group.reshard()
 
