@@ -46,11 +46,12 @@ from outsize.capture.recording.python_random import restored_generators, self_se
 from outsize.capture.recording.recorder import Recorder
 from outsize.capture.recording.weight_cache import own_weight_cache
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
+from outsize.program.objects import snapshot
 from outsize.program.python_reads import LOSS
 from outsize.program.replaying.modes import Modes, current_modes
 from outsize.program.source_line import raising_line, warn_user
 from outsize.program.tape import Ref, Tape
-from outsize.program.tree import map_tensors, tensors_in, with_copied_tensors
+from outsize.program.tree import accessor, map_tensors, parts, tensors_in, with_copied_tensors
 from outsize.program.weights.of_loss import loss_modules, plain_model, with_loss
 
 LossFn = Callable[..., Tensor]
@@ -148,6 +149,18 @@ def record(
                     raise origins.error or _explained(call, error) from error
 
 
+@contextmanager
+def _given_back(call: _RecordedCall) -> Iterator[None]:
+    """Gives the objects among the arguments back as they were: a forward may put tensors of a recording into
+    them, such as the keys and values of a cache.
+    """
+    before = snapshot([call.args, call.kwargs, call.target])
+    try:
+        yield
+    finally:
+        before.restore()
+
+
 def _rule_of(model: nn.Module, options: TapeOptions) -> LeafRule:
     """Returns the rule by which the first recording chooses leaves."""
     live = set(options.live or ())
@@ -228,7 +241,8 @@ def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torc
     ):
 
         def run() -> Tape:
-            return _run(call, rule, fakes, caches, reads)
+            with _given_back(call):
+                return _run(call, rule, fakes, caches, reads)
 
         tape = run()
         state, notes = kept_state(model, rule, fakes), ()
@@ -289,6 +303,8 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
     with planted, caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
         fakes.begin(numbers=rule.numbers is not None)
         output = plain_model(call.model)(*args, **kwargs)
+        if rule.guards_reads and not modes.grad:
+            _tell_of_filled((args, kwargs), {id(fake) for fake in fake_of.values()})
         recorder.position.end_model()
         if loss_fn is None:
             tape = _tape(recorder, inputs, output, find_loss(output), rule, modes)
@@ -302,6 +318,17 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
     _note_origins(recorder, reads, caches, call.origins)
     live = {fqn for fqn in rule.forced if fqn} | ({LOSS} if recorder.loss.is_live else set())
     return replace(tape, loss_detail=detail, live=frozenset(live), keepers=frozenset(fakes.left))
+
+
+def _tell_of_filled(arguments: Any, given: Collection[int]) -> None:
+    """Warns of an argument into which a forward puts tensors: what runs later leaves it as it is."""
+    filled = (steps for steps, p in parts(arguments) if isinstance(p, Tensor) and id(p) not in given)
+    first = next(filled, None)
+    if first is not None:
+        warn_user(
+            f"the forward puts tensors into an argument ({accessor(first[1:])}), and a split run leaves the "
+            "caller's as it is: return what you need of them, or call the model within engine.by_modules()"
+        )
 
 
 def _note_origins(recorder: Recorder, reads: Notes, caches: Caches, origins: Origins) -> None:

@@ -195,3 +195,37 @@ def test_over_processes_the_first_says_the_reason() -> None:
         leave(world)
 
     run_in_forks(2, rank)
+
+
+class _Filling(nn.Module):
+    """Puts what it computes into an object that it is given, as decoders do with a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: _Store | None = None) -> Tensor:
+        h = self.first(x)
+        if cache is not None:
+            cache.layers.append(h)
+            h = h + sum(cache.layers)
+        return self.second(h)
+
+
+class _Store:
+    def __init__(self, *layers: Tensor) -> None:
+        self.layers = list(layers)
+
+
+@pytest.mark.parametrize("held", [(), (torch.ones(8, 8),)], ids=["empty", "filled"])
+def test_an_argument_that_a_forward_fills_is_left_as_it_is_and_told(held: tuple[Tensor, ...]) -> None:
+    x, cache = torch.randn(8, 8), _Store(*held)
+    split = outsize.split(_Filling(), (x,), stages=2, microbatches=4)
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"puts tensors into an argument .*layers\[\d\]"):
+        found = split(x, cache=cache)
+    assert len(cache.layers) == len(held)
+    assert all(a is b for a, b in zip(cache.layers, held, strict=True))
+    with torch.no_grad():
+        parts = zip(x.chunk(4), *(tensor.chunk(4) for tensor in held), strict=True)
+        expected = [split.module(part, _Store(*own)) for part, *own in parts]
+        assert torch.equal(found, torch.cat(expected))
