@@ -128,11 +128,14 @@ class RankGradients:
             return
         if self._check is None:
             self._check = OptimizerCheck(self._run, self._ownership)
+        own = list(self._ownership.own_parameters())
+        if not any(_is_unmarked(weight) for _, weight in (*own, (None, self.stand_in))):
+            return
         numbers = {name: number for number, (name, _) in enumerate(self._run.model.named_parameters())}
         is_divided = bool(self._run.plan.axes.used_of(PARTS))
         holders = mesh.holding(whole_model=True) if is_divided else mesh.pipeline
         ranks = GradientRanks(holders, mesh.group)
-        for name, weight in self._ownership.own_parameters():
+        for name, weight in own:
             divided = self._ownership.part_of(name)
             own = () if divided is None else (divided,)
             place = numbers[name], (*own, *part_number(weight))
@@ -144,9 +147,13 @@ class RankGradients:
         torch.zeros_like(self.stand_in).mul(self.stand_in).sum().backward()
 
 
-def _mark(weight: nn.Parameter, part: _Part) -> None:
+def _is_unmarked(weight: nn.Parameter) -> bool:
     # A weight that stands there for a functional call has no gradient of its own.
-    if weight.requires_grad and weight.is_leaf and _MARKED not in vars(weight):
+    return weight.requires_grad and weight.is_leaf and _MARKED not in vars(weight)
+
+
+def _mark(weight: nn.Parameter, part: _Part) -> None:
+    if _is_unmarked(weight):
         vars(weight)[_MARKED] = True
         weight.register_post_accumulate_grad_hook(_Mark(part))
 
