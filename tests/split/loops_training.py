@@ -71,12 +71,13 @@ def momentum_and_scheduler(bench: Bench) -> None:
 
 
 def two_optimizers(bench: Bench) -> None:
-    """Weights whose names end in `bias` have an optimizer of their own."""
+    """Weights whose names end in `bias` have an optimizer of their own; a rank without any makes none."""
     model = bench.model()
     named = own_parameters(model)
     others = [p for name, p in named if not name.endswith("bias")]
     biases = [p for name, p in named if name.endswith("bias")]
-    optimizers = [AdamW(others, lr=0.01), *([SGD(biases, lr=0.05, momentum=0.8)] if biases else [])]
+    optimizers = [AdamW(others, lr=0.01)] if others else list[Optimizer]()
+    optimizers += [SGD(biases, lr=0.05, momentum=0.8)] if biases else []
     for step, example in bench.case.examples(3):
         loss = bench.loss(model, example)
         loss.backward()
@@ -180,7 +181,8 @@ def frozen_and_thawed(bench: Bench, *, in_module: bool) -> None:
     optimizer = adamw(model)
     names = [name for name, _ in bench.case.net().named_parameters()]
     for step, example in bench.case.examples(4):
-        for name, parameter in (model.module if in_module else model).named_parameters():
+        named = (model.module if in_module else model).named_parameters()
+        for name, parameter in ((n, p) for n, p in named if n in names):  # A rank may list a stand-in.
             parameter.requires_grad_(step >= 3 or (names.index(name) < len(names) // 2) == (step == 2))
         train(bench, model, optimizer, example, step)
 
@@ -190,7 +192,8 @@ def thawed_by_layers(bench: Bench) -> None:
     model = bench.model()
     optimizer = adamw(model)
     names = [name for name, _ in bench.case.net().named_parameters()]
-    some = [parameter for name, parameter in model.named_parameters() if names.index(name) % 2]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if name in names]
+    some = [parameter for name, parameter in named if names.index(name) % 2]
     for parameter in some:
         parameter.requires_grad_(False)
     for step, example in bench.case.examples(3):
