@@ -61,6 +61,12 @@ class EngineWeights:
         """Yields this rank's own parameters, in the model's order; with `loss` also those of the loss."""
         return (parameter for _, parameter in self.named_parameters(loss=loss))
 
+    def trained(self) -> list[nn.Parameter]:
+        """Returns what an optimizer of this rank takes: its own parameters, and those that no batch has used
+        yet, which belong to the rank of the first one that does.
+        """
+        return self._ownership.trained()
+
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Returns the whole of a weight of this rank, or of its gradient, where ranks hold parts of it.
 

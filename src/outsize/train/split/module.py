@@ -110,7 +110,7 @@ class SplitModule(nn.Module):
         every = super().named_parameters(prefix, recurse, remove_duplicate)
         if self.engine.crew.world_size == 1:
             return every
-        held = {id(parameter) for _, parameter in self.engine.weights.named_parameters()}
+        held = set(map(id, self.engine.weights.trained()))
         own = [(name, parameter) for name, parameter in every if id(parameter) in held]
         if not any(parameter.requires_grad for _, parameter in own):
             own.append((f"{prefix}.{_NONE}" if prefix else _NONE, self.engine.calls.gradients.stand_in))
