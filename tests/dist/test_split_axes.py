@@ -23,9 +23,10 @@ from outsize.train.split.module import SplitModule
 from outsize.train.world.join import join
 from outsize.train.world.local_ranks import run_in_forks
 from outsize.train.world.world import leave
-from split.bench import Bench, PlainBench, SplitBench, differences, noted, whole
+from split.bench import PlainBench, SplitBench, differences, noted, whole
 from split.cases import CASES, Case, Example, case
 from split.loops import LOOPS, Loop, loop
+from split.ranks import on_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 WITHIN = 1e-10
@@ -102,27 +103,14 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def on_ranks(folder: Path, layout: Layout, each: Loop, model: Case) -> list[Bench]:
-    """What each rank has noted."""
-
-    def work() -> None:
-        world = join()
-        torch.set_num_threads(1)
-        bench = noted(each.run, SplitBench(model, stages=layout.stages, axes=layout.axes))
-        torch.save((bench.notes, bench.refused), folder / f"{world.rank}.pt")
-        leave(world)
-
-    run_in_forks(layout.ranks, work)
-    pairs = (torch.load(folder / f"{rank}.pt") for rank in range(layout.ranks))
-    return [SplitBench(model, notes=notes, refused=refused) for notes, refused in pairs]
-
-
 @pytest.mark.parametrize(("layout", "each", "model"), rows())
 def test_each_rank_has_the_numbers_of_the_plain_model(
     tmp_path: Path, layout: Layout, each: Loop, model: Case
 ) -> None:
     expected = noted(each.run, PlainBench(model))
-    found = on_ranks(tmp_path, layout, each, model)
+    found = on_ranks(
+        tmp_path, lambda: SplitBench(model, stages=layout.stages, axes=layout.axes), layout.ranks, each
+    )
     assert len({frozenset(bench.refused) for bench in found}) == 1
     assert differences(expected, found, WITHIN) == []
 

@@ -17,12 +17,10 @@ import torch
 
 from outsize.axes.registry import coordinate
 from outsize.ir.plan import Axes
-from outsize.train.world.join import join
-from outsize.train.world.local_ranks import run_in_forks
-from outsize.train.world.world import leave
-from split.bench import Bench, PlainBench, SplitBench, differences, noted
+from split.bench import PlainBench, SplitBench, differences, noted
 from split.cases import Case, case
 from split.loops import LOOPS, Loop
+from split.ranks import on_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 
@@ -112,24 +110,6 @@ def rows() -> list[Any]:
     return found
 
 
-def on_ranks(folder: Path, layout: Layout, each: Loop, model: Case) -> list[Bench]:
-    """What each rank has noted."""
-
-    def work() -> None:
-        world = join()
-        torch.set_num_threads(1)
-        bench = noted(each.run, SplitBench(model, stages=layout.stages, axes=layout.axes))
-        torch.save((bench.notes, bench.refused), folder / f"{world.rank}.pt")
-        leave(world)
-
-    run_in_forks(layout.ranks, work)
-    found = list[Bench]()
-    for rank in range(layout.ranks):
-        notes, refused = torch.load(folder / f"{rank}.pt")
-        found.append(SplitBench(model, notes=notes, refused=refused, place=layout.place(rank)))
-    return found
-
-
 @pytest.fixture
 def in_float64() -> Iterator[None]:
     """Models and batches of this test are in float64."""
@@ -144,7 +124,9 @@ def test_ranks_together_have_the_numbers_of_the_plain_model(
     tmp_path: Path, layout: Layout, each: Loop, model: Case
 ) -> None:
     expected = noted(each.run, PlainBench(model, replicas=layout.replicas))
-    found = on_ranks(tmp_path, layout, each, model)
+    found = on_ranks(
+        tmp_path, lambda: SplitBench(model, stages=layout.stages, axes=layout.axes), layout.ranks, each
+    )
     assert len({frozenset(bench.refused) for bench in found}) == 1
     within = WITHIN_IN_FLOAT32 if model.name in FLOAT32_INSIDE else WITHIN
     assert differences(expected, found, within) == []

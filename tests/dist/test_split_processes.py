@@ -6,21 +6,16 @@ under the same name, and together the ranks have all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from outsize.train.split.outputs import Outputs
-from outsize.train.world.join import join
-from outsize.train.world.local_ranks import run_in_forks
-from outsize.train.world.world import leave
-from split.bench import Bench, PlainBench, SplitBench, differences, noted
+from split.bench import PlainBench, SplitBench, differences, noted
 from split.cases import CASES, Case
 from split.loops import LOOPS, NOT_YET, Loop
+from split.ranks import on_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 
@@ -68,24 +63,6 @@ def rows(ranks: int, outputs: Outputs = "all", every: int = 1) -> list[Any]:
             name = f"{ranks}-{outputs}-{each.name}-{model.name}".replace(" ", "_")
             marks = [*known(each, model), *([] if is_taken else [pytest.mark.full])]
             found.append(pytest.param(ranks, outputs, each, model, id=name, marks=marks))
-    return found
-
-
-def on_ranks(folder: Path, bench_of: Callable[[], SplitBench], ranks: int, each: Loop) -> list[Bench]:
-    """What each rank has noted."""
-
-    def work() -> None:
-        world = join()
-        torch.set_num_threads(1)
-        bench = noted(each.run, bench_of())
-        torch.save((bench.notes, bench.refused), folder / f"{world.rank}.pt")
-        leave(world)
-
-    run_in_forks(ranks, work)
-    found = list[Bench]()
-    for rank in range(ranks):
-        notes, refused = torch.load(folder / f"{rank}.pt")
-        found.append(replace(bench_of(), notes=notes, refused=refused))
     return found
 
 

@@ -18,7 +18,7 @@ from outsize.train.batch.batch import Batch
 from outsize.train.variants.results import BatchLoss, EvalResult
 
 EvaluationGather = bool | Literal["losses"]
-"""What of an evaluation every rank gets: the outputs, the losses of the microbatches alone, or neither."""
+"""Says what every rank gets of an evaluation: outputs, the losses of the microbatches alone, or neither."""
 
 
 class Executor(ABC):

@@ -47,7 +47,7 @@ class CallGradientSum(Protocol):
 
 
 SumsOf = Callable[[str], CallGradientSum | None]
-"""What adds up the gradient of a weight of this name; None where no other rank has it."""
+"""Returns what adds up the gradient of a weight of this name over ranks; None where no other rank has it."""
 
 
 @final
