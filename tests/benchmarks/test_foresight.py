@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import measured_pipeline as pipelines
 import peaks
 import priced
 import pytest
@@ -19,6 +20,7 @@ import step_times
 from priced import Division, Shape
 
 from outsize.errors import BadOption
+from outsize.ir.schedule import COMPUTE, Action, Kind
 
 HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "foresight"
 RUN = {
@@ -270,3 +272,34 @@ def test_a_sample_takes_all_rows_of_some_models() -> None:
     assert all(rows.in_sample(model, 1) for model in models)
     taken = sum(rows.in_sample(model, 4) for model in models)
     assert 60 < taken < 140
+
+
+def test_a_simulated_pipeline_is_played_again_as_it_is(tmp_path: Path) -> None:
+    """A table written from a simulated step is read back, and played into the same step."""
+    schedule, path = pipelines.schedule_of(), tmp_path / "primus_timeline.csv"
+    seconds = {
+        a: 2.0 if a.kind is Kind.B else 1.0 for row in schedule.actions for a in row if a.kind in COMPUTE
+    }
+    simulated = pipelines.played(schedule, seconds, lambda _: 0.5)
+    spans = [(Action.parse(s.action), s) for s in simulated.spans if s.lane == "compute"]
+    table = [
+        {
+            "rank": str(a.stage), "iteration": "3", "kind": a.kind.value, "microbatch": str(a.microbatch),
+            "start_ms": str(1e3 * s.start_s), "end_ms": str(1e3 * s.end_s),
+        }
+        for a, s in spans
+    ]  # fmt: skip
+    write(path, table)
+    found = pipelines.compared(3, pipelines.read_timeline(path)[3], schedule, 0.5)
+    assert found.same_order
+    assert found.played_s == pytest.approx(found.measured_s)
+    assert found.played_bubble == pytest.approx(found.measured_bubble)
+    assert found.same_places == pytest.approx(1)
+    slower = pipelines.compared(3, pipelines.read_timeline(path)[3], schedule, 2.5)
+    assert slower.played_bubble > found.played_bubble
+    assert slower.same_places < 1
+
+
+def test_what_a_microbatch_in_flight_costs_leaves_out_both_ends() -> None:
+    held = [99.0, 61.0, 51.0, 41.0, 31.0, 98.0]
+    assert pipelines.in_flight_gib(held) == 10

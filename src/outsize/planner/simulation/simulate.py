@@ -65,7 +65,7 @@ def simulate(
         wire = link(rank_of[message.source], rank_of[message.destination])
         return wire.seconds(_bytes(message, edge_bytes, gradient_bytes))
 
-    return _play(schedule, _compute_seconds(schedule, costs, copies is not None), transfer_s, copies)
+    return played(schedule, _compute_seconds(schedule, costs, copies is not None), transfer_s, copies)
 
 
 def bound_s(schedule: Schedule, costs: Sequence[StageCost]) -> float:
@@ -82,19 +82,24 @@ def critical_path_s(schedule: Schedule, compute_s: Mapping[Action, float]) -> fl
     With the durations of a run it is a lower bound of this run's step. `schedule` is lowered, and `compute_s`
     has all its compute actions; raises InvalidSchedule when the schedule hangs.
     """
-    return _play(schedule, compute_s, lambda _: 0.0).duration_s
+    return played(schedule, compute_s, lambda _: 0.0).duration_s
 
 
-def _play(
+def played(
     schedule: Schedule,
-    seconds: Mapping[Action, float],
+    compute_s: Mapping[Action, float],
     transfer_s: Callable[[Message], float],
     copies: CopyCosts | None = None,
 ) -> Timeline:
-    simulation = _Simulation(seconds, transfer_s, Ends(schedule), copies)
+    """Returns the Timeline of a step whose compute actions last `compute_s` each, as those of a measured step
+    do, and whose messages take `transfer_s`.
+
+    `schedule` is lowered, and `compute_s` has all its compute actions; raises InvalidSchedule when it hangs.
+    """
+    simulation = _Simulation(compute_s, transfer_s, Ends(schedule), copies)
     simulation.run(schedule)
     done = {span.action for span in simulation.spans if span.lane == "compute"}
-    hanging = sorted(str(action) for action in seconds if str(action) not in done)
+    hanging = sorted(str(action) for action in compute_s if str(action) not in done)
     if hanging:
         raise InvalidSchedule(
             "the simulated schedule hangs",

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.ir.cluster import Link, parse_cluster
-from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Span, Timeline
-from outsize.planner.simulation.simulate import StageCost, bound_s, simulate
+from outsize.planner.simulation.simulate import StageCost, bound_s, played, simulate
 from outsize.schedules.builders import build
 from outsize.schedules.families import built
 from outsize.schedules.lower import lower
@@ -108,6 +108,15 @@ def test_closed_form_with_links() -> None:
     link = Link(name="slow", latency_s=0.25, bytes_per_s=10.0)
     timeline = chain_case("naive", 3, 4, [StageCost(1.0, 2.0)] * 3, size=5).run(link)
     assert timeline.duration_s == pytest.approx(4 * (3 * (1 + 2) + 4 * (0.25 + 0.5)))
+
+
+def test_a_step_with_seconds_of_its_own_for_each_action() -> None:
+    case = chain_case("1f1b", 2, 3, [StageCost(1, 2), StageCost(1, 2)])
+    actions = [action for row in case.schedule.actions for action in row if action.kind in COMPUTE]
+    even = {action: 1.0 if action.kind is Kind.F else 2.0 for action in actions}
+    assert played(case.schedule, even, lambda _: 0.0) == case.run()
+    late = even | {Action(1, Kind.F, 1): 5.0}  # on the rank that sets the pace
+    assert played(case.schedule, late, lambda _: 0.0).duration_s == case.run().duration_s + 4
 
 
 def test_spans_of_a_small_step() -> None:
