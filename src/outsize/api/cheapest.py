@@ -108,6 +108,7 @@ def _part(cluster: Cluster, runs: tuple[Part, ...], counts: tuple[int, ...]) -> 
             "devices_per_node": lead.devices_per_node,
             "inner": lead.inner,
             "nics_per_node": lead.nics_per_node,
+            "devices_per_domain": lead.devices_per_domain,
             "parts": tuple(taken) if len(taken) > 1 else (),
         }
     )

@@ -30,17 +30,27 @@ from outsize.ir.hardware.memory_share import split_share
 __all__ = ["GIB", "KINDS", "Cluster", "Device", "Link", "Part", "make_cluster", "parse_cluster"]
 
 KINDS: Final = tuple(TABLE)
+KNOWN: Final = tuple(dict.fromkeys(name.split("-")[0] for name in KINDS))
+"""The words that names of devices begin with, which are names themselves."""
 MAX_DEVICES: Final = 1 << 15
 
 
 @final
 class Part(Record):
-    """Describes equal nodes: the devices in all, and the devices of each node."""
+    """Describes equal nodes: the devices in all, the devices of each node, and those that the inner link
+    joins, which are several nodes in a rack of NVLink switches; None: those of a node.
+    """
 
     devices: Count
     devices_per_node: Count
     inner: Link
     nics_per_node: Count = 1
+    devices_per_domain: Count | None = None
+
+    @property
+    def domain(self) -> int:
+        """Returns the number of devices that the inner link joins."""
+        return self.devices_per_domain or self.devices_per_node
 
     @property
     def nodes(self) -> int:
@@ -50,10 +60,13 @@ class Part(Record):
 
 @final
 class Cluster(Record):
-    """Describes devices in rank order; `devices_per_node` neighbours share the inner link.
+    """Describes devices in rank order; `devices_per_node` neighbours are in one machine, and `domain`
+    neighbours share the inner link: those of a machine, or `devices_per_domain` where switches of NVLink join
+    machines.
 
     `outer` is one NIC, of which each node has `nics_per_node`. Where nodes differ, `parts` describes them in
-    rank order, and `devices_per_node`, `inner` and `nics_per_node` are those of the first part. A node's
+    rank order, and `devices_per_node`, `inner`, `nics_per_node` and `devices_per_domain` are those of the
+    first part. A node's
     memory and its disk are what a user says of them, or None.
     """
 
@@ -63,6 +76,7 @@ class Cluster(Record):
     inner: Link
     outer: Link
     nics_per_node: Count = 1
+    devices_per_domain: Count | None = None
     parts: tuple[Part, ...] = Field(default=(), max_length=MAX_DEVICES)
     host_memory_bytes: int | None = Field(default=None, gt=0, le=2**62)
     disk_bytes_per_s: Speed | None = None
@@ -78,10 +92,14 @@ class Cluster(Record):
     def link(self, rank_a: int, rank_b: int) -> Link:
         """Returns the link between two ranks."""
         if not self.parts:
-            same = rank_a // self.devices_per_node == rank_b // self.devices_per_node
-            return self.inner if same else self.outer
-        same = self.node_of(rank_a) == self.node_of(rank_b)
+            return self.inner if rank_a // self.domain == rank_b // self.domain else self.outer
+        same = self.domain_of(rank_a) == self.domain_of(rank_b)
         return self.part_of(rank_a).inner if same else self.outer
+
+    @property
+    def domain(self) -> int:
+        """Returns the number of devices that the inner link joins."""
+        return self.devices_per_domain or self.devices_per_node
 
     @property
     def nodes(self) -> int:
@@ -103,6 +121,13 @@ class Cluster(Record):
         """Returns the number of the node of a rank."""
         nodes, first, part = self._place(rank)
         return nodes + (rank - first) // part.devices_per_node
+
+    def domain_of(self, rank: int) -> tuple[int, int]:
+        """Returns which devices the inner link joins to a rank: the nodes before its part, and the number
+        within the part.
+        """
+        nodes, first, part = self._place(rank)
+        return nodes, (rank - first) // part.domain
 
     def part_of(self, rank: int) -> Part:
         """Returns the part of the cluster that a rank's node belongs to."""
@@ -138,6 +163,7 @@ class Cluster(Record):
             devices_per_node=self.devices_per_node,
             inner=self.inner,
             nics_per_node=self.nics_per_node,
+            devices_per_domain=self.devices_per_domain,
         )
 
 
@@ -198,12 +224,13 @@ def _cluster(name: str, specs: Sequence[_Spec], network: tuple[int | None, Link]
     return Cluster(
         name=name,
         devices=tuple(
-            spec.kind.device(f"{spec.kind.family}:{rank}", spec.memory_bytes) for rank, spec in ranks
+            spec.kind.device(f"{spec.kind.torch_device}:{rank}", spec.memory_bytes) for rank, spec in ranks
         ),
         devices_per_node=parts[0].devices_per_node,
         inner=parts[0].inner,
         outer=outer,
         nics_per_node=parts[0].nics_per_node,
+        devices_per_domain=parts[0].devices_per_domain,
         parts=parts if len(parts) > 1 else (),
     )
 
@@ -212,13 +239,26 @@ def _part(spec: _Spec, nics: int | None, outer: Link) -> Part:
     """Returns a part; unless the name counts NICs, Ethernet serves a node, and InfiniBand and RoCE
     each GPU.
     """
+    nodes = _nodes_of_a_rack(spec)
     shared = spec.kind.family == "cpu" or outer.name.startswith("eth")
     return Part(
         devices=spec.nodes * spec.count,
         devices_per_node=spec.count,
         inner=spec.kind.link,
         nics_per_node=nics or (1 if shared else spec.count),
+        devices_per_domain=nodes * spec.count if nodes > 1 else None,
     )
+
+
+def _nodes_of_a_rack(spec: _Spec) -> int:
+    """Returns how many nodes switches of NVLink join, of the same number in each rack.
+
+    Who takes several racks takes equal parts of them: 128 nodes of four GB200 are eight times 16 of a rack's
+    18. Where no part of at least half a rack divides the nodes, the last rack is not full.
+    """
+    most = min((spec.kind.nvlink_domain or 0) // spec.count, spec.nodes)
+    parts = (nodes for nodes in range(most, most // 2, -1) if spec.nodes % nodes == 0)
+    return next(parts, most)
 
 
 def _slowest(specs: Sequence[_Spec]) -> Link:
@@ -264,7 +304,7 @@ def _unknown(text: str, part: str) -> UnknownDevice:
     """Returns the error for a name, with the cluster that was most likely meant."""
     return UnknownDevice(
         f"cluster {text!r} is not known",
-        numbers=f"known devices: {', '.join(KINDS)}, a size such as 12GB, or local",
+        numbers=f"known devices: {', '.join(KNOWN)}, a size such as 12GB, or local",
         next_step=_meant(part.strip().lower()),
     )
 
@@ -287,6 +327,17 @@ def _meant(part: str) -> str:
     known = next(filter(None, map(kind_named, named)), None)
     if known is not None:
         return f"--cluster {count}x{known.name}"
-    near = difflib.get_close_matches(kinds[-1], KINDS, n=1, cutoff=0.6)
+    near = " or ".join(f"{count}x{name}" for name in _nearest(kinds[-1]))
     by_memory = f"{count}x32GB, by the memory of a device that is not in the list"
-    return f"--cluster {count}x{near[0]}, or {by_memory}" if near else f"--cluster {by_memory}"
+    own = "or write a file with its figures, as outsize explain E105 shows"
+    return f"--cluster {near}, or {by_memory}; {own}" if near else f"--cluster {by_memory}; {own}"
+
+
+def _nearest(word: str) -> list[str]:
+    """Returns up to three kinds whose names are most like a word: by the whole name, then the usual one of
+    each first word.
+    """
+    usual = {name: kind.name for name in KNOWN if (kind := kind_named(name)) is not None}
+    whole = difflib.get_close_matches(word, KINDS, n=1, cutoff=0.7) if "-" in word else []
+    first = difflib.get_close_matches(word.split("-")[0], KNOWN, n=3, cutoff=0.6)
+    return [*dict.fromkeys((*whole, *(usual[name] for name in first)))][:3]

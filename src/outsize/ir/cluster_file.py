@@ -15,7 +15,7 @@ from typing import Any
 
 from outsize.errors import BadOption, UnknownDevice
 from outsize.files.strict_json import BadJson, parse, read_text
-from outsize.ir.cluster import KINDS, Cluster
+from outsize.ir.cluster import KINDS, KNOWN, Cluster
 from outsize.ir.hardware.devices import TABLE, DeviceKind, kind_named
 from outsize.ir.hardware.links import LINKS, NETWORKS
 
@@ -83,7 +83,7 @@ def _device(entry: Any, rank: int, path: str | Path) -> dict[str, Any]:
 
 
 def _row(kind: DeviceKind, rank: int) -> dict[str, Any]:
-    return kind.device(f"{kind.family}:{rank}").model_dump()
+    return kind.device(f"{kind.torch_device}:{rank}").model_dump()
 
 
 def _part(part: Any, path: str | Path) -> Any:
@@ -109,6 +109,6 @@ def _no_cluster(path: str | Path, numbers: str) -> BadOption:
 def _unknown(kind: str, rank: int, missing: str, path: str | Path) -> UnknownDevice:
     return UnknownDevice(
         f"{path}: devices.{rank} is a {kind!r}, which is not known",
-        numbers=f"known devices: {', '.join(KINDS)}",
+        numbers=f"known devices: {', '.join(KNOWN)}",
         next_step=f"take one of them, or give all its figures; {missing} is missing",
     )

@@ -78,7 +78,15 @@ A cluster is written [NODESx]COUNTxDEVICE:
 What to do
   The message lists the known devices. For another one, give its memory as a
   size: the split then fits, and the predicted seconds are those of an RTX
-  3090. A device in a plan file must be one of its cluster.
+  3090. Or write its figures into a file, --cluster mine.json:
+  {"devices": [
+     {"kind": "mine", "memory_bytes": 68000000000, "bytes_per_s": 3.2e12,
+      "flops_per_s": {"float32": 6e13, "bfloat16": 9e14, "float8": 1.8e15},
+      "source": "its data sheet, without sparsity"}],
+   "inner": "pcie5", "outer": "eth100"}
+  A kind that is known may stand for what you leave out: {"kind": "h100-80gb",
+  "memory_bytes": 68000000000}. A device in a plan file must be one of its
+  cluster.
 """
 _E106 = """
 BadOption [E106]: an option's value makes no sense here.

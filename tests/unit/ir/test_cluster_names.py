@@ -126,3 +126,43 @@ def test_a_record_that_contradicts_itself_is_refused() -> None:
         Cluster.model_validate({**cluster.model_dump(), "devices": cluster.devices[:3]})
     with pytest.raises(ValidationError, match="one name"):
         Cluster.model_validate({**cluster.model_dump(), "devices": cluster.devices[:1] * 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "domain"),
+    [
+        ("18x4xgb200", 72),
+        ("128x4xgb200", 64),
+        ("144x4xgb300", 72),
+        ("2x4xgb300", 8),
+        ("9x8xgb200", 72),
+        ("37x4xgb200", 72),
+        ("1x72xgb200", 72),
+        ("1x4xgb200", 4),
+        ("2x8xb200", 8),
+    ],
+)
+def test_switches_of_nvlink_join_the_machines_of_a_rack(name: str, domain: int) -> None:
+    """Racks have 72 GPUs; who takes several takes equal parts of them, where at least half a rack divides."""
+    cluster = parse_cluster(name)
+    assert cluster.domain == domain
+    assert cluster.link(0, domain - 1) == cluster.inner
+    if domain < len(cluster.devices):
+        assert cluster.link(domain - 1, domain) == cluster.outer
+
+
+def test_racks_beside_other_nodes_keep_their_links() -> None:
+    cluster = parse_cluster("2x4xgb200+2x8xh100-80gb")
+    assert cluster.link(3, 4).name == cluster.link(0, 7).name == "nvlink5"
+    assert cluster.link(7, 8) == cluster.link(15, 16) == cluster.outer
+    assert cluster.link(8, 15).name == "nvlink4"
+    assert [cluster.node_of(rank) for rank in (0, 3, 4, 8, 16)] == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("8xmi300", "8xmi300x-192gb"), ("8xh20", "8xh200-141gb"), ("2xrtx5080", "2xrtx5090-32gb")],
+)
+def test_an_unknown_device_gets_the_nearest_ones_and_how_to_write_ones_own(text: str, near: str) -> None:
+    with pytest.raises(UnknownDevice, match=rf"Next: --cluster {near}.*explain E105"):
+        parse_cluster(text)

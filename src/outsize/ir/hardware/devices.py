@@ -9,6 +9,10 @@ computes in float32.
     vendor_gb    the nominal memory
     usable_gib   what the driver leaves: `total_memory` of torch, "total capacity" in its out-of-memory errors
     context_mib  taken before the first tensor
+
+A figure that nobody has measured on a kind (the share of its peak that products reach, its context) is that
+of its family, then of the family that it is most like, then that of kinds of which nothing is known.
+`DeviceKind.borrowed` says which figures are not its own.
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ from outsize.ir.hardware.memory_share import split_share
 
 GIB: Final = 1024**3
 MIB: Final = 1024**2
+
+
+_WIDER: Final = {"float4": "float8", "float8": "bfloat16", "float16_fp16acc": "float16"}
+"""Maps a type of products to the one in which devices without a column for it compute."""
 
 
 @final
@@ -78,18 +86,46 @@ class Device(Record):
         """Returns peak FLOP/s in `dtype` (`float8_e4m3fn` is float8); float32's where the table lacks the
         column.
 
-        Eight bits without a column run as bfloat16.
+        Four bits without a column run as eight, eight as bfloat16, and float16 that is added up in float16
+        (`float16_fp16acc`) as float16.
         """
-        if dtype.startswith("float8"):
-            dtype = "float8" if "float8" in self.flops_per_s else "bfloat16"
-        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+        name = next((short for short in _WIDER if dtype.startswith(short)), dtype)
+        while name not in self.flops_per_s and name in _WIDER:
+            name = _WIDER[name]
+        return self.flops_per_s.get(name, self.flops_per_s["float32"])
+
+
+FigureName = Literal[
+    "context_mib",
+    "cudnn_mib",
+    "cublas_workspace_mib",
+    "matmul",
+    "attention",
+    "host_us",
+    "instructions_per_flop",
+    "host_memory_gb_per_s",
+    "host_copy_share",
+]
+_MEASURED: Final[tuple[FigureName, ...]] = (
+    "context_mib",
+    "cublas_workspace_mib",
+    "matmul",
+    "attention",
+    "host_us",
+    "instructions_per_flop",
+)
 
 
 @final
 class DeviceKind(Record):
-    """Is a row of the table: a Device without a name, and the links that such machines are sold with."""
+    """Is a row of the table: a Device without a name, and the links that such machines are sold with.
+
+    `nvlink_domain` are the devices that switches join beyond a node, where they do; `torch_device` is the
+    type in torch's names.
+    """
 
     name: str
+    family: str
     vendor_gb: float
     usable_gib: float
     flops_per_s: dict[str, float]
@@ -98,6 +134,8 @@ class DeviceKind(Record):
     network: str
     context_mib: int
     source: str
+    torch_device: str = "cuda"
+    nvlink_domain: int | None = None
 
     def device(self, name: str, memory_bytes: int | None = None) -> Device:
         """Returns a device of this kind; `memory_bytes` overrides the table's memory."""
@@ -124,24 +162,16 @@ class DeviceKind(Record):
         return LINKS[self.inner]
 
     @property
-    def family(self) -> str:
-        """Returns the type in torch's names of devices: cpu or cuda."""
-        return "cpu" if self.name == "cpu" else "cuda"
+    def borrowed(self) -> dict[FigureName, str]:
+        """Returns the figures that nobody has measured on this kind, each with the kind, family or (empty)
+        default whose figure it takes; the memory of a host is the host's.
+        """
+        own = self.name.split("-")[0]
+        places: dict[FigureName, str] = {name: _place_of(name, self.name) for name in _MEASURED}
+        return {name: place for name, place in places.items() if place != own}
 
 
 _PLACE: Final = re.compile(r"cpu|[a-z]+:\d+")
-
-FigureName = Literal[
-    "context_mib",
-    "cudnn_mib",
-    "cublas_workspace_mib",
-    "matmul",
-    "attention",
-    "host_us",
-    "instructions_per_flop",
-    "host_memory_gb_per_s",
-    "host_copy_share",
-]
 
 
 @final
@@ -151,6 +181,7 @@ class _KindRow(NamedTuple):
     """
 
     name: str
+    family: str
     vendor_gb: float
     usable_gib: float
     tflops: dict[str, float]
@@ -159,12 +190,24 @@ class _KindRow(NamedTuple):
     network: str
     origin: str
     host_link: str | None = None
+    torch_device: str = "cuda"
+    nvlink_domain: int | None = None
+
+
+@final
+class _FamilyRow(NamedTuple):
+    """Is an architecture, and the one that it is most like."""
+
+    name: str
+    title: str
+    origin: str
+    like: str | None = None
 
 
 @final
 class _Figure(NamedTuple):
-    """Is a number of some kinds, by the word before the first dash of their names, or of all kinds that have
-    no number of their own.
+    """Is a number of some kinds, by the word before the first dash of their names, of families, or of all
+    kinds that have no number of their own.
     """
 
     name: FigureName
@@ -175,20 +218,48 @@ class _Figure(NamedTuple):
 
 _FILE: Final = DataFile.beside(__file__)
 _KINDS: Final = _FILE.rows("kinds", _KindRow)
+_FAMILIES: Final = {row.name: row for row in _FILE.rows("families", _FamilyRow)}
+_FAMILY_OF: Final = {row.name.split("-")[0]: row.family for row in _KINDS}
 _FIGURES: Final = {
     (row.name, word): row.value for row in _FILE.rows("figures", _Figure) for word in row.kinds or ("",)
 }
 
 
+def families_of(kind: str) -> tuple[str, ...]:
+    """Returns the family of a kind of device and those that it is like, the nearest first; none of a kind
+    that is not known.
+    """
+    found, name = list[str](), _FAMILY_OF.get(kind.split("-")[0])
+    while name is not None:
+        found.append(name)
+        name = _FAMILIES[name].like
+    return tuple(found)
+
+
+def family_title(family: str) -> str:
+    """Returns how people call a family."""
+    return _FAMILIES[family].title
+
+
 def figure_of(name: FigureName, kind: str) -> float:
-    """Returns a number of a kind of device, or that of kinds of which nothing is known."""
-    known = _FIGURES.get((name, kind.split("-")[0]))
-    return _FIGURES[name, ""] if known is None else known
+    """Returns a number of a kind of device, of the nearest family that has one, or that of kinds of which
+    nothing is known.
+    """
+    return _FIGURES[name, _place_of(name, kind)]
+
+
+def _place_of(name: FigureName, kind: str) -> str:
+    """Returns the kind, the family or (empty) the default that has the number."""
+    places = (kind.split("-")[0], *families_of(kind))
+    return next((place for place in places if (name, place) in _FIGURES), "")
 
 
 def _kind(row: _KindRow) -> DeviceKind:
     return DeviceKind(
         name=row.name,
+        family=row.family,
+        torch_device="cpu" if row.family == "cpu" else row.torch_device,
+        nvlink_domain=row.nvlink_domain,
         vendor_gb=row.vendor_gb,
         usable_gib=row.usable_gib,
         flops_per_s={dtype: tera * 1e12 for dtype, tera in row.tflops.items()},
@@ -234,18 +305,29 @@ def reached_by(kind: str) -> Reached:
 USUAL: Final = reached_by("")
 """Holds what a kind of device reaches that has no figures of its own: those of an A100."""
 
-HOST_BYTES_PER_S: Final = figure_of("host_copy_share", "") * (figure_of("host_memory_gb_per_s", "") * 1e9)
-"""The devices of a node share its memory's bandwidth."""
+
+def host_bytes_per_s(kind: str) -> float:
+    """Returns what copies reach of the memory's bandwidth of a host of such devices, which they share."""
+    return figure_of("host_copy_share", kind) * (figure_of("host_memory_gb_per_s", kind) * 1e9)
+
 
 STAND_IN: Final = "rtx3090-24gb"
 """The speed of this kind is used for a device of which only the memory is known."""
 
 
 def kind_named(text: str) -> DeviceKind | None:
-    """Returns the kind of that name, or the first that begins with it: `a100` is `a100-80gb`."""
+    """Returns the kind of that name, or the first that begins with it (`a100` is `a100-80gb`) or has all of
+    its words (`h100-nvl` is `h100-94gb-nvl`).
+    """
     low = text.lower()
-    matches = [name for name in TABLE if name == low or name.startswith(low + "-")]
-    return TABLE[low] if low in TABLE else TABLE[matches[0]] if matches else None
+    if low in TABLE:
+        return TABLE[low]
+    words = low.split("-")
+    begins = [name for name in TABLE if name.startswith(low + "-")]
+    has_words = [
+        name for name in TABLE if name.split("-")[0] == words[0] and set(words) <= set(name.split("-"))
+    ]
+    return next((TABLE[name] for name in (*begins, *has_words)), None)
 
 
 def host_link(device: Device) -> Link | None:

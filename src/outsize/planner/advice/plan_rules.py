@@ -176,7 +176,7 @@ def _replicated_s(view: _View, case: PricedModel) -> float:
 
 def _slow_links(view: _View) -> Iterator[SlowLinks]:
     """Considers all matrix products together, as if each pair was split over the devices of one node."""
-    devices = min(view.cluster.devices_per_node, len(view.cluster.devices))
+    devices = min(view.cluster.domain, len(view.cluster.devices))
     products = [u for u in view.graph.units if u.kind in PRODUCTS]
     if devices < 2 or len(products) < 2:
         return

@@ -70,7 +70,7 @@ class _Wire:
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Describes ranks by nodes: `per_node` in the fullest, `nic_bytes_per_s` for each rank's share of the
-    NICs.
+    NICs. Machines that switches of NVLink join are one node here.
     """
 
     size: int
@@ -182,7 +182,7 @@ def _group(ranks: Sequence[int], cluster: Cluster) -> _Group:
             numbers=f"which has {len(cluster.devices)} devices",
             next_step="--cluster with more devices",
         )
-    counts = Counter(map(cluster.node_of, ranks) if cluster.parts else _nodes(ranks, cluster))
+    counts = Counter(map(cluster.domain_of, ranks) if cluster.parts else _domains(ranks, cluster))
     return _Group(
         size=len(ranks),
         nodes=len(counts),
@@ -193,8 +193,8 @@ def _group(ranks: Sequence[int], cluster: Cluster) -> _Group:
     )
 
 
-def _nodes(ranks: Sequence[int], cluster: Cluster) -> list[int]:
-    return [rank // cluster.devices_per_node for rank in ranks]
+def _domains(ranks: Sequence[int], cluster: Cluster) -> list[int]:
+    return [rank // cluster.domain for rank in ranks]
 
 
 def _slowest_inner(ranks: Sequence[int], cluster: Cluster) -> Link:

@@ -36,7 +36,7 @@ from pydantic import Field
 from outsize.ir.base import Record
 from outsize.ir.graph import OpFamily
 from outsize.ir.hardware.constants import DataFile
-from outsize.ir.hardware.devices import USUAL, Device, reached_by
+from outsize.ir.hardware.devices import USUAL, Device, families_of, reached_by
 
 
 @final
@@ -128,8 +128,9 @@ class Efficiency(Record):
 
 
 Devices = Literal["gpu", "hopper", "cpu", "any"]
-"""Names the devices that a row is about. `hopper` are the GPUs of `_HOPPER`, which have the rows of `gpu`
-where they lack one of their own; `any` are all devices, for units whose ops are not known."""
+"""Names the devices that a row is about. `hopper` are the GPUs of that family and of those that are like it,
+which have the rows of `gpu` where they lack one of their own; `any` are all devices, for units whose ops are
+not known."""
 
 
 @final
@@ -165,7 +166,6 @@ _FILE: Final = DataFile.beside(__file__)
 _CURVES: Final = _FILE.rows("curves", _CurveRow)
 _HOST_OPS: Final = _FILE.rows("host_ops", _HostOpRow)
 _CONSTANTS: Final = _FILE.rows("constants", _ConstantRow)
-_HOPPER: Final = ("h100", "h800", "h200")
 
 
 def constants_of(devices: Devices) -> dict[str, float]:
@@ -230,7 +230,7 @@ def default_of(device: Device) -> Efficiency:
 
 @cache
 def _of_kind(kind: str, host_s: float | None) -> Efficiency:
-    base = HOPPER if kind.split("-")[0] in _HOPPER else GPU
+    base = HOPPER if "hopper" in families_of(kind) else GPU
     reached = reached_by(kind)
     fractions: dict[OpFamily, float] = {
         "matmul": reached.matmul / USUAL.matmul,

@@ -206,7 +206,7 @@ def all_layouts(
     `captured`: the numbers of microbatches of the whole batch for which there is a model.
     """
     ascending, given = sorted(captured), choices.given.used
-    per_node = gcd(*(part.devices_per_node for part in cluster.parts)) or cluster.devices_per_node
+    per_node = gcd(*(part.domain for part in cluster.parts)) or cluster.domain
     sizes = choices.of_each_group(_sizes(cluster, units))
     for searched, weights in _meshes(sizes, per_node, choices) if sizes else ():
         axes = searched.model_copy(update=given)
@@ -245,6 +245,7 @@ def grouped(cluster: Cluster, group: int) -> Cluster | None:
             update={
                 "devices": part.devices // group,
                 "devices_per_node": max(1, part.devices_per_node // group),
+                "devices_per_domain": part.devices_per_domain and max(1, part.devices_per_domain // group),
             }
         )
         for _, part in used
@@ -253,6 +254,7 @@ def grouped(cluster: Cluster, group: int) -> Cluster | None:
         update={
             "devices": tuple(d for a, part in used for d in cluster.devices[a : a + part.devices : group]),
             "devices_per_node": fewer[0].devices_per_node,
+            "devices_per_domain": fewer[0].devices_per_domain,
             "inner": fewer[0].inner,
             "parts": tuple(fewer) if cluster.parts else (),
         }
@@ -289,6 +291,7 @@ def of_kind(cluster: Cluster, kind: str, memory_bytes: int) -> Cluster:
             "devices_per_node": parts[0].devices_per_node,
             "inner": parts[0].inner,
             "nics_per_node": parts[0].nics_per_node,
+            "devices_per_domain": parts[0].devices_per_domain,
             "parts": tuple(parts) if len(parts) > 1 else (),
         }
     )

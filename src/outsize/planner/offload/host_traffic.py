@@ -52,7 +52,7 @@ from numpy.typing import NDArray
 from outsize.ir.cluster import Cluster
 from outsize.ir.findings import HostStates, WeightsOnHost
 from outsize.ir.graph import ModelGraph
-from outsize.ir.hardware.devices import HOST_BYTES_PER_S, host_link
+from outsize.ir.hardware.devices import host_bytes_per_s, host_link
 from outsize.ir.hardware.links import Link
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
@@ -87,7 +87,8 @@ class Host:
         links = [link for device in cluster.devices if (link := host_link(device)) is not None]
         nodes = [part.devices_per_node for part in cluster.parts] or [cluster.devices_per_node]
         sharing = min(working, max(nodes))
-        return cls(min(links, key=lambda link: link.bytes_per_s), HOST_BYTES_PER_S / sharing)
+        memory_bytes_per_s = min(host_bytes_per_s(device.kind) for device in cluster.devices)
+        return cls(min(links, key=lambda link: link.bytes_per_s), memory_bytes_per_s / sharing)
 
     def move_s(self, in_bytes: int, out_bytes: int = 0, adding: int = 1) -> float:
         """Returns the seconds to copy weights in and gradients out at the same time."""
@@ -175,7 +176,7 @@ def hosted(
         ranges=_on_device(whole.ranges, blocks, ends, layout, recomputes),
         microbatches=layout.microbatches,
         recompute=RECOMPUTE.name if recomputes else KEEP.name,
-        after_s=_sums(np.add.reduceat(blocks.updated / HOST_BYTES_PER_S, np.array(ends[:-1]))),
+        after_s=_sums(np.add.reduceat(blocks.updated / Host.of(cluster, 1).bytes_per_s, np.array(ends[:-1]))),
     ).with_seconds(fetching(blocks, layout, cluster, recomputes).merged(ends))
 
 

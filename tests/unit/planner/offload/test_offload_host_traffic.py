@@ -16,7 +16,7 @@ from outsize.errors import NoFeasiblePlan, UnsupportedPlan
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.findings import HostBound, WeightsOnHost
-from outsize.ir.hardware.devices import HOST_BYTES_PER_S, TABLE
+from outsize.ir.hardware.devices import TABLE, host_bytes_per_s
 from outsize.ir.hardware.links import LINKS, Link
 from outsize.ir.plan import Axes, Plan, ScheduleName
 from outsize.planner.costs.unit_times import UnitSeconds
@@ -37,6 +37,8 @@ from outsize.planner.partition.stage_prices import PricedModel
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
 from outsize.policies.activations import Recompute
+
+HOST_BYTES_PER_S = host_bytes_per_s("")
 
 BARE = Link(name="bare", latency_s=0.0, bytes_per_s=1.0)
 FORWARD, BACKWARD = (InFlightState(1, 0, 0, 0, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))

@@ -13,7 +13,7 @@ from outsize.errors import BadOption, NoFeasiblePlan
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.findings import FullestDevice, HostRoofline, HostStates, SlowestStage, WeightsOnHost
-from outsize.ir.hardware.devices import HOST_BYTES_PER_S
+from outsize.ir.hardware.devices import host_bytes_per_s
 from outsize.ir.hardware.links import LINKS
 from outsize.ir.plan import Plan
 from outsize.planner.costs.unit_times import UnitSeconds
@@ -21,6 +21,8 @@ from outsize.planner.offload.host_traffic import block_ends
 from outsize.planner.search.evaluate_plan import price, timeline
 from outsize.planner.search.search import search
 from outsize.policies.weights import HOSTED
+
+HOST_BYTES_PER_S = host_bytes_per_s("")
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.findings import DevicesInTurns, MemoryShortage, NoPipelineFits
 from outsize.ir.graph import ModelGraph
-from outsize.ir.hardware.devices import HOST_BYTES_PER_S
+from outsize.ir.hardware.devices import host_bytes_per_s
 from outsize.ir.hardware.links import LINKS
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.profile import Profile
@@ -25,6 +25,8 @@ from outsize.planner.search.search import search
 from outsize.planner.strategies import host_round_robin
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
+
+HOST_BYTES_PER_S = host_bytes_per_s("")
 
 MIB = 1 << 20
 Models = dict[int, tuple[ModelGraph, Profile]]
