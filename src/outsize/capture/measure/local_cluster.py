@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 import psutil
 import torch
@@ -28,9 +29,21 @@ from outsize.device.accelerators import (
 from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.cluster_file import load_cluster
-from outsize.ir.hardware.devices import GIB, STAND_IN, TABLE, Device, host_link, kinds_like, places_in
+from outsize.ir.hardware.devices import (
+    GIB,
+    STAND_IN,
+    TABLE,
+    Device,
+    DeviceKind,
+    host_link,
+    kinds_like,
+    places_in,
+)
 from outsize.ir.hardware.links import Link
 from outsize.ir.hardware.memory_share import split_share
+
+_CONNECTORS: Final = frozenset({"pcie", "nvl"})
+"""How boards are called that are not on a baseboard; names of kinds have it, too."""
 
 
 def find_cluster(name: str) -> Cluster:
@@ -132,16 +145,17 @@ def _accelerators() -> Cluster:
 def device_kind(name: str, memory_bytes: int) -> str:
     """Returns the kind in the device table for a driver's GPU name: `NVIDIA A100-SXM4-40GB` -> `a100-40gb`.
 
-    The first word that names kinds of the table selects them; of these the one with the right connector and
-    the nearest memory is taken. Without any the kind is STAND_IN.
+    The longest run of words that names kinds of the table selects them (`RTX PRO 6000` is `rtxpro6000`); of
+    these the one with the right connector and the nearest memory is taken. Without any the kind is STAND_IN.
     """
-    low = name.lower().replace("rtx ", "rtx").replace("geforce ", "")
-    words = re.findall(r"[a-z]+\d+[a-z]*", low)
-    kinds = next((matching for word in words if (matching := kinds_like(word))), [])
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    runs = ("".join(words[at : at + size]) for size in (3, 2, 1) for at in range(len(words) - size + 1))
+    kinds = next((matching for run in runs if (matching := kinds_like(run))), [])
     if not kinds:
         return STAND_IN
-    pcie = "pcie" in low
-    return min(
-        kinds,
-        key=lambda k: (abs(k.usable_gib - memory_bytes / GIB), k.name.endswith("-pcie") != pcie),
-    ).name
+
+    def unlike(kind: DeviceKind) -> tuple[float, int]:
+        connectors = _CONNECTORS.intersection(kind.name.split("-"))
+        return abs(kind.usable_gib - memory_bytes / GIB), len(connectors ^ _CONNECTORS.intersection(words))
+
+    return min(kinds, key=unlike).name
