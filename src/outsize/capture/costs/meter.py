@@ -15,7 +15,6 @@ Oracle: tests/unit/capture/costs/test_costs_truth.py, real forwards and backward
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +52,7 @@ from outsize.capture.costs.thread_instructions import (
     instructions_of,
     statistics_again,
 )
+from outsize.errors.interruptions import suppressed
 from outsize.ir.graph import CONVOLUTIONS, SMALL_BYTES, OpFamily, Work
 from outsize.program.tape import Cost
 
@@ -356,7 +356,7 @@ class CostMeter:
         """
         outer, self._running = self._running, WorkSums()
         try:
-            with contextlib.suppress(Exception):
+            with suppressed():
                 run()
                 # Backwards may be nested: a custom function can call another one in its own.
                 (outer or self._input).merge(self._running)
@@ -401,13 +401,13 @@ class CostMeter:
 
     def _learn(self, op: Any) -> _OpFacts:
         name, family = op_name(op), family_of(op)
-        packet, view = getattr(op, "_overloadpacket", None), bool(getattr(op, "is_view", False))
+        view = bool(getattr(op, "is_view", False))
         self._ops[op] = known = _OpFacts(
             name=name,
             family=family,
             view=view,
             rule=rule_of(name, family, view=view),
-            formula=_FORMULAS.get(packet),
+            formula=formula_of(op),
             chancy=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
             pointwise=torch.Tag.pointwise in getattr(op, "tags", ()) or name in COPIES,
         )
@@ -550,6 +550,11 @@ def _limits(
 def flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Returns the FLOPs of one ATen op; 0 where torch has no formula."""
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def formula_of(op: Any) -> Any:
+    """Returns the formula of an ATen op's FLOPs, for `flops_of`; None where there is none."""
+    return _FORMULAS.get(getattr(op, "_overloadpacket", None))
 
 
 def _cpu_flash_flops(

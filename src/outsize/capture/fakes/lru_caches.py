@@ -18,6 +18,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from outsize.capture.fakes.fake_model import is_fake
+from outsize.errors.interruptions import raise_interruption
 
 _CACHED: Any = type(functools.lru_cache(int))
 # Most of what globals and caches hold: no tensors, no cached functions, and nothing that holds one.
@@ -70,7 +71,8 @@ class Caches:
         args, kwargs = _arguments(key)
         try:
             cached(*args, **kwargs)
-        except Exception:
+        except Exception as error:
+            raise_interruption(error)
             return False  # for example, it names a device that does not exist here
         return True
 

@@ -29,6 +29,7 @@ from outsize.capture.recording.fallbacks import LossFn, record
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.python_random import restored_python_generators
 from outsize.errors import NotCapturable, OutsizeError
+from outsize.errors.interruptions import raise_interruption
 from outsize.ir.graph import ModelGraph, Unit, Value
 from outsize.program.replaying.modes import current_modes
 from outsize.program.tape import Tape
@@ -148,6 +149,7 @@ def _watched(
     except OutsizeError:
         raise
     except Exception as error:
+        raise_interruption(error)
         raise rejected_by_model(error, model, args, kwargs) from error
 
 

@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple, NoReturn, final
 import numpy as np
 import torch
 
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.python_reads import NumberDecision, NumberInput, ValuePlace
 from outsize.program.tree import leaves, map_leaves
 
@@ -124,7 +125,8 @@ class PlantedNumbers:
             self.refuse([place])
         try:
             place.put(number)
-        except Exception:
+        except Exception as error:
+            raise_interruption(error)
             self.refuse([place])
         if place.value() is not number:
             self.refuse([place])
@@ -201,7 +203,8 @@ def _computed(operation: Callable[..., Any], *operands: Any) -> Any:
     expression = NumberInput(operation, tuple(input_of(o) if is_symbolic(o) else o for o in operands))
     try:
         value = operation(*plain)
-    except Exception:
+    except Exception as error:
+        raise_interruption(error)
         numbers.refuse_in(operands)
         raise
     if isinstance(value, bool | np.bool_):

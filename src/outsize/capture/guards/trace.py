@@ -77,6 +77,7 @@ from outsize.capture.guards.opcodes import (
 )
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers, is_symbolic
 from outsize.capture.guards.values import is_container, parts_of
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.objects import Path, Scope, apply, fits, walk
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import is_outsize_file, warn_user
@@ -312,6 +313,7 @@ class ReadTrace:
             self._interruption = error
             raise
         except Exception as error:
+            raise_interruption(error)
             self.failure = error
             if self._events is not None:
                 self._events.switch(on=False)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from outsize.capture.models.transformers_classes import labels_of
 from outsize.errors import BadOption, ExampleRejected
+from outsize.errors.interruptions import raise_interruption
 from outsize.ir.formatting import whole_number
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -94,6 +95,7 @@ def _call_own(function: Callable[..., Any], batch: int) -> Example:
     try:
         made = function(batch) if inspect.signature(function).parameters else function()
     except Exception as error:
+        raise_interruption(error)
         raise ExampleRejected(
             "example_batch raised",
             numbers=f"{type(error).__name__}: {error}",

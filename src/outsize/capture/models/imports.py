@@ -16,6 +16,7 @@ import torch
 
 from outsize.capture.models import torchvision_operators
 from outsize.errors import ModelNotImportable
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.source_line import warn_user
 
 
@@ -80,6 +81,7 @@ def _import(name: str, *, extra: str = "") -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
+        raise_interruption(error)
         raise ModelNotImportable(
             f"{name} does not import",
             numbers=f"{type(error).__name__}: {error}",

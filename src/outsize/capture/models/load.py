@@ -31,6 +31,7 @@ from outsize.capture.models.imports import import_torchvision
 from outsize.capture.models.on_meta import built_on_meta
 from outsize.capture.models.transformers_classes import from_hub, transformers_builder
 from outsize.errors import BadOption, ModelNotImportable, OutsizeError, UnknownModel
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.source_line import frames_outside_outsize
 
 __all__ = ["Spec", "example", "import_torchvision", "load", "parse_spec"]
@@ -189,6 +190,7 @@ def _errors_explained(spec: Spec) -> Iterator[None]:
     except OutsizeError:
         raise
     except Exception as error:
+        raise_interruption(error)
         text = f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error)}"
         if spec.options and isinstance(error, (TypeError, ValueError)):
             options = ", ".join(f"{k}={v!r}" for k, v in spec.options.items())

@@ -15,7 +15,6 @@ transformers' heads), else the first floating one; auxiliary heads are the entri
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, final
 
@@ -28,6 +27,7 @@ from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.recording.fallbacks import LossFn, find_loss, record
 from outsize.capture.recording.python_random import restored_generators
 from outsize.errors import BadOption, NotCapturable
+from outsize.errors.interruptions import suppressed
 from outsize.program.tape import Ref, Tape
 from outsize.program.tree import map_leaves
 
@@ -87,7 +87,7 @@ def _output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     on_meta = bool(parameters := [*model.parameters()]) and all(p.is_meta for p in parameters)
     if on_meta:
-        with suppress(Exception):  # The forward may ask for values; recording finds out for which.
+        with suppressed():  # The forward may ask for values; recording finds out for which.
             output = output_on_meta(model, args, kwargs)
             return output, find_loss(output) is not None
     try:

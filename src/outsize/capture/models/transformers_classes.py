@@ -23,6 +23,7 @@ from torch import nn
 
 from outsize.capture.models.imports import import_transformers
 from outsize.errors import BadOption, UnknownModel
+from outsize.errors.interruptions import raise_interruption
 
 Labels = Literal["tokens", "class", "class per token", "none"]
 
@@ -147,6 +148,7 @@ def _made(make: Callable[[], Any], name: str, fields: dict[str, Any]) -> Any:
     try:
         return make()
     except Exception as error:
+        raise_interruption(error)
         values = ", ".join(f"{k}={v!r}" for k, v in fields.items()) or "its own values"
         raise BadOption(
             f"{name} does not take {values}", numbers=_one_line(error), next_step="change these values"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from outsize.capture.costs.real_runs import TooLarge, limited
 from outsize.capture.costs.weight_casts import known_casts
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes
 from outsize.capture.fakes.lru_caches import Caches
@@ -32,6 +33,7 @@ from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.call_advice import advice_for_loss, call_text, rejected_by_model, shape_text
 from outsize.capture.recording.calls.failures import FrameFailed, Leaked
+from outsize.capture.recording.guards import is_of_fakes
 from outsize.capture.recording.intercept import watching
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_state import (
@@ -46,6 +48,7 @@ from outsize.capture.recording.python_random import restored_generators, self_se
 from outsize.capture.recording.recorder import Recorder
 from outsize.capture.recording.weight_cache import own_weight_cache
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.objects import snapshot
 from outsize.program.python_reads import LOSS
 from outsize.program.replaying.modes import Modes, current_modes
@@ -74,11 +77,15 @@ class TapeOptions:
     becomes one instruction, which runs the user's code at every replay. Unless it is None the tape says which
     Python values it depends on; it then refers to objects of the model. `numbers` are put into their places
     meanwhile; where they are followed, they are inputs of the tape, and Unfollowed may be raised.
+    `is_trial`: nobody needs the tape, only whether the model takes the batch. What it raises on fakes is its
+    answer then, unless it is raised for fakes alone; nothing is computed to find out whether real tensors
+    raise it as well.
     """
 
     home: torch.device | None = None
     live: Collection[str] | None = None
     numbers: PlantedNumbers | None = None
+    is_trial: bool = False
 
 
 _DEFAULTS: Final = TapeOptions()
@@ -137,16 +144,14 @@ def record(
             except (Consumed, Leaked) as problem:
                 _open_or_close(model, rule, problem)
             except FrameFailed as failure:
-                if failure.cause is not None:
-                    if _gave_up_costs(rule, failure.cause):
-                        continue
-                    _insist_on_acceptance(call, failure.cause)
-                _climb(call, rule, failure)
+                if failure.cause is None or not _gave_up_costs(rule, failure.cause):
+                    _climb(call, rule, failure)
             except (NotCapturable, BadOption):
                 raise
             except Exception as error:
+                raise_interruption(error)
                 if not _gave_up_costs(rule, error):
-                    raise origins.error or _explained(call, error) from error
+                    raise origins.error or _explained(call, rule, error) from error
 
 
 @contextmanager
@@ -169,6 +174,7 @@ def _rule_of(model: nn.Module, options: TapeOptions) -> LeafRule:
         live_loss=LOSS in live,
         guards_reads=options.live is not None,
         numbers=options.numbers,
+        is_trial=options.is_trial,
     )
     rule.forced.update(dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step"))
     return rule
@@ -382,6 +388,7 @@ def _tape(recorder: Recorder, inputs: list[int], output: Any, loss: Any, rule: L
     recorder.gradients.settle()
     loss_ref = recorder.refer(loss) if isinstance(loss, Tensor) else None
     notes = [f"{fqn}: {reason}" for fqn, reason in (*rule.forced.items(), *rule.opened.items())]
+    notes += recorder.decider.assumed.values()
     notes += [
         f"{place}: a checkpoint region runs flat, its activations are kept"
         for place in recorder.regions.lines
@@ -422,11 +429,13 @@ def find_loss(output: Any) -> Tensor | None:
 def _climb(call: _RecordedCall, rule: LeafRule, failure: FrameFailed) -> None:
     """Makes the frame's module and all modules of its class leaves; raises when that is the whole model."""
     model = call.model
+    if failure.cause is not None:
+        _insist_on_acceptance(call, rule, failure.cause)
     if failure.frame == "" or failure.frame in rule.forced:
         if _open_keepers(model, rule):
             return
         if failure.cause is not None:
-            raise _explained(call, failure.cause) from failure.cause
+            raise _explained(call, rule, failure.cause) from failure.cause
         raise _refusal(model, failure)
     kind = type(model.get_submodule(failure.frame))
     for fqn, module in model.named_modules():
@@ -514,20 +523,23 @@ def _gave_up_costs(rule: LeafRule, error: Exception) -> bool:
     return given_up
 
 
-def _insist_on_acceptance(call: _RecordedCall, error: Exception) -> None:
+def _insist_on_acceptance(call: _RecordedCall, rule: LeafRule, error: Exception) -> None:
     """Raises when the real model rejects the example as well, for then the tape is not at fault.
 
     A model on meta cannot be run; there recording continues with coarser leaves, and finally the error itself
-    is raised.
+    is raised. A trial takes the error of the fakes, but for one that is theirs alone.
     """
+    if rule.is_trial and not is_of_fakes(error):
+        raise _rejected(call, error, "model") from error
     rejection = None if _on_meta(call.model) else _rejection(call)
     if rejection is not None:
         raise rejection from error
 
 
-def _explained(call: _RecordedCall, error: Exception) -> Exception:
+def _explained(call: _RecordedCall, rule: LeafRule, error: Exception) -> Exception:
     """Returns ExampleRejected when the real model (or loss) raises as well, else NotCapturable."""
-    rejection = _rejected(call, error, "model") if _on_meta(call.model) else _rejection(call)
+    believed = _on_meta(call.model) or (rule.is_trial and not is_of_fakes(error))
+    rejection = _rejected(call, error, "model") if believed else _rejection(call)
     return rejection or NotCapturable(
         f"{type(error).__name__} while recording, which the real model does not raise: {error}",
         numbers=f"call {call}, at {raising_line(error)}",
@@ -548,11 +560,15 @@ def _rejection(call: _RecordedCall) -> ExampleRejected | None:
         ):
             # The forward may write into its inputs.
             args, kwargs, target = with_copied_tensors((call.args, call.kwargs, call.target))
-            output = model(*args, **kwargs)
+            with limited():
+                output = model(*args, **kwargs)
             at_fault = "loss function"
             if call.loss_fn is not None:
                 call.loss_fn(output, *target)
+    except TooLarge:
+        return None  # Whether it rejects the example is not worth the time.
     except Exception as error:
+        raise_interruption(error)
         return _rejected(call, error, at_fault)
     return None
 

@@ -15,8 +15,13 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
+from outsize.capture.costs.real_runs import TooLarge, insist_on_room, limited
 from outsize.capture.fakes.fake_model import FakeModel, fake_like
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.capture.recording.calls.failures import FrameFailed
@@ -54,6 +59,13 @@ def is_data_dependent(error: Exception) -> bool:
     )
 
 
+def is_of_fakes(error: Exception) -> bool:
+    """Returns whether a model may raise the error on fakes alone: for a value, or an op that has no fake."""
+    if isinstance(error, NotImplementedError | UnsupportedOperatorException) or is_data_dependent(error):
+        return True
+    return any(word in str(error).lower() for word in ("fake", "meta", "saved tensor hooks"))
+
+
 @final
 class Decider:
     """Answers decisions from the real inputs, and writes the guards."""
@@ -71,6 +83,8 @@ class Decider:
         self.drew = False
         # The list holds the weights that decisions have read, and where.
         self.weights: list[tuple[Weight, str]] = []
+        # The line of each decision on values that nobody knows, and how it was taken.
+        self.assumed: dict[str, str] = {}
         self.frames: dict[str, str] = {}  # The table maps the source line of a decision to its module.
 
     def begin(self, where: str, frame: str) -> None:
@@ -103,7 +117,7 @@ class Decider:
             return self._despite_chance(fn, args, kwargs, needs)
         self._insist_on_inputs(needs, args, kwargs)
         before = torch.get_rng_state()
-        out = self._run(fn, args, kwargs, needs)
+        out = self._run(fn, args, kwargs, needs, where)
         self.drew = not torch.equal(before, torch.get_rng_state())  # what it needs draws nothing
         weights = self._weights_in(needs, args, kwargs)
         self.weights += [(weight, where) for weight in weights]
@@ -162,12 +176,38 @@ class Decider:
         named = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Weight)]
         return [w for i in needs for w in self._instructions[i].weights] + named
 
-    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, needs: list[int]) -> Any:
-        env: dict[int, Any] = {**self._slots.constants, **self._inputs}
-        if any(t.is_meta for t in env.values()):
-            raise LookupError("a decision on the values of inputs that are on meta")
-        evaluate([self._instructions[i] for i in needs], env, self._weights)
-        return fn(*resolve(args, env, self._weights), **resolve(kwargs, env, self._weights))
+    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, needs: list[int], where: str) -> Any:
+        # What a decision does not read may be on meta: positions follow from the shape of the ids alone.
+        read = {leaf.slot for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)}
+        read |= {slot for i in needs for slot in self._instructions[i].reads()}
+        given: dict[int, Any] = {**self._slots.constants, **self._inputs}
+        env = {
+            slot: self._with_values(tensor, where) if slot in read else tensor
+            for slot, tensor in given.items()
+        }
+        try:
+            with limited():
+                evaluate([self._instructions[i] for i in needs], env, self._weights)
+                return fn(*resolve(args, env, self._weights), **resolve(kwargs, env, self._weights))
+        except TooLarge as large:
+            raise LookupError(f"a decision that is long to compute ({large})") from large
+
+    def _with_values(self, tensor: Tensor, where: str) -> Tensor:
+        """Returns the values on which a decision depends. Those of an input on meta are nowhere: ones stand
+        for them, as in a mask that hides nothing, and numbers that count up, as corners of a box do.
+        """
+        if not tensor.is_meta:
+            return tensor
+        try:
+            insist_on_room([tensor])
+        except TooLarge as large:
+            raise LookupError(f"a decision on the values of inputs that are on meta ({large})") from large
+        self.assumed.setdefault(
+            where, f"{where}: decided as for an input of ones, since the example is on meta"
+        )
+        if not tensor.is_floating_point() or not tensor.ndim:
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+        return torch.arange(1, tensor.shape[-1] + 1, dtype=tensor.dtype).expand(tensor.shape).contiguous()
 
     def _despite_chance(self, fn: Callable[..., Any], args: Any, kwargs: Any, needs: list[int]) -> Any:
         chain = [self._instructions[i] for i in needs]

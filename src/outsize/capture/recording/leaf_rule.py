@@ -52,7 +52,7 @@ class LeafRule:
     `numbers` are in their places while the forward is recorded. `keepers` are leaves whose calls depend on
     the calls before, because they write outside of modules or draw from a generator of their own: all calls
     of one stay in one stage. `used` has the objects that change with each use (capture.guards.consumed), by
-    their ids, with what uses them.
+    their ids, with what uses them. `is_trial`: what fails on fakes is not run on real tensors.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class LeafRule:
         live_loss: bool = False,
         guards_reads: bool = False,
         numbers: PlantedNumbers | None = None,
+        is_trial: bool = False,
     ) -> None:
         self.forced: dict[str, str] = {}
         self.opened: dict[str, str] = {}
@@ -70,6 +71,7 @@ class LeafRule:
         self.experts: set[str] = set()
         self.traced, self.saved, self.live_loss = False, True, live_loss
         self.guards_reads, self.numbers, self.of_loss = guards_reads, numbers, of_loss
+        self.is_trial = is_trial
         self.keepers: set[str] = set()
         self.used: dict[int, list[Consumed]] = {}
 

@@ -22,6 +22,7 @@ from outsize.capture.guards.values import is_container
 from outsize.capture.guards.writes import Write
 from outsize.capture.recording.leaf_rule import LeafRule, common_module
 from outsize.errors import NotCapturable
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.python_reads import LOSS
 from outsize.program.sharding.opaque_modules import HOOKS
 from outsize.program.source_line import line_of
@@ -49,7 +50,8 @@ def unsettled(
     held = [list(leaves(vars(fakes.modules[fqn]))) for fqn in before]  # else an id could come again
     try:
         same = _same(tape, again())
-    except Exception:
+    except Exception as error:
+        raise_interruption(error)
         return state
     now = {fqn: fakes.state_of(fqn)[""] for fqn in before}
     del held
@@ -90,6 +92,7 @@ def insist_on_harmless(
     try:
         same = _same(tape, again())
     except Exception as error:
+        raise_interruption(error)
         raise _refusal(model, *next(iter(state)), f"the next call depends on it ({error})") from error
     if not same:
         raise _refusal(model, *next(iter(state)), "the next call computes something else")

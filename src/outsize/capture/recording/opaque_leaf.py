@@ -27,8 +27,10 @@ from torch import Tensor, nn
 
 from outsize.capture.costs.live_memory import storage_bytes, storage_key
 from outsize.capture.costs.meter import CostMeter
+from outsize.capture.costs.real_runs import insist_on_room, limited
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, is_fake
 from outsize.capture.recording.intercept import copying_tensors, observing_real_ops
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.tape import Cost
 from outsize.program.tree import children, leaves, map_leaves
 
@@ -67,7 +69,8 @@ _LARGE = _ProbeValues(spread=1.0, integer=1, draw=1.0 - 2.0**-24)
 def probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel, *, saved: bool) -> ProbeResult:
     """Runs real copies of `module`; tensors that they pass to other code are not taken for data.
 
-    `saved` says that the recorder asks what autograd saves. Raises whatever the first copy raises.
+    `saved` says that the recorder asks what autograd saves. Raises whatever the first copy raises, and
+    TooLarge.
     """
 
     def fake(leaf: Any) -> Any:
@@ -88,7 +91,8 @@ def probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel, *, saved:
 def _other(run: _ProbeRun, module: nn.Module, args: Any, kwargs: Any) -> Any:
     try:
         return run(module, args, kwargs)[0]
-    except Exception:
+    except Exception as error:
+        raise_interruption(error)
         return None
 
 
@@ -133,7 +137,12 @@ class _ProbeRun:
 
         Autograd is on: which results require grad depends on the module, and is known only from a real run.
         """
-        with observing_real_ops(self._see), self._saved_tensors_hooks():
+        insist_on_room(
+            t
+            for t in (*module.parameters(), *module.buffers(), *leaves((args, kwargs)))
+            if isinstance(t, Tensor)
+        )
+        with observing_real_ops(self._see), self._saved_tensors_hooks(), limited():
             clone = self._copy(module)
             args, kwargs = map_leaves(self._given, args), map_leaves(self._given, kwargs)
             with torch.random.fork_rng(devices=[]):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from outsize.capture.costs.fused_attention import attention_inputs, is_causal
 from outsize.capture.costs.meter import CostMeter
+from outsize.capture.costs.real_runs import TooLarge, too_large
 from outsize.capture.fakes.fake_model import FakeModel
 from outsize.capture.fakes.object_tensors import ArgumentObjects
 from outsize.capture.guards.notes import Notes
@@ -33,7 +34,7 @@ from outsize.capture.recording.calls.leaf_state import LeafStates
 from outsize.capture.recording.calls.number_arguments import without_symbolic
 from outsize.capture.recording.calls.position import Position
 from outsize.capture.recording.calls.references import References
-from outsize.capture.recording.guards import Decider, is_data_dependent
+from outsize.capture.recording.guards import Decider, is_data_dependent, is_of_fakes
 from outsize.capture.recording.intercept import (
     Watcher,
     backward_of,
@@ -47,6 +48,7 @@ from outsize.capture.recording.python_random import PythonGenerators, is_seeded,
 from outsize.capture.recording.repeated_blocks import RepeatedBlocks
 from outsize.capture.recording.slots import Slots, version
 from outsize.capture.recording.weight_cache import reads_cache
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.replaying.modes import Modes, current_modes
 from outsize.program.replaying.replay import insist
 from outsize.program.source_line import calling_line
@@ -314,11 +316,17 @@ class Recorder(Watcher):
             with self.position.within(fqn), self.reads.resumed():
                 return fn(module, *call.args, **call.kwargs)
         except Exception as error:
+            raise_interruption(error)
             frame, where = self.position.frame, call.where
+            if self._rule.is_trial and not is_of_fakes(error):
+                raise FrameFailed(frame, str(error), where, error) from error
             self._leaf_states.note_probed(fqn)
             try:
                 probed = probe(module, call.args, call.kwargs, self._fakes, saved=self._rule.saved)
-            except Exception:
+            except TooLarge as large:
+                raise too_large(f"{fqn} ({type(module).__name__})", error, large) from error
+            except Exception as of_probe:
+                raise_interruption(of_probe)
                 raise FrameFailed(frame, str(error), where, error) from error
             if any(isinstance(leaf, int | float) for leaf in leaves(probed.out)):
                 raise FrameFailed(frame, f"a Python number that {fqn} computes", where) from None
@@ -352,6 +360,7 @@ class Recorder(Watcher):
         try:
             return self._call(fn, call.args, call.kwargs)
         except Exception as error:
+            raise_interruption(error)
             if not is_data_dependent(error):
                 raise FrameFailed(self.position.frame, str(error), where, error) from error
         if self._numbers is not None:

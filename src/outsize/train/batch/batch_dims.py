@@ -16,16 +16,18 @@ samples is tried in the same way: it has an item for each sample if the model ta
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch import Tensor, nn
 
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption, ExampleRejected
 from outsize.errors.arguments import shown
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.source_line import warn_user
 from outsize.program.tree import Steps, tensors_in
 from outsize.run.stage.to_device import TapeHome
@@ -36,15 +38,22 @@ from outsize.train.batch.samples import MICROBATCHES, lists_in, samples_in
 Asked = Mapping[str | int, int | str | CountRows | None]
 Rule = int | PackedBy | None
 Rules = tuple[Rule, ...]  # batch dims, and how to count rows, for all batches of a kind
-Rejection = Callable[[Batch], Exception | None]
 _KNOWN, _TRIES = 4096, 32  # how many candidates are ranked, and how many are tried
+
+
+class Rejection(Protocol):
+    """Gives the error with which a model rejects a batch, or None; of a trial alone whether there is one."""
+
+    @abstractmethod
+    def __call__(self, batch: Batch, *, is_trial: bool = True) -> Exception | None:
+        """Returns the error for a batch."""
 
 
 @final
 class BatchDims:
     """Finds the batch dims, once for all batches of equal ranks and dtypes.
 
-    `rejection(batch)` gives the error with which the model rejects the batch, if it does. `asked` maps an
+    `rejection` gives the error with which the model rejects the batch, if it does. `asked` maps an
     argument's name or position, or "target", to the batch dim of all its tensors; for a tensor whose rows
     belong to samples, to the name of the argument that counts them, or to a function of the model's arguments
     that does. For a list, 0 says that it has an item for each sample, and None that it goes to each
@@ -114,7 +123,7 @@ class BatchDims:
             if any(self._takes_more(other) for other in (*_with_all_lists(sized, self._asked), sized)):
                 return sized
         # The shapes of a microbatch would explain nothing where the batch itself is wrong.
-        error = self._rejection(batch)
+        error = self._rejection(batch, is_trial=False)
         if isinstance(error, ExampleRejected):
             raise error
         return replace(batch, dims=_counted(batch, (packed or candidates)[0]))
@@ -382,14 +391,15 @@ def rejection(model: nn.Module, loss_fn: LossFn | None, home: TapeHome | None = 
     where stages have others than the model's.
     """
 
-    def error_of(batch: Batch) -> Exception | None:
+    def error_of(batch: Batch, *, is_trial: bool = True) -> Exception | None:
         try:
-            options = TapeOptions(None if home is None else home.now())
+            options = TapeOptions(None if home is None else home.now(), is_trial=is_trial)
             loss = evaluating_loss(loss_fn, batch)
             with warnings.catch_warnings():  # Batches that are tried may not fit their targets.
                 warnings.filterwarnings("ignore", message="Using a target size")
                 record(model, batch.args, batch.kwargs, loss, batch.target, options)
         except Exception as error:
+            raise_interruption(error)
             return error
         return None
 

@@ -23,6 +23,7 @@ from outsize.capture.recording.fallbacks import LossFn
 from outsize.device.accelerators import is_accelerator, widest_float
 from outsize.device.readback import host_numbers
 from outsize.errors import OutsizeError
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.python_reads import LOSS
 from outsize.program.reader import SlotReader, SlotValues, buffers_behind
 from outsize.program.tape import Ref, Tape, Weight
@@ -313,6 +314,7 @@ def _adds_up(loss_fn: LossFn | None, tape: Tape, trial: LossTrial) -> tuple[bool
         except DEVICE_ERRORS:
             raise
         except Exception as error:  # any code of the user's may run in a loss function; the engine says what
+            raise_interruption(error)
             return None, error
         if once != 0 and math.isfinite(once) and math.isfinite(twice):
             answers.append(math.isclose(twice, 2 * once, rel_tol=1e-3))

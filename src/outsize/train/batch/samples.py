@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import BadOption
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.tree import Steps, is_container, parts, tensors_in
 
 MICROBATCHES: Final = "engine.step([outsize.microbatch(x1, target=y1), ...]), the microbatches as they are"
@@ -100,7 +101,10 @@ class _Slices(SampleHolder):
         try:
             one = value[0:1]
             return type(one) is kind and len(value) > 0 and len(one) == 1 and bool(tensors_in(value))
-        except Exception:  # any code of the user's; an object that cannot do it is looked into instead
+        except (
+            Exception
+        ) as error:  # any code of the user's; an object that cannot do it is looked into instead
+            raise_interruption(error)
             return False
 
     def count(self, value: Any) -> int:
@@ -141,6 +145,7 @@ def _own_errors(value: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # any code of the user's may run in it
+        raise_interruption(error)
         raise BadOption(
             f"a {type(value).__name__} of the batch does not give its samples",
             numbers=f"{type(error).__name__}: {error}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
@@ -22,6 +22,7 @@ from outsize.capture.models.weight_sharing import frozen
 from outsize.capture.recording.fallbacks import LossFn, insist_on_loss_function, insist_on_module
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption, ExampleRejected
+from outsize.errors.interruptions import suppressed
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.program.objects import copy_attributes
@@ -278,7 +279,7 @@ class TrainingCase:
         if not all(p.is_meta for p in self.module.parameters()):
             return False
         batch = self.batch.resized(1)
-        with suppress(Exception):  # any other error is shown when the model is recorded
+        with suppressed():  # any other error is shown when the model is recorded
             return not _runs(self.module, batch)
         return False
 

@@ -20,6 +20,7 @@ from typing import Any, final
 from torch import Tensor
 
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers, Unfollowed
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.python_reads import NumberInput, ValuePlace
 from outsize.program.tape import Instruction, Tape
 from outsize.program.tree import leaves
@@ -70,7 +71,10 @@ def _recorded(record: Record, planted: PlantedNumbers) -> Tape | None:
         return record(planted)
     except Unfollowed:
         return None
-    except Exception:  # What a symbolic number broke, or what the user's code says of another number.
+    except (
+        Exception
+    ) as error:  # What a symbolic number broke, or what the user's code says of another number.
+        raise_interruption(error)
         return None
 
 

@@ -31,6 +31,7 @@ from outsize.capture.guards.symbolic_numbers import (
     number_of,
     with_numbers,
 )
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.python_reads import NumberDecision, NumberInput
 from outsize.program.tree import leaves, map_leaves
 
@@ -83,7 +84,8 @@ def _kind_with(meter: CostMeter, call: Any, one: Any, other: Any) -> _ResultKind
     meter.start()
     try:
         return _kind_of(function, map_leaves(swap, args), map_leaves(swap, kwargs), meter)
-    except Exception:
+    except Exception as error:
+        raise_interruption(error)
         return None
 
 
