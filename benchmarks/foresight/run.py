@@ -1,7 +1,7 @@
 """Question: how far is the product from published runs: seconds of a step, the choice of a layout, memory?
 
     python benchmarks/foresight/run.py               # all; tables, and results/<date>_<machine>.json
-    python benchmarks/foresight/run.py --only steps  # step times and choices; also: memory, published
+    python benchmarks/foresight/run.py --only steps  # step times and choices; also: memory, published, recent
     python benchmarks/foresight/run.py --data DIR    # with published_runs.csv, published_memory.csv
     python benchmarks/foresight/run.py --json        # one JSON, with every row
     python benchmarks/foresight/run.py --sample 4    # models of which a hash is a multiple of 4: a sample of
@@ -29,12 +29,18 @@ from typing import Any
 
 import peaks
 import published
+import recent as recent_runs
 import rows
 import step_times
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parents[2] / "shared" / "data"
-PARTS = ("steps", "memory", "published")
+PARTS = ("steps", "memory", "published", "recent")
+FILES = {
+    "steps": "published_runs.csv",
+    "memory": "published_memory.csv",
+    "recent": "published_runs_3.csv",
+}
 TARGETS = {
     "single node": "8 %, bias 5 %",
     "multi node": "10 %, bias 5 %",
@@ -74,6 +80,18 @@ def runs(only: str) -> Result:
     return {"rows": [published.row_of(run) for run in published.RUNS if only in run.name]}
 
 
+def recent(path: Path, sample: int) -> Result:
+    """Errors of runs of 2024 to 2026 by kind, with the noise of their measurement."""
+    found, skipped = recent_runs.read_all(path)
+    judged = list(recent_runs.asked_all([q for q in found if rows.in_sample(q.group, sample)]))
+    return {
+        "errors": recent_runs.errors_of(judged),
+        "noise": recent_runs.noise(found),
+        "skipped": dict(skipped),
+        "rows": judged,
+    }
+
+
 def table(result: Result) -> str:
     """The same for people."""
     lines = list[str]()
@@ -90,7 +108,26 @@ def table(result: Result) -> str:
             figures = "refused" if told is None else f"{told:10.0f} {row['error']:+7.1%}"
             lines.append(f"{row['name']:30s} {row['published_tokens_per_s']:10.0f} {figures}")
         lines.append(f"target: {TARGETS['published']}")
+    if "recent" in result:
+        lines += _recent_table(result["recent"])
     return "\n".join(lines)
+
+
+def _recent_table(found: Result) -> list[str]:
+    heads = f"{'rows':>5} {'told':>5} {'mean':>7} {'bias':>7} {'worst':>7} {'of row':>6}  noise"
+    lines = [f"\n{'runs of 2024 to 2026':44} {heads}"]
+    for name, f in found["errors"].items():
+        figures = (
+            f"{f['mape']:7.1%} {f['bias']:+7.1%} {f['worst']:+7.1%} {f['worst_row']:>6}"
+            if "mape" in f
+            else ""
+        )
+        noise = found["noise"].get(name.rpartition(",")[0])
+        told = "" if noise is None else f"  {noise:.1%}"
+        lines.append(f"{name:44} {f['rows']:5d} {f['answered']:5d} {figures}{told}")
+    refused = Counter((r.get("refused") or r.get("crashed") or "")[:90] for r in found["rows"])
+    lines += [f"{count:6}  {reason}" for reason, count in refused.most_common() if reason]
+    return [*lines, *_left_out(found["skipped"])]
 
 
 def _steps_table(found: Result) -> list[str]:
@@ -140,14 +177,15 @@ def main() -> int:
     warnings.simplefilter("ignore")
     start_s = time.monotonic()
     result: Result = {"date": str(datetime.date.today()), "one_model_in": max(1, options.sample)}
-    for part, name in (("steps", "published_runs.csv"), ("memory", "published_memory.csv")):
+    judges = {"steps": steps, "memory": memory, "recent": recent}
+    for part, name in FILES.items():
         path = options.data / name
         if options.only not in (None, part):
             continue
         if not path.is_file():
             print(f"{part}: skipped, as there is no file {path} (--data DIR)", file=sys.stderr)
             continue
-        result[part] = (steps if part == "steps" else memory)(path, result["one_model_in"])
+        result[part] = judges[part](path, result["one_model_in"])
     if options.only in (None, "published"):
         result["published"] = runs(options.run)
     result["wall_s"] = round(time.monotonic() - start_s)

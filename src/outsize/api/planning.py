@@ -45,6 +45,7 @@ from outsize.ir.profile import Profile, ProfileSet
 from outsize.ir.timeline import Timeline
 from outsize.planner.advice import overview as outlooking
 from outsize.planner.advice.overview import Outlook
+from outsize.planner.costs.kernel_stacks import kernel_stack
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.fit import fit as fitting
 from outsize.planner.fit.from_plan import as_asked, with_plan
@@ -152,6 +153,7 @@ def plan_case(
     """
     if request.objective == "cost":
         return _cheapest_case(case, request, cluster, profiler)
+    cluster = kernel_stack(request.kernels).on(cluster)
     _insist_on_common_casts(request, cluster)
 
     def solve(case: TrainingCase, request: PlanRequest) -> SearchedPlan:
@@ -169,6 +171,7 @@ def _cheapest_case(
     """Returns the plan that costs least per sample; its models have the costs of the whole cluster."""
     fastest = request.model_copy(update={"objective": "time"})
     searched = cheapest(cluster, lambda part: plan_case(case, fastest, part, profiler))
+    cluster = kernel_stack(request.kernels).on(cluster)
     there, models = case.under(request.precision).on(cluster), searched.models.items()
     whole = {count: (graph, profiler.profile(there, graph, cluster)) for count, (graph, _) in models}
     return SearchedPlan(searched.plan, fastest, whole)
@@ -196,6 +199,7 @@ def outlook(
         return _priced(chosen, case, profiler)
     request, cluster = asked_of(case, asked), asked_cluster(asked)
     searched = plan_case(case, request, cluster, profiler)
+    cluster = kernel_stack(request.kernels).on(cluster)
     seen = outlooking.outlook(searched.plan, *searched.model, cluster)
     if not options.get("curves", False):
         return seen
@@ -267,7 +271,7 @@ def _judged(
     @functools.cache
     def graphs(precision: str) -> tuple[TrainingCase, Callable[[int], ModelGraph]]:
         there = case.under(precision).on(cluster)
-        return there, Profiler().graphs(there)
+        return there, Profiler().graphs(there, request.kernels)
 
     @functools.cache
     def at(samples: int, precision: str) -> tuple[ModelGraph, Profile] | None:
@@ -301,9 +305,10 @@ def price(
 
 
 def _priced(chosen: Plan, case: TrainingCase, profiler: Profiler) -> Outlook:
-    cluster = cluster_of(chosen.cluster)
+    stack = kernel_stack(chosen.kernels)
+    cluster = stack.on(cluster_of(chosen.cluster))
     case = case.under(chosen.precision).on(cluster).in_pieces(chosen.loss_pieces, chosen.module_pieces)
     captured = case.captured(chosen.microbatch_size)
-    graph = styled(case, captured, chosen.axes)
+    graph = stack.of_graph(styled(case, captured, chosen.axes))
     profile = profiler.profile(case, graph, cluster)
     return outlooking.outlook(pricing.price(chosen, graph, profile, cluster), graph, profile, cluster)

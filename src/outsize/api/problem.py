@@ -23,10 +23,11 @@ from outsize.errors.arguments import shown
 from outsize.ir.answers.request import NONE_SEARCHED, PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Plan
+from outsize.ir.plan import Axes, Kernels, Plan
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.planner.bounds.memory import exceeds_all_devices
 from outsize.planner.costs.context_parallel import LEAST_TOKENS
+from outsize.planner.costs.kernel_stacks import kernel_stack
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.program.sharding.context_parallel.rows import by_rows
@@ -63,15 +64,21 @@ class Profiler:
         return sizes.of_graph(graph, cluster.devices[0].kind, case.precision)
 
     def graphs(
-        self, case: TrainingCase, axes: Axes | None = None, always: bool = False
+        self,
+        case: TrainingCase,
+        kernels: Kernels,
+        axes: Axes | None = None,
+        always: bool = False,
     ) -> Callable[[int], ModelGraph]:
-        """Returns the function that records the graph of a size, `styled`.
+        """Returns the function that records the graph of a size, `styled`, with the works of a stack.
 
         Where units are timed, each size is recorded whole for it anyhow.
         """
 
+        stack = kernel_stack(kernels)
+
         def graph_of(captured: Captured) -> ModelGraph:
-            return styled(case, captured, Axes() if axes is None else axes, always)
+            return stack.of_graph(styled(case, captured, Axes() if axes is None else axes, always))
 
         recorded = case.sized_graphs(graph_of).at if self.measured is not True else None
         if recorded is None:
@@ -98,7 +105,7 @@ class Profiler:
             profile = roofline(whole.graph, cluster.devices[0])
             optimizer = optimizer_bytes(request.optimizer)
             opens_meshes = not exceeds_all_devices(whole.graph, profile, optimizer, cluster)
-        graph_at = self.graphs(case, request.mesh(1), opens_meshes)
+        graph_at = self.graphs(case, request.kernels, request.mesh(1), opens_meshes)
         for count in counts:
             graph = case.taken(-(-size // count), needed, graph_at)
             if graph is not None:
@@ -117,7 +124,7 @@ class Profiler:
             return {}
         counts = (d for d in range(size, max(models, default=0), -1) if size % d == 0)
         case = case.under(request.precision).on(cluster)
-        graph_at = self.graphs(case)
+        graph_at = self.graphs(case, request.kernels)
         for count in counts:
             if (graph := case.taken(size // count, size, graph_at)) is not None:
                 added = {count: (graph, self.profile(case, graph, cluster))}

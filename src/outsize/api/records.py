@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outsize.capture.measure.units import Progress
     from outsize.capture.recording.fallbacks import LossFn
     from outsize.ir.cluster import Cluster
-    from outsize.ir.plan import BatchNormMode, Precision, ScheduleName
+    from outsize.ir.plan import BatchNormMode, Kernels, Precision, ScheduleName
     from outsize.ir.profile import ProfileSet
     from outsize.ir.schedule import Schedule
     from outsize.policies.activations import Recompute
@@ -51,6 +51,7 @@ _LATER: Final = {
     "LossFn": "outsize.capture.recording.fallbacks",
     "Cluster": "outsize.ir.cluster",
     "BatchNormMode": "outsize.ir.plan",
+    "Kernels": "outsize.ir.plan",
     "Precision": "outsize.ir.plan",
     "ScheduleName": "outsize.ir.plan",
     "ProfileSet": "outsize.ir.profile",
@@ -333,6 +334,11 @@ class Request(OptionRecord):
     """True keeps to layouts whose results are bit-identical to one device's: pipelines, and where none
     fits, weights on the host. By default sums over replicas or tp may be rounded in another order, where
     a step is shorter for it by more than a prediction's error."""
+    kernels: Annotated[Kernels | None, "'compiled'"] = None
+    """The kernels whose seconds the plan tells: "eager" (the default) launches one for each op; "compiled"
+    are inductor's (`compiled=True`), "graphs" are replayed as graphs of the device (`device_graphs=True`),
+    "compiled-graphs" both; "fused" and "fused-graphs" are those of a transformer engine, which outsize does
+    not run: for trainings of other systems."""
     bn: Annotated[BatchNormMode | None, "'sync'"] = None
     """How BatchNorm keeps its running statistics (see Plan); "micro" by default."""
     sequence_parallel: Annotated[bool | None, "True"] = None

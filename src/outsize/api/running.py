@@ -33,9 +33,10 @@ from outsize.ir.answers.verdict import Verdict
 from outsize.ir.cluster import Cluster
 from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
-from outsize.planner.advice.compilation import compilation_of
+from outsize.planner.advice.compilation import BACKEND, compilation_of
 from outsize.planner.advice.device_graphs import graph_use_of
 from outsize.planner.advice.utilisation import utilisation
+from outsize.planner.costs.kernel_stacks import stack_of_run
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
 from outsize.policies.activations import KEEP
@@ -410,6 +411,10 @@ def _made_plan(case: TrainingCase, asked: AskedRun, cluster: Cluster, alone: boo
             numbers=f"{count} processes at least",
             next_step=f"outsize run --nproc-per-node {count} train.py",
         )
+    if cluster.devices[0].is_accelerator and "kernels" not in layout:
+        compiled, graphs = asked.compile.compiled, asked.compile.device_graphs
+        stack = stack_of_run(compiled=compiled in (True, BACKEND), device_graphs=graphs is True)
+        request = request.model_copy(update={"kernels": stack})
     if alone and not (request.has_group_axes or layout.get("axes")):
         request = request.model_copy(update={"exact": True})
     return plan_case(case, request, cluster, Profiler.of(asked.request)).plan

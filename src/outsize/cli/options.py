@@ -130,6 +130,14 @@ Recompute = Annotated[
         + ".",
     ),
 ]
+Kernels = Annotated[
+    plans.Kernels | None,
+    typer.Option(
+        "--kernels",
+        help="Stack of kernels whose seconds are told: one for each op (eager, the default), replayed as "
+        "graphs, compiled, or both; fused: those of a transformer engine, which outsize does not run.",
+    ),
+]
 BatchNorm = Annotated[
     plans.BatchNormMode | None,
     typer.Option(

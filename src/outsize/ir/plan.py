@@ -74,6 +74,8 @@ ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 """A schedule is stored by its name; schedules/families.py has its record."""
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
+Kernels = Literal["eager", "graphs", "compiled", "compiled-graphs", "fused", "fused-graphs"]
+"""A stack of kernels is stored by its name; planner/costs/kernel_stacks.py has its record."""
 # A plan has memory for so many times the mean rank's rows of experts on the fullest rank of ep.
 EXPERT_MARGIN: Final = 1.5
 
@@ -397,6 +399,7 @@ class Plan(Record):
     recompute   "full": a stage saves what it receives and recomputes the rest in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`; "offload":
                it recomputes nothing, and what a microbatch saves is on the host until its backward
+    kernels     the stack of kernels that its seconds are those of (planner/costs/kernel_stacks.py)
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
                 once per batch ("deferred"), or for a batch that is one microbatch ("sync")
     actions     of the schedules auto (built by the planner) and custom (by a person): what each rank
@@ -422,6 +425,7 @@ class Plan(Record):
     loss_pieces: Count = 1
     module_pieces: Count = 1
     recompute: Recompute = KEEP.name
+    kernels: Kernels = "eager"
     bn: BatchNormMode = "micro"
     expected: Expected | None = None
     alternatives: tuple[Alternative, ...] = ()

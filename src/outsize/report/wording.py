@@ -23,6 +23,7 @@ from outsize.ir.answers.advice import (
     Lever,
     MemoryLeft,
     OptimizerStates,
+    OtherKernels,
     ReplicasFaster,
     SecondForward,
     SlowLinks,
@@ -617,6 +618,21 @@ def _slow_links(f: SlowLinks) -> str:
 @next_step.register
 def _keep_tp_one(f: SlowLinks) -> str:
     return f"keep tp=1, or use links of {bytes_text(f.enough_bytes_per_s)}/s"
+
+
+@sentence.register
+def _other_kernels(f: OtherKernels) -> str:
+    return (
+        f"devices wait for their host's launches {percent_text(f.waiting)} of their time: with the kernels "
+        f"{f.kernels} a step would take {seconds_text(f.other_step_s)}, not {seconds_text(f.step_s)}"
+    )
+
+
+@next_step.register
+def _run_other_kernels(f: OtherKernels) -> str:
+    return (
+        f"--kernels {f.kernels} to plan for them; parallelize(..., compiled=outsize.Compile(...)) to run them"
+    )
 
 
 @sentence.register

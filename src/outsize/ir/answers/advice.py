@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal, final
 
 from outsize.ir.findings import Finding
+from outsize.ir.plan import Kernels
 
 
 @final
@@ -38,6 +39,20 @@ class SlowLinks(Finding):
     saved_s: float
     ratio: float
     enough_bytes_per_s: float
+
+
+@final
+class OtherKernels(Finding):
+    """Says that devices wait for their host, and by which share a step would be shorter with other kernels.
+
+    `kernels` is the stack that helps most of those that outsize runs.
+    """
+
+    code: Literal["other-kernels"] = "other-kernels"
+    kernels: Kernels
+    step_s: float
+    other_step_s: float
+    waiting: float
 
 
 @final
@@ -134,6 +149,7 @@ class IdleDevices(Finding):
 Advice = (
     ReplicasFaster
     | SlowLinks
+    | OtherKernels
     | HeavyUnit
     | BranchOrder
     | SmallStage

@@ -20,7 +20,7 @@ from outsize.axes.tensor import TENSOR
 from outsize.errors import BadOption
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
-from outsize.ir.plan import Axes, BatchNormMode, Count, Precision, ScheduleName, record_of_sizes
+from outsize.ir.plan import Axes, BatchNormMode, Count, Kernels, Precision, ScheduleName, record_of_sizes
 from outsize.ir.schedule import Schedule
 from outsize.policies.activations import KEEP, ActivationPolicy, Recompute, activation_policy
 from outsize.policies.weights import RESIDENT, WeightPolicy, Weights, weight_policy
@@ -45,6 +45,7 @@ class LayoutOptions(TypedDict, total=False):
     schedule: ScheduleName | Schedule | None
     precision: Precision | None
     recompute: Recompute | None
+    kernels: Kernels | None
     bn: BatchNormMode | None
     axes: AxisSearch | None
     exact: bool | None
@@ -89,6 +90,7 @@ class PlanRequest(AskedAxes):
     keeps them on the host where the devices are too small for them. `objective` "cost" chooses also which
     devices are rented. `inference` runs forwards alone: nothing is trained or saved for a backward. `loop`:
     the model is called in a loop of the user's own (`outsize.split`), where backwards follow all forwards.
+    `kernels` is the stack whose seconds are asked for.
     `every_device`: none may be left out, as in a run.
     Raises BadOption for options that contradict each other.
     """
@@ -100,6 +102,7 @@ class PlanRequest(AskedAxes):
     optimizer: str = "adamw"
     precision: Precision = "fp32"
     recompute: Recompute | None = None
+    kernels: Kernels = "eager"
     bn: BatchNormMode = "micro"
     axes: AxisSearch = "all"
     exact: bool = False

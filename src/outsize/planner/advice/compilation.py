@@ -41,11 +41,13 @@ def compilation_of(graph: ModelGraph, plan: Plan, device: Device) -> Compilation
     return Compilation(backend=BACKEND, cause="launches", waiting=waiting, functions=functions)
 
 
-def waiting_share(graph: ModelGraph, device: Device) -> float:
-    """Returns the share of its time that the device is expected to wait for launches, 0 to 1."""
+def waiting_share(graph: ModelGraph, device: Device, parts: int = 1) -> float:
+    """Returns the share of its time that the device is expected to wait for launches, 0 to 1; it has one of
+    so many parts of the graph's work.
+    """
     works = [work for unit in graph.units for each in passes_of(unit) for work in each]
     host_s = default_of(device).host_s * mean_ops(graph, device)
-    return max(0.0, 1 - seconds(works, device) / host_s) if host_s else 0.0
+    return max(0.0, 1 - seconds(works, device) / parts / host_s) if host_s else 0.0
 
 
 def _functions(graph: ModelGraph, plan: Plan) -> int:

@@ -3,6 +3,7 @@
     data-parallelism   the model fits on one device, and replicas are predicted to be faster than the pipeline
                        (or it does not, and replicas that share weights and states are)
     slow-links         splitting matrix products over the devices costs more on the links than it saves
+    other-kernels      devices wait for their host, and kernels that are compiled or replayed would not
     small-stage        a stage has less than half of an even share of the work
     fat-boundary       what crosses a cut takes a quarter of the slowest stage's time, or more
     heavy-unit         one unit alone has more than an even share: no cut can balance that
@@ -33,6 +34,7 @@ from outsize.ir.answers.advice import (
     HeavyUnit,
     IdleDevices,
     OptimizerStates,
+    OtherKernels,
     ReplicasFaster,
     SlowLinks,
     SmallStage,
@@ -41,9 +43,12 @@ from outsize.ir.answers.advice import (
 from outsize.ir.cluster import Cluster, Link
 from outsize.ir.findings import CheapestDevices, DoesNotFit, NotChosen
 from outsize.ir.graph import ModelGraph, Value
-from outsize.ir.plan import Axes, Expected, Plan, StageFigures
+from outsize.ir.plan import Axes, Expected, Kernels, Plan, StageFigures
 from outsize.ir.profile import Profile
+from outsize.planner.advice.compilation import LEAST_WAITING, waiting_share
 from outsize.planner.costs.collectives import collective_s
+from outsize.planner.costs.kernel_stacks import EAGER, KernelStack, kernel_stack, stacks_of_runs
+from outsize.planner.costs.roofline import roofline
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.dag.balance_gain import branches
 from outsize.planner.evaluate.pricing import Pricing
@@ -52,7 +57,7 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.feasibility import ChainFeasibility
 from outsize.planner.partition.stage_prices import PricedModel
 from outsize.planner.search.branch_and_bound import BranchAndBound
-from outsize.planner.search.evaluate_plan import in_plans_order
+from outsize.planner.search.evaluate_plan import in_plans_order, price
 from outsize.policies.activations import OPEN
 from outsize.policies.weights import SHARDED
 from outsize.schedules.families import DEFAULT, SEQUENTIAL
@@ -110,7 +115,7 @@ def advise(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     view = _View(plan, plan.expected, graph, profile, cluster, plan.bounds(graph))
     # One stage has no neighbours to wait for or to send to.
     cuts = (_heavy, _branches, _small, _fat) if plan.axes.pp > 1 else ()
-    rules = (_replicas, _slow_links, *cuts, _states, _spare, _waiting)
+    rules = (_replicas, _slow_links, _other_kernels, *cuts, _states, _spare, _waiting)
     return tuple(advice for rule in rules for advice in rule(view))
 
 
@@ -197,6 +202,35 @@ def _slow_links(view: _View) -> Iterator[SlowLinks]:
         ratio=ratio,
         enough_bytes_per_s=ratio * link.bytes_per_s,
     )
+
+
+def _other_kernels(view: _View) -> Iterator[OtherKernels]:
+    """Prices the plan with each stack that this version runs, where the share of a device's work is launched
+    more slowly than it is computed.
+    """
+    plan, device = view.plan, view.cluster.devices[0]
+    estimated = all(cost.source == "roofline" for cost in view.profile.units)
+    if plan.form != "tape" or plan.kernels != EAGER or not (device.is_accelerator and estimated):
+        return
+    waiting = waiting_share(view.graph, device, plan.axes.product_parts * plan.axes.token_parts)
+    if waiting < LEAST_WAITING:
+        return
+    steps = dict[Kernels, float]()
+    for other in stacks_of_runs():
+        steps[other] = _step_s(view, kernel_stack(other))
+    name = min(steps, key=steps.__getitem__)
+    other_step_s = steps[name]
+    if other_step_s * (1 + LEAST_WAITING) < view.expected.step_s:
+        yield OtherKernels(
+            kernels=name, step_s=view.expected.step_s, other_step_s=other_step_s, waiting=waiting
+        )
+
+
+def _step_s(view: _View, stack: KernelStack) -> float:
+    """Returns the seconds of the plan's step with a stack of kernels."""
+    graph, cluster = stack.of_graph(view.graph), stack.on(view.cluster)
+    priced = price(view.plan, graph, roofline(graph, cluster.devices[0]), cluster)
+    return view.expected.step_s if priced.expected is None else priced.expected.step_s
 
 
 # -- what limits this one ---------------------------------------------------------------------------------

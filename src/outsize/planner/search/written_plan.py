@@ -58,6 +58,7 @@ def written_plan(request: PlanRequest, result: SearchResult, best: Candidate, pr
         loss_pieces=request.loss_pieces or 1,
         module_pieces=request.module_pieces or 1,
         recompute=overall,
+        kernels=request.kernels,
         bn=request.bn,
         expected=counted(_expected(request, best, result, pricing), recomputed),
         alternatives=tuple(alternative(request.batch_size, rival) for rival in shown(not_chosen)),

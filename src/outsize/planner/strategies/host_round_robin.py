@@ -238,6 +238,7 @@ def _plan(
         precision=request.precision,
         loss_pieces=request.loss_pieces or 1,
         module_pieces=request.module_pieces or 1,
+        kernels=request.kernels,
         bn=request.bn,
     )
 

@@ -1,0 +1,203 @@
+"""Problem: which kernels does a step launch, and what does its host do for each of them?
+
+A forward is recorded op by op, as PyTorch runs it. What runs in the end depends on the stack of kernels:
+
+    eager            a kernel for each op, launched from Python and autograd
+    graphs           the same kernels, replayed as a graph of the device (`device_graphs=`)
+    compiled         inductor's kernels, launched by its wrapper (`compiled=`)
+    compiled-graphs  inductor's kernels, replayed as a graph
+    fused            the layers of a transformer engine: norm with residual, rotary embedding, gated
+                     activation and loss are a kernel each, and images have their channels last; launched from
+                     Python
+    fused-graphs     the same kernels, replayed as a graph
+
+A stack is one record, which changes recorded works (`of_graph`) and the host's seconds for an op (`on`).
+Whoever prices sees a graph and a cluster, and knows of no stack. outsize runs the first four; the last two
+are those of other systems, and are asked for (`Request(kernels=...)`).
+
+    of all ops by elements and reductions in one pass of a unit one kernel is left, and of their bytes those
+    that cross its border:    forward    what the unit takes and gives
+                              gradient   the gradients of both, and again what it takes, which was saved
+    but at most the share `single` of them, which is what is left of an op that a neighbour's kernel takes in
+
+Products, attention, normalisations and convolutions stay what they are, but that images whose channels are
+last are not copied, and their convolutions of single pixels reach what other convolutions do. Deviations: a
+kernel ends with its unit, and what its product takes counts as if it took it; what a merged op need not save
+is not taken off. Complexity: O(units + users of all values). Oracle:
+tests/unit/planner/costs/test_kernel_stacks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple, final
+
+from outsize.ir.base import Record
+from outsize.ir.cluster import Cluster
+from outsize.ir.graph import ModelGraph, OpFamily, Unit, Work
+from outsize.ir.hardware.constants import DataFile
+from outsize.ir.hardware.devices import Device, reached_by
+from outsize.ir.plan import Kernels
+
+_MERGED: Final[frozenset[OpFamily]] = frozenset({"elementwise", "reduction", "other"})
+
+
+@final
+class _KernelsRow(NamedTuple):
+    """Says what is left of a chain of ops by elements."""
+
+    kernels: str
+    single: float
+    channels_last: bool
+    origin: str
+
+
+@final
+class _RelayedRow(NamedTuple):
+    """Says as which family works count where images have their channels last; "" where they are gone."""
+
+    family: OpFamily
+    becomes: str
+    origin: str
+
+
+@final
+class _HostRow(NamedTuple):
+    """Holds the share of the host's seconds for an op that is left."""
+
+    host: str
+    share: float
+    origin: str
+
+
+@final
+class _StackRow(NamedTuple):
+    """Says of which kernels and host a stack is, and which options of a run give it: none for those of other
+    systems.
+    """
+
+    name: Kernels
+    kernels: str
+    host: str
+    runs: bool
+    is_compiled: bool
+    is_replayed: bool
+    origin: str
+
+
+@final
+class KernelStack(Record):
+    """Is one stack: how its kernels merge ops, and what is left of the host's seconds for one."""
+
+    name: Kernels
+    kernels: _KernelsRow
+    host_share: float
+
+    def of_graph(self, graph: ModelGraph) -> ModelGraph:
+        """Returns the graph with the works of this stack's kernels; itself where they are those of ops."""
+        if self.kernels.single == 1:
+            return graph
+        taken, given = _borders(graph)
+        known = dict[tuple[Any, ...], dict[str, tuple[Work, ...]]]()
+
+        def of_unit(unit: Unit) -> Unit:
+            takes, gives = taken[unit.index], given[unit.index]
+            passes = unit.forward, unit.backward_input, unit.backward_weight, takes, gives
+            if passes not in known:
+                gradients = [*unit.backward_input, *unit.backward_weight]
+                gradients = self._merged(gradients, 2 * takes + gives)
+                count = len(unit.backward_input)
+                known[passes] = {
+                    "forward": tuple(_present(self._merged(unit.forward, takes + gives))),
+                    "backward_input": tuple(_present(gradients[:count])),
+                    "backward_weight": tuple(_present(gradients[count:])),
+                }
+            return unit.model_copy(update=known[passes])
+
+        return graph.model_copy(update={"units": tuple(map(of_unit, graph.units))})
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """Returns the cluster whose hosts launch this stack's kernels."""
+        if self.host_share == 1:
+            return cluster
+        return cluster.model_copy(update={"devices": tuple(map(self._launched, cluster.devices))})
+
+    def _merged(self, works: Sequence[Work], border_bytes: int) -> list[Work | None]:
+        """Returns each work as its kernel has it: the first that is merged is launched; None for what is
+        gone.
+        """
+        moved_bytes = sum(work.moved_bytes for work in works if work.family in _MERGED)
+        left = min(self.kernels.single, border_bytes / max(1, moved_bytes))
+        launched, found = False, list[Work | None]()
+        for work in works:
+            if work.family in _MERGED:
+                found.append(_shrunk(work, left, launches=0 if launched else 1))
+                launched = True
+            else:
+                found.append(_relayed(work) if self.kernels.channels_last else work)
+        return found
+
+    def _launched(self, device: Device) -> Device:
+        if not device.is_accelerator:
+            return device
+        own_s = reached_by(device.kind).host_s if device.host_s is None else device.host_s
+        return device.model_copy(update={"host_s": own_s * self.host_share})
+
+
+def _borders(graph: ModelGraph) -> tuple[list[int], list[int]]:
+    """Returns the bytes of the values that each unit takes and gives."""
+    taken, given = [0] * len(graph.units), [0] * len(graph.units)
+    for value in graph.values:
+        given[value.producer] += value.size_bytes
+        for consumer in value.consumers:
+            taken[consumer] += value.size_bytes
+    return taken, given
+
+
+def _shrunk(work: Work, left: float, launches: int) -> Work:
+    """Returns a share of a work; instructions load and store what the bytes say."""
+    moved, issued = round(work.moved_bytes * left), round(work.instructions * left)
+    return work.model_copy(update={"launches": launches, "moved_bytes": moved, "instructions": issued})
+
+
+def _relayed(work: Work) -> Work | None:
+    """Returns the work on images whose channels are last; a normalisation of them fills the device."""
+    becomes = _RELAYED.get(work.family, work.family)
+    if not becomes:
+        return None
+    if becomes == work.family and not work.block_elements:
+        return work
+    return work.model_copy(update={"family": becomes, "block_elements": 0})
+
+
+def _present(works: Sequence[Work | None]) -> Iterator[Work]:
+    return (work for work in works if work is not None)
+
+
+_FILE: Final = DataFile.beside(__file__)
+_KERNELS: Final = {row.kernels: row for row in _FILE.rows("kernels", _KernelsRow)}
+_HOSTS: Final = {row.host: row.share for row in _FILE.rows("hosts", _HostRow)}
+_RELAYED: Final = {row.family: row.becomes for row in _FILE.rows("relayed", _RelayedRow)}
+_STACKS: Final = {row.name: row for row in _FILE.rows("stacks", _StackRow)}
+
+
+_RUN: Final = tuple(row for row in _STACKS.values() if row.runs)
+EAGER: Final[Kernels] = "eager"
+
+
+@cache
+def kernel_stack(name: Kernels) -> KernelStack:
+    """Returns the record of a stack."""
+    row = _STACKS[name]
+    return KernelStack(name=name, kernels=_KERNELS[row.kernels], host_share=_HOSTS[row.host])
+
+
+def stack_of_run(*, compiled: bool, device_graphs: bool) -> Kernels:
+    """Returns the stack of a run whose stages are compiled, or recorded as graphs of their devices."""
+    return next(row.name for row in _RUN if (row.is_compiled, row.is_replayed) == (compiled, device_graphs))
+
+
+def stacks_of_runs() -> tuple[Kernels, ...]:
+    """Returns the stacks that outsize runs."""
+    return tuple(row.name for row in _RUN)

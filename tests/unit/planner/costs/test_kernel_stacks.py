@@ -1,0 +1,140 @@
+"""A stack of kernels is a record: what is left of works and of the host, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize import api
+from outsize.errors import BadOption
+from outsize.ir.cluster import parse_cluster
+from outsize.ir.graph import ModelGraph, Unit, Value, Work
+from outsize.planner.costs.kernel_stacks import kernel_stack, stack_of_run, stacks_of_runs
+from outsize.planner.costs.roofline import roofline
+
+CHAIN = Work(family="elementwise", dtype="bfloat16", flops=0, moved_bytes=9000, launches=8, instructions=900)
+PRODUCT = Work(family="matmul", dtype="bfloat16", flops=10**9, moved_bytes=5000)
+COPY = Work(family="layout_copy", dtype="bfloat16", flops=0, moved_bytes=700, launches=2)
+PIXELS = Work(family="direct_convolution", dtype="bfloat16", flops=10**9, moved_bytes=5000)
+
+
+def graph_of(*passes: tuple[Work, ...], crossing: int = 1000) -> ModelGraph:
+    """A unit that takes a value of `crossing` bytes and gives one of as many, between two others."""
+
+    def unit(index: int, **works: Any) -> Unit:
+        common = {"kind": "op", "parameters": (), "buffer_bytes": 0, "flops": 0, "moved_bytes": 0}
+        return Unit(index=index, name=f"u{index}", saved_bytes=0, **common, **works)
+
+    def value(id: int) -> Value:
+        common = {"shape": (), "dtype": "bfloat16", "requires_grad": True}
+        return Value(id=id, size_bytes=crossing, producer=id, consumers=(id + 1,), **common)
+
+    names = ("forward", "backward_input", "backward_weight")
+    works = dict(zip(names, passes, strict=False))
+    units = unit(0), unit(1, **works), unit(2)
+    return ModelGraph(
+        model="m", fingerprint="f", batch_size=1, units=units, values=(value(0), value(1)), parameters=()
+    )
+
+
+def test_ops_are_as_recorded_where_each_is_a_kernel() -> None:
+    graph = graph_of((CHAIN, PRODUCT))
+    assert kernel_stack("eager").of_graph(graph) is graph
+    assert kernel_stack("graphs").of_graph(graph) is graph
+
+
+@pytest.mark.parametrize("name", ["compiled", "fused", "fused-graphs"])
+def test_a_chain_is_one_kernel_that_moves_what_crosses_its_border(name: Any) -> None:
+    unit = kernel_stack(name).of_graph(graph_of((CHAIN, PRODUCT), (CHAIN,), (CHAIN,))).units[1]
+    assert unit.forward[1] == PRODUCT
+    assert (unit.forward[0].launches, unit.forward[0].moved_bytes) == (1, 2000)
+    assert unit.forward[0].instructions == 200
+    # Both gradients are of one chain: gradients of what it takes and gives, and what it takes once more.
+    gradients = (*unit.backward_input, *unit.backward_weight)
+    assert sum(work.launches for work in gradients) == 1
+    assert sum(work.moved_bytes for work in gradients) == 3000
+
+
+def test_an_op_that_is_alone_leaves_its_share() -> None:
+    unit = kernel_stack("fused").of_graph(graph_of((CHAIN,), crossing=10**6)).units[1]
+    assert unit.forward[0].moved_bytes == 4500
+
+
+def test_images_with_their_channels_last_are_not_copied() -> None:
+    unit = kernel_stack("fused").of_graph(graph_of((COPY, PIXELS))).units[1]
+    assert [work.family for work in unit.forward] == ["convolution"]
+
+
+def test_hosts_launch_less_and_cpus_stay() -> None:
+    device = parse_cluster("1xh100-80gb").devices[0]
+    shares = [
+        kernel_stack(name).on(parse_cluster("1xh100-80gb")).devices[0].host_s
+        for name in ("eager", "compiled", "graphs")
+    ]
+    assert shares[0] == device.host_s
+    assert shares[1] == pytest.approx(0.27 * 37e-6)
+    assert shares[2] == 0
+    assert kernel_stack("graphs").on(parse_cluster("2xcpu")) == parse_cluster("2xcpu")
+
+
+def test_options_of_a_run_name_its_stack() -> None:
+    assert stack_of_run(compiled=True, device_graphs=False) == "compiled"
+    assert stack_of_run(compiled=False, device_graphs=True) == "graphs"
+    assert stack_of_run(compiled=True, device_graphs=True) == "compiled-graphs"
+    assert stack_of_run(compiled=False, device_graphs=False) == "eager"
+    assert set(stacks_of_runs()) == {"eager", "graphs", "compiled", "compiled-graphs"}
+
+
+def small(**how: Any) -> outsize.Plan:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).to("meta")
+    x = torch.empty(8, 64, device="meta")
+    request = outsize.Request(cluster="1xh100-80gb", **how)
+    return outsize.plan(model, (x,), target=x, loss_fn=nn.functional.mse_loss, request=request)
+
+
+def step_s(plan: outsize.Plan) -> float:
+    assert plan.expected is not None
+    return plan.expected.step_s
+
+
+def test_a_plan_has_the_seconds_of_the_stack_that_is_asked_for(tmp_path: Any) -> None:
+    eager, graphs = small(), small(kernels="graphs")
+    assert (eager.kernels, graphs.kernels) == ("eager", "graphs")
+    assert step_s(graphs) < 0.5 * step_s(eager)
+    graphs.save(tmp_path / "plan.json")
+    read = outsize.Plan.load(tmp_path / "plan.json")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).to("meta")
+    x = torch.empty(8, 64, device="meta")
+    again = api.outlook(model, (x,), target=x, loss_fn=nn.functional.mse_loss, plan=read)
+    assert step_s(again.plan) == pytest.approx(step_s(graphs))
+
+
+def test_an_unknown_stack_is_refused() -> None:
+    with pytest.raises(BadOption):
+        small(kernels="magic")
+
+
+def test_where_the_host_is_the_limit_the_switch_is_advised() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).to("meta")
+    x = torch.empty(8, 64, device="meta")
+
+    def codes(**how: Any) -> list[str]:
+        request = outsize.Request(cluster="1xh100-80gb", **how)
+        seen = api.outlook(model, (x,), target=x, loss_fn=nn.functional.mse_loss, request=request)
+        return [advice.code for advice in seen.advice]
+
+    assert "other-kernels" in codes()
+    assert "other-kernels" not in codes(kernels="compiled-graphs")
+
+
+def test_a_roofline_knows_no_stack() -> None:
+    """The record changes graph and cluster, and the same functions price them."""
+    graph, cluster = graph_of((CHAIN, PRODUCT)), parse_cluster("1xh100-80gb")
+    stack = kernel_stack("fused-graphs")
+    eager = roofline(graph, cluster.devices[0]).units[1].forward_s
+    fused = roofline(stack.of_graph(graph), stack.on(cluster).devices[0]).units[1].forward_s
+    assert fused < eager
