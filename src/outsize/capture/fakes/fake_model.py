@@ -8,8 +8,10 @@ in lists and dicts, such as an LSTM's flat weights) are replaced in the modules'
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, Final, final
 
 import torch
@@ -27,6 +29,7 @@ _CHILDREN = "_modules"
 # These attributes are not state: tables have their own names, and a set holds the names of buffers.
 _NO_STATE = (*_TABLES, _CHILDREN, "_non_persistent_buffers_set")
 _CONTAINERS = Scope(attributes=False)
+_TABLE_TYPES = frozenset((dict, OrderedDict, list, tuple, set, frozenset, deque))
 REACHABLE: Final = Scope(modules="attributes and tables", tensors=True)
 # Dtypes and objects are not compared: a forward that stores one keeps no numbers in it.
 _BINDINGS = Comparison(by_value=NUMBERS_AND_TEXT, of_tensor=id, of_object=lambda _: None)
@@ -52,7 +55,7 @@ class FakeModel:
         own = {fqn: m for fqn, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)}
         self._own = own
         self._restore = remember(own.values())
-        self._planted: dict[str, dict[str, Any]] = {}
+        self._planted: dict[str, _Bindings] = {}
         self._at_rest: dict[int, dict[str, Any]] = {}
         self._parameters: dict[int, list[int]] = {}
         self.carried: dict[int, dict[str, Any]] = {}  # fake -> what its tensor carries, as `weight.scale`
@@ -83,7 +86,8 @@ class FakeModel:
         return [
             (fqn, name)
             for fqn, module in self._own.items()
-            for name in differing(self._planted[fqn], _identities(module))
+            if not self._planted[fqn].are_those_of(module)
+            for name in differing(self._planted[fqn].identities, _identities(module))
         ]
 
     def state_of(self, fqn: str) -> dict[str, dict[str, Any]]:
@@ -99,7 +103,10 @@ class FakeModel:
     def begin(self, *, numbers: bool) -> None:
         """Notes what is bound before the forward; `numbers` were put into attributes since the fakes were."""
         if not self._at_rest:
-            states = ((m, _identities(m) if numbers else self._planted[fqn]) for fqn, m in self._own.items())
+            states = (
+                (m, _identities(m) if numbers else self._planted[fqn].identities)
+                for fqn, m in self._own.items()
+            )
             self._at_rest = {id(module): state for module, state in states}
 
     def weight_storages(self) -> set[int]:
@@ -113,7 +120,7 @@ class FakeModel:
 
     def is_settled(self, fqn: str) -> bool:
         """Tells whether everything bound in the module's attributes is as before the forward."""
-        return fqn in self._own and self._planted[fqn] == _identities(self._own[fqn])
+        return fqn in self._own and self._planted[fqn].are_those_of(self._own[fqn])
 
     def is_intact(self, fqn: str) -> bool:
         """Tells whether the module has its own parameters, and not others from torch.func.functional_call."""
@@ -130,7 +137,7 @@ class FakeModel:
         for name, value in list(module.__dict__.items()):
             if name not in (*_TABLES, _CHILDREN) and _holds_tensor(value):
                 module.__dict__[name] = self._fake_tree(value, prefix + name)
-        self._planted[fqn] = _identities(module)
+        self._planted[fqn] = _Bindings(module)
         self._parameters[id(module)] = _parameter_ids(module)
 
     def _know_scripted(self) -> None:
@@ -190,6 +197,8 @@ def _holds_tensor(value: Any) -> bool:
     """Says whether this is a tensor, or a list, tuple or dict with one somewhere."""
     if isinstance(value, Tensor) or not _CONTAINERS.opens(value, is_root=True):
         return isinstance(value, Tensor)
+    if _is_empty(value):
+        return False
     return any(isinstance(part, Tensor) for _, part in walk([value], _CONTAINERS))
 
 
@@ -202,6 +211,43 @@ def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
     containers, the attributes of objects and of tensors.
     """
     return snapshot(modules, REACHABLE).restore
+
+
+@final
+class _Bindings:
+    """Holds what a module's names are bound to, and tells whether they still are.
+
+    A module that was left alone has the same objects in the same order, so nothing is compared but its
+    containers that have items. Else, `identities` decides.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.identities = _identities(module)
+        self._names, self._values = _bound(module)
+        tables = [v for k, v in module.__dict__.items() if k not in _NO_STATE and _CONTAINERS.opens(v)]
+        self._empty = [table for table in tables if _is_empty(table)]
+        self._filled = [(t, fingerprint(t, _BINDINGS)) for t in tables if not _is_empty(t)]
+
+    def are_those_of(self, module: nn.Module) -> bool:
+        """Tells whether the module has equal bindings."""
+        names, values = _bound(module)
+        same = names == self._names and all(map(is_, values, self._values)) and not any(self._empty)
+        if same and all(fingerprint(table, _BINDINGS) == before for table, before in self._filled):
+            return True
+        return self.identities == _identities(module)
+
+
+def _is_empty(value: Any) -> bool:
+    """Tells whether this is an empty container of Python's own."""
+    return type(value) in _TABLE_TYPES and not value
+
+
+def _bound(module: nn.Module) -> tuple[list[str], list[Any]]:
+    """Returns the names in a module and what is bound to each, in their order."""
+    attributes = module.__dict__
+    tables = [attributes[key] for key in _TABLES]
+    names = [*attributes, *(name for table in tables for name in table)]
+    return names, [*attributes.values(), *(value for table in tables for value in table.values())]
 
 
 def _identities(module: nn.Module) -> dict[str, Any]:
