@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from outsize.ir.answers.advice import Advice
+    from outsize.ir.answers.utilisation import StepSeconds
     from outsize.ir.plan import Plan
 
 File = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
@@ -37,16 +38,19 @@ def explain_plan(
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
-    """Say why a plan is as it is, what else there was, and what would make it faster."""
+    """Say why a plan is as it is, where its seconds go, what else there was, and what would be faster."""
+    from outsize.planner.advice.step_seconds import coarse_seconds
+
     screen, chosen = Screen(json), load_plan(plan)
     assert chosen is not None
     advice: tuple[Advice, ...] = ()
     if model is None:
         _insist_on_figures(chosen, plan)
+        seconds = coarse_seconds(chosen)
     else:
         with screen.working(f"pricing for {model}"):
-            chosen, advice = _priced(chosen, model, input, seed)
-    _deliver(screen, chosen, advice)
+            chosen, advice, seconds = _priced(chosen, model, input, seed)
+    _deliver(screen, chosen, advice, seconds)
 
 
 def _insist_on_figures(plan: Plan, file: Path) -> None:
@@ -59,18 +63,23 @@ def _insist_on_figures(plan: Plan, file: Path) -> None:
         )
 
 
-def _priced(plan: Plan, model: str, shape: str | None, seed: int) -> tuple[Plan, tuple[Advice, ...]]:
-    """Returns the plan priced for this model; reasons against other plans stay, those of the cuts are new."""
+def _priced(
+    plan: Plan, model: str, shape: str | None, seed: int
+) -> tuple[Plan, tuple[Advice, ...], StepSeconds | None]:
+    """Returns the plan priced for this model, advice, and where its seconds go; reasons against other plans
+    stay, those of the cuts are new.
+    """
     from outsize import api
     from outsize.ir.findings import REJECTIONS, NoPipelineFits
 
     inputs = make_model_input(model, shape, plan.batch_size, meta=True, seed=seed)
     current = api.outlook(*inputs.call, **inputs.loss, plan=plan)
     others = tuple(reason for reason in plan.why if isinstance(reason, (*REJECTIONS, NoPipelineFits)))
-    return current.plan.model_copy(update={"why": (*current.plan.why, *others)}), current.advice
+    priced = current.plan.model_copy(update={"why": (*current.plan.why, *others)})
+    return priced, current.advice, current.seconds
 
 
-def _deliver(screen: Screen, plan: Plan, advice: tuple[Advice, ...]) -> None:
+def _deliver(screen: Screen, plan: Plan, advice: tuple[Advice, ...], seconds: StepSeconds | None) -> None:
     from outsize.planner.advice.file_rules import levers
     from outsize.report.wording import document as worded
 
@@ -79,11 +88,12 @@ def _deliver(screen: Screen, plan: Plan, advice: tuple[Advice, ...]) -> None:
     def tables() -> Iterable[RenderableType]:
         from outsize.report.tables.explain_plan import why_table
 
-        yield why_table(plan, gains, advice)
+        yield why_table(plan, gains, advice, seconds)
 
     document = {
         "plan": plan.model_dump(mode="json"),
         "levers": list(map(worded, gains)),
         "advice": list(map(worded, advice)),
+        "seconds": None if seconds is None else seconds.model_dump(mode="json"),
     }
     screen.result(document, tables)

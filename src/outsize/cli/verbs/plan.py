@@ -215,6 +215,7 @@ def _write_report(path: Path, seen: Outlook) -> None:
             predicted=seen.timeline,
             advice=seen.advice,
             curves=seen.curves,
+            seconds=seen.seconds,
         )
     )
     write_text(path, page)

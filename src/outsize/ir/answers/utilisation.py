@@ -1,4 +1,4 @@
-"""Records how the devices spent one step, and why time was lost if more than half of it was."""
+"""Records how devices spend a step, measured or predicted, and why time was lost where half of it was."""
 
 from __future__ import annotations
 
@@ -9,9 +9,51 @@ from outsize.ir.base import Record
 from outsize.ir.formatting import percent_text, seconds_text
 from outsize.ir.offload import Bound
 
+Spent = Literal[
+    "products",
+    "attention",
+    "convolutions",
+    "normalisations",
+    "elementwise",
+    "computing",
+    "again",
+    "optimizer",
+    "update-on-host",
+    "weights",
+    "messages",
+    "within-layers",
+    "copies",
+    "launching",
+    "waits",
+]
+"""On what seconds of a step are spent; report/tables/step_seconds.py has the words."""
 Cause = Literal["modules", "sequential", "few-microbatches", "uneven-stages", "transfers"]
 # Devices that compute less than this share of the step get an explanation.
 BUSY: Final = 0.5
+
+
+@final
+class SpentSeconds(Record):
+    """Holds the seconds of a step that are spent on one thing, and where its constants are from, each as
+    `source (device, date)`.
+    """
+
+    spent: Spent
+    seconds: float
+    sources: tuple[str, ...] = ()
+
+
+@final
+class StepSeconds(Record):
+    """Says where the predicted seconds of a step go (planner/advice/step_seconds.py); the parts add up to it.
+
+    They are those of the device that computes most, `device`; `coarse` ones are from the plan's file alone.
+    """
+
+    step_s: float
+    device: str
+    parts: tuple[SpentSeconds, ...]
+    coarse: bool = False
 
 
 @final

@@ -40,7 +40,11 @@ class Origin:
 
     def __post_init__(self) -> None:
         if not (self.device and self.source and _DATE.fullmatch(self.date)):
-            raise ValueError(f"an origin has a device, a date like 2026-11-28 and a source: {self}")
+            raise ValueError(f"an origin has a device, a date like 2026-11-28 and a source: {self!r}")
+
+    def __str__(self) -> str:
+        """Returns `source (device, date)`."""
+        return f"{self.source} ({self.device}, {self.date})"
 
 
 @final
@@ -74,6 +78,11 @@ class DataFile:
     def rows(self, table: str, make: Callable[..., T]) -> tuple[T, ...]:
         """Returns what `make` returns of each row's columns. Raises ValueError for a row that it rejects."""
         return tuple(_made(make, row, f"{self.name}, {table}") for row in self.tables[table])
+
+    def source_of(self, table: str, **columns: object) -> str | None:
+        """Returns `source (device, date)` of the first row with these columns; None where there is none."""
+        row = next((r for r in self.tables[table] if columns.items() <= r.items()), None)
+        return None if row is None else str(self.origins[row["origin"]])
 
     def constants(self) -> dict[str, Any]:
         """Returns the numbers of the table `constants` by name; a list of them is a tuple."""

@@ -254,6 +254,13 @@ def _place_of(name: FigureName, kind: str) -> str:
     return next((place for place in places if (name, place) in _FIGURES), "")
 
 
+def source_of(name: FigureName, kind: str) -> str:
+    """Returns where that number is from, as `source (device, date)`."""
+    place = _place_of(name, kind)
+    rows = (row for row in _FILE.rows("figures", _Figure) if row.name == name)
+    return str(_FILE.origins[next(row for row in rows if place in (row.kinds or ("",))).origin])
+
+
 def _kind(row: _KindRow) -> DeviceKind:
     return DeviceKind(
         name=row.name,

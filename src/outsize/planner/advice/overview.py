@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, final
 
 from outsize.errors import PlanError
 from outsize.ir.answers.advice import Advice
 from outsize.ir.answers.curve import ThroughputCurve
 from outsize.ir.answers.request import PlanRequest
+from outsize.ir.answers.utilisation import StepSeconds
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.advice.plan_rules import advise
+from outsize.planner.advice.step_seconds import step_seconds
 from outsize.planner.search.evaluate_plan import timeline
 from outsize.planner.search.search import search
 
@@ -27,22 +30,28 @@ Models = Mapping[int, tuple[ModelGraph, Profile]]
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Outlook:
-    """Holds a priced plan with the graph and profile of one of its microbatches."""
+    """Holds a priced plan with the graph and profile of one of its microbatches, and its cluster."""
 
     plan: Plan
     graph: ModelGraph
     profile: Profile
+    cluster: Cluster
     timeline: Timeline
     advice: tuple[Advice, ...]
     curves: tuple[ThroughputCurve, ...] = ()
+
+    @cached_property
+    def seconds(self) -> StepSeconds | None:
+        """Returns where the seconds of the step go; the plan is priced three times for it."""
+        return step_seconds(self.plan, self.graph, self.profile, self.cluster)
 
 
 def outlook(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Outlook:
     """Returns everything but the curves; raises as `price`."""
     predicted = timeline(plan, graph, profile, cluster)
-    return Outlook(plan, graph, profile, predicted, advise(plan, graph, profile, cluster))
+    return Outlook(plan, graph, profile, cluster, predicted, advise(plan, graph, profile, cluster))
 
 
 def with_curves(without_curves: Outlook, request: PlanRequest, models: Models, cluster: Cluster) -> Outlook:

@@ -173,6 +173,25 @@ def constants_of(devices: Devices) -> dict[str, float]:
     return {row.name: row.value for row in _CONSTANTS if row.devices == devices}
 
 
+def rows_of(device: Device) -> tuple[Devices, ...]:
+    """Returns whose rows a device has, its own first."""
+    if device.kind == "cpu":
+        return ("cpu",)
+    return ("hopper", "gpu") if "hopper" in families_of(device.kind) else ("gpu",)
+
+
+def source_of_curve(bound: Literal["compute", "memory"], family: OpFamily, device: Device) -> str | None:
+    """Returns where a curve is from, as `source (device, date)`."""
+    found = (_FILE.source_of("curves", devices=d, bound=bound, family=family) for d in rows_of(device))
+    return next(filter(None, found), None)
+
+
+def source_of_constant(name: str, device: Device) -> str | None:
+    """Returns where a number is from that a device has, as `source (device, date)`."""
+    found = (_FILE.source_of("constants", devices=d, name=name) for d in rows_of(device))
+    return next(filter(None, found), None)
+
+
 def _curves(devices: Devices, bound: Literal["compute", "memory"]) -> dict[OpFamily, EfficiencyCurve]:
     rows = (row for row in _CURVES if (row.devices, row.bound) == (devices, bound))
     return {row.family: EfficiencyCurve(peak=row.peak, half_s=row.half_us / 1e6) for row in rows}

@@ -39,7 +39,7 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
         hosts = host_one_device.priced if plan.axes.pp == 1 else host_round_robin.priced
         return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
-    candidate = _of_plan(plan, graph, profile, cluster)
+    candidate = candidate_of(plan, graph, profile, cluster)
     chosen = _chosen(plan, graph)
     figures = counted(expected(candidate, plan.batch_size, candidate.bounds), chosen)
     work = PrefixTimes.of(graph, fastest([case.seconds for case in candidate.cases]))
@@ -80,7 +80,7 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
         hosts = host_one_device.timeline if plan.axes.pp == 1 else host_round_robin.timeline
         played, stage_of = hosts(plan, *model, cluster), tuple(range(len(plan.stages)))
     else:
-        step = _of_plan(plan, *model, cluster).step
+        step = candidate_of(plan, *model, cluster).step
         played, stage_of = step.timeline(), step.stage_of
     return played if plan.expected is None else with_memory_samples(played, plan.expected, stage_of)
 
@@ -93,7 +93,10 @@ def in_plans_order(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[Mod
     return graph.in_order(order), profile.in_order(order)
 
 
-def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Candidate:
+def candidate_of(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Candidate:
+    """Returns the candidate that a plan without weights on the host is; `graph` and `profile` are in the
+    plan's order. Raises as `price`.
+    """
     check_enough(plan.batch_size, plan.microbatches)
     layout, bounds = Layout.of_plan(plan), plan.bounds(graph)
     pricing = Pricing({layout.captured: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))

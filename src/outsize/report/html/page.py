@@ -16,6 +16,7 @@ from outsize.files.replace import replace_text
 from outsize.ir.answers.advice import Advice
 from outsize.ir.answers.curve import ThroughputCurve
 from outsize.ir.answers.runs.recorded_run import RecordedRun
+from outsize.ir.answers.utilisation import StepSeconds
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.formatting import bytes_text, count_text, percent_text, rate_text, seconds_text
 from outsize.ir.graph import ModelGraph
@@ -35,6 +36,7 @@ from outsize.report.html.figures import (
 from outsize.report.html.network import network_svg
 from outsize.report.html.step_chart import StepChart, smoothed, smoothing_steps, step_svg
 from outsize.report.palette import BACKWARD, CAUSES, FORWARD, WEIGHT
+from outsize.report.tables.explain_plan import constants, seconds_rows, seconds_title
 from outsize.report.tables.offload import TITLE, degree_rows
 from outsize.report.tables.placement import (
     DeviceMemory,
@@ -91,6 +93,7 @@ class PageFacts:
     verdict: Verdict | None = None
     advice: Sequence[Advice] = ()
     curves: Sequence[ThroughputCurve] = ()
+    seconds: StepSeconds | None = None
     commands: Sequence[str] = ()
 
 
@@ -122,6 +125,9 @@ def _shown(facts: PageFacts) -> dict[str, Any]:
         "advice": list(map(advised, facts.advice)),
         **_steps(plan, facts.history),
         **_memory(plan, expected, facts.history),
+        "spent_title": seconds_title(facts.seconds) if facts.seconds else "",
+        "spent": seconds_rows(facts.seconds) if facts.seconds else (),
+        "constants": constants(facts.seconds) if facts.seconds else (),
         "verdict": verdict,
         "differences": _differences(verdict),
         "compared": _compared(verdict) if verdict else "",

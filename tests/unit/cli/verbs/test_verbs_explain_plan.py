@@ -23,7 +23,12 @@ def plan_file(outsize: Outsize, folder: Path) -> Path:
 def test_from_the_file_alone(outsize: Outsize) -> None:
     answer = outsize("explain-plan", "plan.json")
     assert (answer.code, answer.err) == (0, "")
-    for heading in ("Why this one", "Not chosen", "What would make it faster"):
+    for heading in (
+        "Where the seconds of a step go",
+        "Why this one",
+        "Not chosen",
+        "What would make it faster",
+    ):
         assert heading in answer.out
     assert max(map(len, answer.out.splitlines())) <= 80
 
@@ -37,7 +42,12 @@ def test_with_the_model_it_is_priced_as_it_is_now(outsize: Outsize, plan_file: P
     assert document["plan"]["expected"]["stages"][0]["units"] == 1
     assert "small-stage" in {a["code"] for a in document["advice"]}
     assert "balance" in {lever["code"] for lever in document["levers"]}
-    assert "Advice" in outsize("explain-plan", "plan.json", "toy:build").out
+    spent_s = sum(part["seconds"] for part in document["seconds"]["parts"])
+    assert spent_s == pytest.approx(document["plan"]["expected"]["step_s"])
+    shown = outsize("explain-plan", "plan.json", "toy:build").out
+    assert "Advice" in shown
+    assert "Where the seconds of a step go" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.usefixtures("plan_file")

@@ -8,10 +8,11 @@ import pytest
 import samples
 from rich.console import Console, RenderableType
 
-from outsize.ir.answers.utilisation import Idle, Utilisation
+from outsize.ir.answers.utilisation import Idle, SpentSeconds, StepSeconds, Utilisation
 from outsize.ir.findings import PeakMargin, SingleUnit
 from outsize.ir.plan import Alternative, Axes, Plan
-from outsize.report.tables.explain_plan import why_table
+from outsize.report.html.page import PageFacts, render
+from outsize.report.tables.explain_plan import SPENT, why_table
 from outsize.report.tables.plan_tables import check_table, plan_table, run_table, units_table
 
 Golden = Callable[[str, str], None]
@@ -156,3 +157,40 @@ def test_a_run_says_its_bound_and_why_devices_idle() -> None:
     assert "W210" not in text_of(
         run_table(samples.plan(), samples.measured(), used=used.model_copy(update={"idle": None}))
     )
+
+
+SECONDS = StepSeconds(
+    step_s=0.5,
+    device="cuda:0",
+    parts=(
+        SpentSeconds(spent="products", seconds=0.3, sources=("data sheet (made up)", "a paper (made up)")),
+        SpentSeconds(spent="attention", seconds=0.125, sources=("data sheet (made up)",)),
+        SpentSeconds(spent="within-layers", seconds=0.075),
+    ),
+)
+
+
+def test_seconds_of_a_step_are_told_with_their_sources() -> None:
+    text = text_of(why_table(samples.plan(), (), (), SECONDS))
+    rows = {name: f"{takes} +{share} %" for name, takes, share in (
+        ("matrix products", "300 ms", 60), ("fused attention", "125 ms", 25), ("step", "500 ms", 100),
+    )}  # fmt: skip
+    for name, figures in rows.items():
+        assert re.search(rf"^{name} +{figures}$", text, re.MULTILINE), (name, text)
+    assert "- matrix products, fused attention: data sheet (made up)" in text
+    assert "- matrix products: a paper (made up)" in text
+    assert max(map(len, text.splitlines())) <= 80
+    coarse = text_of(why_table(samples.plan(), (), (), SECONDS.model_copy(update={"coarse": True})))
+    assert "With MODEL" in coarse
+    assert "With MODEL" not in text
+
+
+def test_a_page_has_the_seconds_of_a_step() -> None:
+    page = render(PageFacts(plan=samples.plan(), seconds=SECONDS))
+    assert "h-spent" in page
+    assert "matrix products, fused attention: data sheet (made up)" in page
+    assert "h-spent" not in render(PageFacts(plan=samples.plan()))
+
+
+def test_names_of_what_seconds_are_spent_on_fit_a_line() -> None:
+    assert max(map(len, SPENT.values())) <= 50
