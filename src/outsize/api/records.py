@@ -309,6 +309,9 @@ class Request(OptionRecord):
     """Into how many microbatches the batch is split, for each replica."""
     stages: Annotated[int | None, "2"] = None
     """Into how many stages the model is split; searched by default."""
+    chunks: Annotated[int | None, "2"] = None
+    """How many stages are on each rank of the pipeline (virtual stages of the schedule "interleaved"); by
+    default one or several, whichever is faster. `stages` is then the number of ranks."""
     schedule: Annotated[ScheduleName | Schedule | None, "'1f1b'"] = None
     """A name, "auto", or one of your own (`outsize.Schedule.from_csv(text)`), which fixes stages and
     microbatches."""

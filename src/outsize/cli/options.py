@@ -104,6 +104,12 @@ Stages = Annotated[
     int | None,
     typer.Option("--stages", min=1, help="Number of pipeline stages (default: one per device)."),
 ]
+Chunks = Annotated[
+    int | None,
+    typer.Option(
+        "--chunks", min=1, help="Number of stages on each rank of the pipeline (default: what is faster)."
+    ),
+]
 ScheduleByName = Annotated[
     str | None,
     typer.Option(

@@ -130,6 +130,13 @@ class Family:
         one_rank = self.sequential and ranks == 1
         return stages == ranks or one_rank or (self.several_stages and stages % ranks == 0)
 
+    def takes_chunks(self, chunks: int, ranks: int, microbatches: int) -> bool:
+        """Tells whether each rank can have so many stages: as many as the search tries, and any number where
+        it tries several.
+        """
+        tried = self.chunk_counts(ranks, microbatches)
+        return chunks in tried or (chunks > 1 and len(tried) > 1)
+
     def microbatches_to_play(self, stages: int, microbatches: int, ranks: int) -> int:
         """Returns how many microbatches must be simulated to see the most that stages hold."""
         uneven = self.repeats_in_rounds and microbatches % ranks

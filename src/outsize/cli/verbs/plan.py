@@ -70,6 +70,7 @@ def plan(
     cluster: options.Cluster = "local",
     microbatches: options.Microbatches = None,
     stages: options.Stages = None,
+    chunks: options.Chunks = None,
     schedule: options.ScheduleOrFile = None,
     optimizer: options.Optimizer = "adamw",
     precision: options.Precision = "fp32",
@@ -104,6 +105,7 @@ def plan(
     asked = Request(
         microbatches=microbatches,
         stages=stages,
+        chunks=chunks,
         schedule=options.schedule_or_file(schedule),
         recompute=recompute,
         kernels=kernels,

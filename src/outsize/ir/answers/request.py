@@ -42,6 +42,7 @@ class LayoutOptions(TypedDict, total=False):
     batch_size: int | None
     microbatches: int | None
     stages: int | None
+    chunks: int | None
     schedule: ScheduleName | Schedule | None
     precision: Precision | None
     recompute: Recompute | None
@@ -82,9 +83,10 @@ class PlanRequest(AskedAxes):
     """Holds what is fixed of a plan; None leaves the choice to the planner.
 
     `microbatches` are those of each replica; `stages` that are not given are one per device or group of
-    devices. `actions` are the rows of a user's own schedule. `axes` "all" searches the axes that are not
-    given, "pp" none of them. `exact` keeps to layouts whose results are bit-identical to one device's:
-    pipelines, and where none fits, weights on the host.
+    devices; with `chunks`, the stages on each rank, they are the ranks of the pipeline. `actions` are the
+    rows of a user's own schedule. `axes` "all" searches the axes that are not given, "pp" none of them.
+    `exact` keeps to layouts whose results are bit-identical to one device's: pipelines, and where none fits,
+    weights on the host.
     `sequence_parallel` None prices both values. `loss_pieces` None computes the loss in pieces of rows where
     that makes room (Plan), and `module_pieces` wide modules. `weights` None shards weights over dp_shard, and
     keeps them on the host where the devices are too small for them. `objective` "cost" chooses also which
@@ -98,6 +100,7 @@ class PlanRequest(AskedAxes):
     batch_size: Count
     microbatches: Count | None = None
     stages: Count | None = None
+    chunks: Count | None = None
     schedule: ScheduleName | None = None
     optimizer: str = "adamw"
     precision: Precision = "fp32"
@@ -203,6 +206,7 @@ class PlanRequest(AskedAxes):
             )
         if self.inference:
             self._check_inference()
+        self._check_chunks()
         if self.bn == "sync":
             self._check_whole_batch()
         if self.sequence_parallel and mesh.product_parts == 1 and not self.searches_axes:
@@ -219,6 +223,15 @@ class PlanRequest(AskedAxes):
                 next_step=f"{SHARD.typed(2)}, or leave out weights",
             )
         return self
+
+    def _check_chunks(self) -> None:
+        """Checks that a schedule is searched, or made, whose ranks may have several stages."""
+        if self.chunks is not None and (self.actions or self.inference):
+            raise BadOption(
+                "chunks is for schedules that outsize makes for a training step",
+                numbers=f"chunks={self.chunks}, and {'a schedule of one' if self.actions else 'inference'}",
+                next_step="leave out chunks (--chunks)",
+            )
 
     def _check_inference(self) -> None:
         """Checks that nothing is asked for that only a backward has."""

@@ -121,7 +121,7 @@ def is_named_pipeline(request: PlanRequest) -> bool:
     """
     named = request.schedule is None or family_of(request.schedule).row is not None
     named &= request.recompute in (None, *WHOLE_STAGE) and request.weights is None
-    return named and not request.has_group_axes
+    return named and not request.has_group_axes and request.chunks in (None, 1)
 
 
 def fit(request: PlanRequest, at: At, cluster: Cluster) -> Fit:

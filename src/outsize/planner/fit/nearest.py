@@ -85,6 +85,14 @@ def no_feasible_plan(
     """Returns the error; the `asked` cases do not fit in any of the schedules, `spare` ones may help."""
     tried = [_least_full(case, name, stages, cluster) for case in asked for name in schedules]
     closest = min(tried, key=lambda cut: cut.share)
+    if closest.share <= 1:  # What was asked for had several stages on each rank.
+        policy = closest.case.activation_policy
+        recompute = "" if policy.keeps_all else f" --recompute {policy.name}"
+        return NoFeasiblePlan(
+            "several stages on each rank do not fit these devices, and one on each does",
+            numbers=_near_text(closest, closest),
+            next_step=f"--schedule {closest.schedule}{recompute}, without --chunks",
+        )
     judge = _PricedCases.of((*asked, *spare), schedules, cluster)
     start = ChainFeasibility(closest.case, closest.schedule, stages, cluster)
     found = next(sufficing(NEAREST, start, judge), None)

@@ -160,14 +160,20 @@ class Layout:
 
 
 def pipelines(
-    axes: Axes, counts: Iterable[tuple[int, int]], schedules: Iterable[ScheduleName], units: int
+    axes: Axes,
+    counts: Iterable[tuple[int, int]],
+    schedules: Iterable[ScheduleName],
+    units: int,
+    asked: int | None = None,
 ) -> Iterator[Layout]:
     """Yields the pipelines over the ranks of these axes; `counts`: (microbatches, microbatches of the whole
-    batch).
+    batch). `asked`: the stages on a rank, where they are not chosen here.
     """
     for (microbatches, captured), schedule in product(counts, schedules):
-        for chunks in family_of(schedule).chunk_counts(axes.pp, microbatches):
-            if axes.pp * chunks <= (units if chunks == 1 else min(units, MOST_STAGES)):
+        family = family_of(schedule)
+        for chunks in family.chunk_counts(axes.pp, microbatches) if asked is None else (asked,):
+            most = units if chunks == 1 or asked is not None else min(units, MOST_STAGES)
+            if axes.pp * chunks <= most and family.takes_chunks(chunks, axes.pp, microbatches):
                 yield Layout(axes, axes.pp * chunks, schedule, microbatches, captured)
 
 
@@ -178,12 +184,14 @@ _ONE: Final = Axes()
 @dataclass(frozen=True)
 class AxisChoices:
     """Holds the sizes of axes that depend on the model or the request: those of cp, those of ep beside 1, and
-    a mesh with the sizes of those axes that are `given` and that the search tries no other sizes of.
+    a mesh with the sizes of those axes that are `given` and that the search tries no other sizes of; the
+    stages on a rank, where they are asked for.
     """
 
     contexts: Sequence[int] = (1,)
     experts: Sequence[int] = ()
     given: Axes = _ONE
+    chunks: int | None = None
 
     def of_each_group(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns the sizes of groups, each with their number, without the axes that are given."""
@@ -211,7 +219,7 @@ def all_layouts(
     for searched, weights in _meshes(sizes, per_node, choices) if sizes else ():
         axes = searched.model_copy(update=given)
         counts = counts_for(ascending if axes.token_parts == 1 else ascending[-1:], axes)
-        for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units):
+        for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units, choices.chunks):
             yield replace(layout, weights=weights)
 
 

@@ -48,7 +48,7 @@ def _pipelines(request: PlanRequest, models: Models, cluster: Cluster) -> Iterat
     schedules = _schedules(request, models, usual)
     ranks = _ranks(request, _units(models), cluster)
     axes = request.mesh(ranks)
-    for layout in pipelines(axes, counts_for(models, axes), schedules, _units(models)):
+    for layout in pipelines(axes, counts_for(models, axes), schedules, _units(models), request.chunks):
         options = _sequence_options(request, layout, models[layout.captured][0])
         for sequence, weights in product(options, _weight_options(request, axes)):
             yield replace(layout, weights=weights, sequence=sequence)
@@ -70,6 +70,7 @@ def _meshes(request: PlanRequest, models: Models, cluster: Cluster) -> Iterator[
         else context_sizes(graph, len(cluster.devices)),
         experts=expert_sizes(graph, len(cluster.devices)),
         given=asked.with_one(those(lambda axis: axis.is_searched)),
+        chunks=request.chunks,
     )
     for layout in all_layouts(cluster, models, schedules, _units(models), choices):
         for sequence in _sequence_options(request, layout, graph):
@@ -94,7 +95,8 @@ def no_layout(
     units, family = _units(models), family_of(schedule)
     ranks = _ranks(request, units, cluster)
     counts = [microbatches for microbatches, _ in counts_for(models, request.mesh(ranks))]
-    stages = [ranks * chunks for count in counts for chunks in family.chunk_counts(ranks, count)]
+    tried = (family.chunk_counts(ranks, count) for count in counts)
+    stages = [ranks * (request.chunks or chunks) for some in tried for chunks in some]
     if stages:
         return TooManyStages(
             f"{schedule} makes {min(stages)} stages on {ranks} devices, the model has {units} units for them",
@@ -126,7 +128,7 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
     """
     fixed, axes = request.mesh(layout.axes.pp).model_dump(), layout.axes.model_dump()
     has_fixed = all(axes[name] == size for name, size in fixed.items() if size > 1)
-    has_fixed &= request.stages in (None, layout.axes.pp)
+    has_fixed &= request.stages in (None, layout.axes.pp) and request.chunks in (None, layout.chunks)
     has_fixed &= request.microbatches in (None, layout.microbatches)
     has_fixed &= request.weights in (None, layout.weights) and (request.bn != "sync" or layout.replicas == 1)
     has_fixed &= not request.exact or layout.group == 1
@@ -166,7 +168,16 @@ def _schedules(
         return (SEQUENTIAL.name,)  # Modules of a model that runs by modules wait for each other.
     if request.inference:
         return (FORWARD.name,)
-    return (request.schedule,) if request.schedule else usual
+    several = (request.chunks or 1) > 1
+    if request.schedule is None:
+        return (CHUNKED.name,) if several else usual
+    if several and not family_of(request.schedule).several_stages:
+        raise BadOption(
+            f"{request.schedule} has one stage on each rank, and chunks asks for several",
+            numbers=f"chunks={request.chunks}, schedule={request.schedule!r}",
+            next_step=f"schedule={CHUNKED.name!r} (--schedule {CHUNKED.name}), or leave out chunks",
+        )
+    return (request.schedule,)
 
 
 def _ranks(request: PlanRequest, units: int, cluster: Cluster) -> int:

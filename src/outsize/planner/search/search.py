@@ -65,7 +65,7 @@ from outsize.planner.strategies.host_round_robin import or_round_robin
 from outsize.planner.strategies.parallel_branches import branched
 from outsize.policies.activations import KEEP, RECOMPUTE, Recompute, activation_policy, searched_for
 from outsize.policies.weights import HOSTED, weight_policy
-from outsize.schedules.families import COMPOSED, CUSTOM, DEFAULT
+from outsize.schedules.families import CHUNKED, COMPOSED, CUSTOM, DEFAULT
 
 
 @final
@@ -147,7 +147,8 @@ def _with_given_axes(
         run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), pricing)
         model = pricing.units.models[run_plan.microbatches * run_plan.axes.replicas]
         return with_schedule(run_plan, request.actions, *model, pricing.cluster)
-    free = request.schedule is None and not request.has_group_axes and not request.inference
+    is_open = request.schedule is None and request.chunks is None
+    free = is_open and not request.has_group_axes and not request.inference
     if request.schedule != COMPOSED.name and not free:
         return _by_runs(request, pricing, most_s, explains=explains)
     named = request.model_copy(update={"schedule": None})
@@ -209,8 +210,9 @@ def _by_runs(request: PlanRequest, pricing: Pricing, most_s: float = inf, *, exp
     plan = _hosted(request, asked, result, pricing) if last else None
     if plan is not None:
         return plan
-    if request.schedule is not None and not request.weight_policy.on_host and not layouts:
-        raise no_layout(request.schedule, request, asked, cluster)
+    named = request.schedule or (CHUNKED.name if request.chunks else None)
+    if named is not None and not request.weight_policy.on_host and not layouts:
+        raise no_layout(named, request, asked, cluster)
     if not explains:
         raise NoFeasiblePlan(
             "no pipeline fits these devices",
@@ -233,6 +235,11 @@ def _asked(request: PlanRequest, models: Models) -> list[int]:
     return [request.total_microbatches]
 
 
+def _most_ranks(models: Models, cluster: Cluster) -> int:
+    """Returns the ranks of the longest pipeline of one stage on each."""
+    return min(len(cluster.devices), *(len(graph.units) for graph, _ in models.values()))
+
+
 def _nothing_fits(request: PlanRequest, layouts: Sequence[Layout], pricing: Pricing) -> NoFeasiblePlan:
     """Returns the error: which stage lacks how much, and what would fit."""
     models, cluster = pricing.units.models, pricing.cluster
@@ -240,10 +247,12 @@ def _nothing_fits(request: PlanRequest, layouts: Sequence[Layout], pricing: Pric
     if streaming:
         keeps = request.recompute is not None and request.activation_policy.keeps_all
         return too_small(streaming, pricing, KEEP.name if keeps else RECOMPUTE.name)
-    one_stage_layouts = [layout for layout in layouts if layout.chunks == 1] or [
-        Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), DEFAULT.name, count, count)
-        for count in models
-    ]
+    # What is lacking is told of one stage on each rank, where ranks have several as well.
+    one_stage_layouts = (
+        [layout for layout in layouts if layout.chunks == 1]
+        or [replace(layout, stages=layout.axes.pp, schedule=DEFAULT.name) for layout in layouts]
+        or [Layout(Axes(pp=(most := _most_ranks(models, cluster))), most, DEFAULT.name, n, n) for n in models]
+    )
     schedules: list[ScheduleName] = list(dict.fromkeys(layout.schedule for layout in one_stage_layouts))
     counts = {layout.captured: layout for layout in one_stage_layouts}
     spare = {c: replace(one_stage_layouts[0], microbatches=c, captured=c) for c in models if c not in counts}
@@ -275,7 +284,7 @@ def _meshes(request: PlanRequest, pricing: Pricing) -> SearchResult:
     # bound alone counts, so that the gap holds for all layouts.
     is_grouped = [layout.group > 1 or cluster.unequal for layout in layouts]
     grouped_layouts = tuple(compress(layouts, is_grouped))
-    if request.schedule is None and not request.inference:
+    if request.schedule is None and request.chunks is None and not request.inference:
         grouped_layouts += tuple(interleaved(search_loop.floors, pricing, grouped_layouts))
     result = search_loop.run(grouped_layouts)
     least_s = search_loop.floor_s(compress(layouts, map(not_, is_grouped)))
