@@ -80,7 +80,8 @@ class Profiler:
         def graph_of(captured: Captured) -> ModelGraph:
             return stack.of_graph(styled(case, captured, Axes() if axes is None else axes, always))
 
-        recorded = case.sized_graphs(graph_of).at if self.measured is not True else None
+        adds = always or bool(axes is not None and axes.used_of(PARTS))
+        recorded = case.sized_graphs(graph_of, adds=adds).at if self.measured is not True else None
         if recorded is None:
             return lambda samples: case.with_lasting(graph_of(case.captured(samples)))
         return lambda samples: case.with_lasting(recorded(samples))

@@ -4,11 +4,18 @@
     g(a)   its first LAYERS layers at size a: does each unit of G(a) cost what its like costs in g(a)?
     g(c)   the same layers at size c: are its units and values those of g(a), with other figures?
     G(c)   G(a) with the figures of g(c)
+    T(a)   G(a) with what tensor, context and expert parallelism divide of it: that of g(a), layer by layer
 
 Like a unit of layer 7 is that of layer 2: the first two layers and the last one stand for themselves, since
 what is saved first, or last, counts there. Values are compared by their producers, in order. If any of this
 does not hold (layers of several forms, a cache that grows with the layers, other cuts at that size), there is
-no answer, and the model is recorded whole. Complexity: O(units + values) for each size. Oracle:
+no answer, and the model is recorded whole.
+
+What an axis divides follows from the tape, in which each layer behind the first is a copy of it. Where layer
+2 of the short model is divided as its layer 1 is, what enters layer 3 is divided as what enters layer 2, and
+so on. So the tape of a long stack is not walked for it.
+
+Complexity: O(units + values) for each size. Oracle:
 tests/unit/capture/graph/test_shortened.py compares with graphs of which every layer was recorded.
 """
 
@@ -18,16 +25,20 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final, final
 
 from torch import nn
 
 from outsize.errors import OutsizeError
 from outsize.ir.graph import ModelGraph, ShardedFraction, Unit, Value
+from outsize.ir.units.tensor_styles import ModuleStyle, TensorStyles
 
 # Layers of a shortened stack; shorter stacks than LEAST are left as they are.
 LAYERS: Final = 4
 LEAST: Final = 16
+# What is divided of fewer layers is found out sooner than a few of them are recorded.
+LONG: Final = 48
 _ALONE: Final = 2  # The first layers, which are like no others.
 
 _UNIT_FIGURES: Final = tuple(
@@ -85,6 +96,40 @@ class Stacks:
         """Returns the name without the number of the layer that it is in."""
         return self._renamed(name, lambda index, first, end: str(index) if index < first else "*")
 
+    @property
+    def length(self) -> int:
+        """Returns the layers of all stacks."""
+        return sum(end - first for first, end in self.of.values())
+
+    def number(self, name: str) -> tuple[str, int] | None:
+        """Returns the stack that a name is in, and the number of its layer; None outside of all stacks."""
+        for fqn, (first, _) in self.of.items():
+            found = re.match(rf"{re.escape(fqn)}\.(\d+)(?!\w)", name)
+            if found is not None and int(found[1]) >= first:
+                return fqn, int(found[1])
+        return None
+
+    def moved(self, text: str, short: str, whole: str) -> str:
+        """Returns a text about a name of the shortened model as one about its like in the whole one.
+
+        Raises OtherLayer where it mentions a layer that neither of them is in.
+        """
+        here, there = self.number(short), self.number(whole)
+        for fqn, (first, end) in self.of.items():
+            ends = {first + LAYERS - 1: end - 1} | {first + n: first + n for n in range(_ALONE)}
+            numbers = (
+                {here[1]: there[1]} if here and there and here[0] == fqn else ends if here is None else {}
+            )
+
+            def number(found: re.Match[str], numbers: dict[int, int] = numbers, first: int = first) -> str:
+                old = int(found[2])
+                if old >= first and old not in numbers:
+                    raise OtherLayer
+                return f"{found[1]}{numbers.get(old, old)}"
+
+            text = re.sub(rf"(?<![\w.])({re.escape(fqn)}\.)(\d+)(?!\w)", number, text)
+        return text
+
     def _renamed(self, name: str, number: Callable[[int, int, int], str]) -> str:
         for fqn, (first, end) in self.of.items():
             prefix = f"{fqn}." if fqn else ""
@@ -93,6 +138,11 @@ class Stacks:
                 rest = name[len(prefix) + found.end() :]
                 return prefix + number(int(found[0]), first, end) + rest
         return name
+
+
+@final
+class OtherLayer(Exception):
+    """Says that something about one layer mentions another one, so it is not known of their likes."""
 
 
 def _form(layer: nn.Module) -> tuple[object, ...]:
@@ -115,7 +165,8 @@ class SizedGraphs:
     """Knows the graph of a model at any size that a shortened model has, once the whole was recorded.
 
     `whole` and `short` record the whole and the shortened model at a size. `recorded` are sizes at which the
-    whole was recorded before.
+    whole was recorded before. `bare` returns both graphs without what is added to them, or is None where
+    nothing is.
     """
 
     def __init__(
@@ -124,8 +175,9 @@ class SizedGraphs:
         whole: Callable[[int], ModelGraph],
         short: Callable[[int], ModelGraph],
         recorded: Sequence[int] = (),
+        bare: Callable[[int], tuple[ModelGraph, ModelGraph]] | None = None,
     ) -> None:
-        self._stacks, self._whole, self._short = stacks, whole, short
+        self._stacks, self._whole, self._short, self._bare = stacks, whole, short, bare
         self._recorded = set(recorded)
         self._known: list[tuple[ModelGraph, ModelGraph | None]] = []
         self._useful = bool(stacks.of)
@@ -133,16 +185,32 @@ class SizedGraphs:
     def at(self, samples: int) -> ModelGraph:
         """Returns the graph at this size. Raises what recording the whole model raises."""
         if self._useful and not self._known and self._recorded:
-            self._known.append((self._whole(min(self._recorded)), None))
+            self._known.append((self._recorded_whole(min(self._recorded)), None))
         derived = self._derived(samples) if self._useful and samples not in self._recorded else None
         if derived is not None:
             return derived
         known = next((graph for graph, _ in self._known if graph.batch_size == samples), None)
-        graph = self._whole(samples) if known is None else known
+        graph = self._recorded_whole(samples) if known is None else known
         self._recorded.add(samples)
         if all(known.batch_size != graph.batch_size for known, _ in self._known):
             self._known.append((graph, None))
         return graph
+
+    def _recorded_whole(self, samples: int) -> ModelGraph:
+        """Returns the graph of the whole model; what is added to a long stack is that of a few layers."""
+        added = self._with_added(samples) if self._useful and self._stacks.length >= LONG else None
+        return self._whole(samples) if added is None else added
+
+    def _with_added(self, samples: int) -> ModelGraph | None:
+        if self._bare is None or "" in self._stacks.of:  # Names in such a stack are mere numbers.
+            return None
+        try:
+            graph, bare = self._bare(samples)
+            if not _stands_for(bare, graph, self._stacks):
+                return None
+            return _with_added(graph, self._short(samples), self._stacks)
+        except (OtherLayer, OutsizeError):  # The whole model is asked, whose own error it then is.
+            return None
 
     def _derived(self, samples: int) -> ModelGraph | None:
         if not self._known:
@@ -277,3 +345,69 @@ def _refigured(unit: Unit, like: Unit) -> Unit:
         figures = {figure: getattr(getattr(like, name), figure) for figure in _SHARE_FIGURES}
         update[name] = share.model_copy(update=figures)
     return unit.model_copy(update=update)
+
+
+def _with_added(graph: ModelGraph, short: ModelGraph, stacks: Stacks) -> ModelGraph:
+    """Returns the whole graph with what was added to the short one that stands for it. Raises OtherLayer."""
+    if any(
+        _shares(short, fqn, first + _ALONE - 1) != _shares(short, fqn, first + _ALONE)
+        for fqn, (first, _) in stacks.of.items()
+    ):
+        raise OtherLayer
+    likes = {unit.name: unit for unit in short.units}
+    whole = _with_figures(graph, short, stacks)
+    experts = {name: parameter.experts for parameter in short.parameters for name in parameter.names}
+    parameters = [(p, experts[stacks.like(p.names[0])]) for p in graph.parameters]
+    fields = {name: getattr(whole, name) for name in type(whole).model_fields}
+    fields |= {
+        "units": tuple(_with_names(unit, likes[stacks.like(unit.name)], stacks) for unit in whole.units),
+        "parameters": tuple(
+            p.model_copy(update={"experts": n}) if n != p.experts else p for p, n in parameters
+        ),
+        "tensor": None if short.tensor is None else _of_all_layers(short.tensor, stacks),
+        "rows": short.rows,
+    }
+    return ModelGraph(**fields)
+
+
+def _shares(graph: ModelGraph, fqn: str, layer: int) -> list[Any]:
+    """Returns what is divided of the units of a layer."""
+    units = [unit for unit in graph.units if unit.name.startswith(f"{fqn}.{layer}.")]
+    return [_figures(share, _SHARE_FIGURES) for u in units for share in (u.divided, u.in_sequence)]
+
+
+def _with_names(unit: Unit, like: Unit, stacks: Stacks) -> Unit:
+    """Returns the unit with the names of the weights that are divided of its like."""
+    update: dict[str, ShardedFraction] = {}
+    for name in ("divided", "in_sequence"):
+        share: ShardedFraction = getattr(unit, name)
+        names = {
+            kind: tuple(stacks.moved(n, like.name, unit.name) for n in getattr(getattr(like, name), kind))
+            for kind in ("parameters", "beside")
+        }
+        update[name] = share.model_copy(update=names)
+    return unit.model_copy(update=update)
+
+
+def _of_all_layers(styles: TensorStyles, stacks: Stacks) -> TensorStyles:
+    """Returns the styles of the whole model; the modules of a layer are beside each other."""
+    modules: list[ModuleStyle] = []
+    for place, together in groupby(styles.modules, lambda style: stacks.number(style.module)):
+        layer = list(together)
+        for fqn, number in _stood_for(place, stacks) if place is not None else [("", 0)]:
+            for style in layer:
+                name = (
+                    style.module
+                    if place is None
+                    else f"{fqn}.{number}{style.module[len(f'{fqn}.{place[1]}') :]}"
+                )
+                why = stacks.moved(style.why, style.module, name)
+                modules.append(style.model_copy(update={"module": name, "why": why}))
+    return styles.model_copy(update={"modules": tuple(modules)})
+
+
+def _stood_for(place: tuple[str, int], stacks: Stacks) -> list[tuple[str, int]]:
+    """Returns the layers of the whole stack that one of the shortened stack stands for."""
+    fqn, number = place
+    first, end = stacks.of[fqn]
+    return [(fqn, n) for n in range(first, end) if _like(n - first, end - first) == number - first]

@@ -201,10 +201,11 @@ class TrainingCase:
         with self._casting():
             return capture_model(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, samples)
 
-    def sized_graphs(self, graph_of: Callable[[Captured], ModelGraph]) -> SizedGraphs:
+    def sized_graphs(self, graph_of: Callable[[Captured], ModelGraph], *, adds: bool = False) -> SizedGraphs:
         """Returns the graphs of the model at any size; of a stack of equal layers one size is recorded whole.
 
-        `graph_of` may add to the graph that was captured; it is called while the model is as it was recorded.
+        `graph_of` is called while the model is as it was recorded; `adds` says whether it adds anything to
+        the graph that was captured.
         """
         stacks = Stacks.in_model(self.module)
         short_case = dataclasses.replace(self, known=self.known_short)
@@ -213,8 +214,17 @@ class TrainingCase:
             with stacks.shortened(self.module):
                 return graph_of(short_case.captured(samples))
 
+        def bare(samples: int) -> tuple[ModelGraph, ModelGraph]:
+            whole = self.captured(samples).graph
+            with stacks.shortened(self.module):
+                return whole, short_case.captured(samples).graph
+
         return SizedGraphs(
-            stacks, lambda samples: graph_of(self.captured(samples)), short, self._recorded_sizes
+            stacks,
+            lambda samples: graph_of(self.captured(samples)),
+            short,
+            self._recorded_sizes,
+            bare if adds else None,
         )
 
     def recorded_whole(self, samples: int) -> Captured:

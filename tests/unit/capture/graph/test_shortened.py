@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.api.problem import Profiler, styled
-from outsize.capture.graph.shortened import LAYERS, LEAST, Stacks
+from outsize.capture.graph import shortened
+from outsize.capture.graph.build import Captured
+from outsize.capture.graph.shortened import LAYERS, LEAST, OtherLayer, Stacks
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
 from outsize.train.measure.training_case import TrainingCase, as_batch
@@ -92,7 +94,7 @@ def test_figures_of_a_few_layers_are_those_of_all(
         return captured
 
     monkeypatch.setattr(TrainingCase, "captured", counted)
-    graph_at = Profiler().graphs(asked, always=True)
+    graph_at = Profiler().graphs(asked, "eager", always=True)
     sizes = (4, 2, 1, 16)
     derived = {samples: graph_at(samples) for samples in sizes}
     whole = max(units for _, units in recorded)
@@ -102,6 +104,42 @@ def test_figures_of_a_few_layers_are_those_of_all(
         fresh = case(asked.module).under(precision)
         expected = styled(fresh, fresh.captured(samples), Axes(), True)
         assert without_numbers(derived[samples]) == without_numbers(expected)
+
+
+@pytest.mark.parametrize("axes", [Axes(), Axes(tp=2)], ids=["any", "tp"])
+def test_what_is_divided_of_a_long_stack_is_that_of_a_few_layers(
+    axes: Axes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shortened, "LONG", LEAST)
+    asked = case(Stacked(wide=(0,), more=1))
+    walked: list[int] = []
+
+    def graph_of(captured: Captured) -> ModelGraph:
+        walked.append(len(captured.graph.units))
+        return styled(asked, captured, axes, True)
+
+    graph = asked.sized_graphs(graph_of, adds=True).at(4)
+    whole = asked.captured(4)
+    assert len(whole.graph.units) not in walked
+    assert graph.tensor is not None
+    assert {m.style for m in graph.tensor.modules} > {"row", "column"}
+    assert graph == styled(asked, whole, axes, True)
+
+
+def test_what_is_divided_is_walked_for_where_layers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer in the middle is of another form; or what is said of one layer names another one."""
+    monkeypatch.setattr(shortened, "LONG", LEAST)
+    other = case(Stacked(wide=(COUNT // 2,)))
+    graph = Profiler().graphs(other, "eager", always=True)(4)
+    assert graph == styled(other, other.captured(4), Axes(), True)
+    stacks = Stacks({"layers": (1, COUNT)})
+    why = "added up by layers.3.o, layers.0.o"
+    assert stacks.moved(why, "layers.3.q", "layers.9.q") == "added up by layers.9.o, layers.0.o"
+    assert stacks.moved("layers.4.o", "head", "head") == f"layers.{COUNT - 1}.o"
+    with pytest.raises(OtherLayer):
+        stacks.moved(why, "layers.2.q", "layers.2.q")
+    with pytest.raises(OtherLayer):
+        stacks.moved(why, "head", "head")
 
 
 def test_a_loss_in_pieces_is_made_of_the_tapes_that_were_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,12 +153,12 @@ def test_a_loss_in_pieces_is_made_of_the_tapes_that_were_recorded(monkeypatch: p
 
     monkeypatch.setattr(TrainingCase, "_recorded", counted)
     whole = case(model := Stacked(classes=64)).under("bf16")
-    graphs = Profiler().graphs(whole)
+    graphs = Profiler().graphs(whole, "eager")
     for samples in (8, 4, 2):
         graphs(samples)
     before = len(recorded)
     ending = whole.with_loss_of(4)
-    pieces = Profiler().graphs(whole.in_pieces(3))(4)
+    pieces = Profiler().graphs(whole.in_pieces(3), "eager")(4)
     assert len(recorded) == before
     assert ending.graph.batch_size == 4
     alone = case(model).under("bf16").in_pieces(3).captured(4).graph
@@ -130,7 +168,7 @@ def test_a_loss_in_pieces_is_made_of_the_tapes_that_were_recorded(monkeypatch: p
 
 def test_a_stack_with_another_layer_is_recorded_whole() -> None:
     asked = case(Stacked(wide=(COUNT // 2,)))
-    graph_at = Profiler().graphs(asked)
+    graph_at = Profiler().graphs(asked, "eager")
     for samples in (4, 2):
         expected = case(asked.module).captured(samples).graph
         assert without_numbers(graph_at(samples)) == without_numbers(expected)
