@@ -639,3 +639,26 @@ class PeakMargin(Finding):
     kept_tensors: float = 0.0
     kept_share: float = 0.0
     cudnn_bytes: int = 0
+
+
+ModelKind = Literal["dense", "experts", "adapters", "images"]
+Nodes = Literal["device", "node", "nodes"]
+
+
+@final
+class Foresight(Finding):
+    """Says how far predictions of this kind of training were from measured steps: in the mean, and at worst,
+    each a share of the measured seconds or None; `rows` were compared. All None where none was.
+
+    `nodes`: one device, one node, or several. `compared`: some steps of such devices were.
+    """
+
+    code: Literal["foresight"] = "foresight"
+    kind: ModelKind
+    nodes: Nodes
+    precision: str
+    mean_error: float | None = None
+    worst_error: float | None = None
+    rows: int | None = None
+    source: str = ""
+    compared: bool = True

@@ -62,6 +62,7 @@ from outsize.ir.findings import (
     DoesNotFit,
     Finding,
     FirstReplicaStatistics,
+    Foresight,
     FullestDevice,
     HostBound,
     HostMemoryEnough,
@@ -583,6 +584,27 @@ def _peak_margin(f: PeakMargin) -> str:
         f"{least} and cuBLAS; where there is room, {without if f.kept_share else ''}with convolutions {code}"
         f"free segments of {f.kept_tensors:g} times the largest tensor"
     )
+
+
+_MODELS: Final = {
+    "dense": "dense models",
+    "experts": "mixtures of experts",
+    "adapters": "adapters of frozen models (LoRA)",
+    "images": "image models",
+}
+_WHERE: Final = {"device": "one device", "node": "one node", "nodes": "several nodes"}
+
+
+@sentence.register
+def _foresight(f: Foresight) -> str:
+    what = f"{_MODELS[f.kind]} in {f.precision} on {_WHERE[f.nodes]}"
+    sheet = "" if f.compared else "; of these devices no step was compared: their data sheet speaks"
+    if f.mean_error is None and f.worst_error is None:
+        return f"no measured step of {what} was compared with a plan{sheet}"
+    mean = f"{percent_text(f.mean_error)} off in the mean" if f.mean_error is not None else ""
+    worst = f"{percent_text(f.worst_error)} at worst" if f.worst_error is not None else ""
+    rows = f", {f.rows} of them" if f.rows is not None else ""
+    return f"measured steps of {what}{rows}: {', '.join(filter(None, (mean, worst)))}{sheet}"
 
 
 # -- advice on a plan ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from outsize.ir.findings import (
     Bottleneck,
     DoesNotFit,
     Finding,
+    Foresight,
     FullestDevice,
     HostMemoryShort,
     MemoryShortage,
@@ -70,7 +71,7 @@ def test_every_code_has_a_wording_and_every_wording_a_code() -> None:
 
 
 def test_every_finding_can_be_in_an_answer_under_its_own_code() -> None:
-    assert set.union(*UNIONS.values()) | {PeakMargin} == set(KINDS)
+    assert set.union(*UNIONS.values()) | {PeakMargin, Foresight} == set(KINDS)
     for kinds in UNIONS.values():
         assert len({kind.model_fields["code"].default for kind in kinds}) == len(kinds)
     assert set(REJECTIONS) < UNIONS["reason"]

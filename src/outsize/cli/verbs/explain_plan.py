@@ -5,8 +5,9 @@ advice.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, final
 
 import typer
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from outsize.ir.answers.advice import Advice
     from outsize.ir.answers.utilisation import StepSeconds
+    from outsize.ir.findings import Foresight
     from outsize.ir.plan import Plan
 
 File = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
@@ -43,14 +45,24 @@ def explain_plan(
 
     screen, chosen = Screen(json), load_plan(plan)
     assert chosen is not None
-    advice: tuple[Advice, ...] = ()
     if model is None:
         _insist_on_figures(chosen, plan)
-        seconds = coarse_seconds(chosen)
+        explained = _Explained(chosen, seconds=coarse_seconds(chosen))
     else:
         with screen.working(f"pricing for {model}"):
-            chosen, advice, seconds = _priced(chosen, model, input, seed)
-    _deliver(screen, chosen, advice, seconds)
+            explained = _priced(chosen, model, input, seed)
+    _deliver(screen, explained)
+
+
+@final
+@dataclass(frozen=True)
+class _Explained:
+    """Holds a plan, and what is said about it."""
+
+    plan: Plan
+    advice: tuple[Advice, ...] = ()
+    seconds: StepSeconds | None = None
+    foresight: Foresight | None = None
 
 
 def _insist_on_figures(plan: Plan, file: Path) -> None:
@@ -63,12 +75,8 @@ def _insist_on_figures(plan: Plan, file: Path) -> None:
         )
 
 
-def _priced(
-    plan: Plan, model: str, shape: str | None, seed: int
-) -> tuple[Plan, tuple[Advice, ...], StepSeconds | None]:
-    """Returns the plan priced for this model, advice, and where its seconds go; reasons against other plans
-    stay, those of the cuts are new.
-    """
+def _priced(plan: Plan, model: str, shape: str | None, seed: int) -> _Explained:
+    """Returns the plan priced for this model; reasons against other plans stay, those of the cuts are new."""
     from outsize import api
     from outsize.ir.findings import REJECTIONS, NoPipelineFits
 
@@ -76,24 +84,27 @@ def _priced(
     current = api.outlook(*inputs.call, **inputs.loss, plan=plan)
     others = tuple(reason for reason in plan.why if isinstance(reason, (*REJECTIONS, NoPipelineFits)))
     priced = current.plan.model_copy(update={"why": (*current.plan.why, *others)})
-    return priced, current.advice, current.seconds
+    return _Explained(priced, current.advice, current.seconds, current.foresight)
 
 
-def _deliver(screen: Screen, plan: Plan, advice: tuple[Advice, ...], seconds: StepSeconds | None) -> None:
+def _deliver(screen: Screen, explained: _Explained) -> None:
     from outsize.planner.advice.file_rules import levers
     from outsize.report.wording import document as worded
+    from outsize.report.wording import sentence
 
+    plan, seconds, sure = explained.plan, explained.seconds, explained.foresight
     gains = levers(plan)
 
     def tables() -> Iterable[RenderableType]:
         from outsize.report.tables.explain_plan import why_table
 
-        yield why_table(plan, gains, advice, seconds)
+        yield why_table(plan, gains, explained.advice, seconds, sure)
 
     document = {
         "plan": plan.model_dump(mode="json"),
         "levers": list(map(worded, gains)),
-        "advice": list(map(worded, advice)),
+        "advice": list(map(worded, explained.advice)),
         "seconds": None if seconds is None else seconds.model_dump(mode="json"),
+        "foresight": None if sure is None else {**sure.model_dump(mode="json"), "sentence": sentence(sure)},
     }
     screen.result(document, tables)

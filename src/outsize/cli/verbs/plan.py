@@ -201,7 +201,7 @@ def _deliver(screen: Screen, seen: Outlook, out: Path | None) -> None:
     def tables() -> Iterable[RenderableType]:
         from outsize.report.tables import plan_tables
 
-        yield plan_tables.plan_table(seen.plan, seen.graph, seen.advice)
+        yield plan_tables.plan_table(seen.plan, seen.graph, seen.advice, seen.foresight)
 
     screen.result(seen.plan.model_dump(mode="json"), tables)
 
@@ -218,6 +218,7 @@ def _write_report(path: Path, seen: Outlook) -> None:
             advice=seen.advice,
             curves=seen.curves,
             seconds=seen.seconds,
+            foresight=seen.foresight,
         )
     )
     write_text(path, page)

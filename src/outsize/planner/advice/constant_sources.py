@@ -8,8 +8,10 @@ from outsize.ir.answers.utilisation import Spent
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import OpFamily
 from outsize.ir.hardware import devices
+from outsize.ir.plan import Kernels
 from outsize.ir.profile import Profile
 from outsize.planner.costs import efficiency
+from outsize.planner.costs.kernel_stacks import EAGER, source_of_host
 
 FAMILIES: Final[dict[Spent, tuple[OpFamily, ...]]] = {
     "products": ("matmul", "unaligned_matmul"),
@@ -24,7 +26,9 @@ MEASURED_HOST: Final = "outsize doctor --gpu, on this machine"
 LINKED: Final[tuple[Spent, ...]] = ("weights", "messages", "within-layers")
 
 
-def sources_of(spent: Spent, device: Device, profile: Profile, cluster: Cluster) -> tuple[str, ...]:
+def sources_of(
+    spent: Spent, device: Device, profile: Profile, cluster: Cluster, kernels: Kernels
+) -> tuple[str, ...]:
     """Returns `source (device, date)` of each constant, without repetitions."""
     measured = all(unit.source == "measured" for unit in profile.units)
     found: list[str | None] = []
@@ -38,7 +42,7 @@ def sources_of(spent: Spent, device: Device, profile: Profile, cluster: Cluster)
     elif spent == "optimizer":
         found = [efficiency.source_of_constant("update", device)]
     elif spent == "launching":
-        found = [MEASURED_HOST if device.host_s else devices.source_of("host_us", device.kind)]
+        found = _of_hosts(device, kernels)
     return tuple(dict.fromkeys(source for source in found if source))
 
 
@@ -47,3 +51,10 @@ def _of_families(spent: Spent, device: Device) -> list[str | None]:
     reached = [devices.source_of(f, device.kind) for f in ("matmul", "attention") if f in families]
     bound = "memory" if spent in BOUND_BY_BYTES else "compute"
     return [*reached, *(efficiency.source_of_curve(bound, family, device) for family in families)]
+
+
+def _of_hosts(device: Device, kernels: Kernels) -> list[str | None]:
+    """Returns where a host's seconds for an op are from, and the share that a stack of kernels leaves."""
+    if kernels == EAGER:
+        return [MEASURED_HOST if device.host_s else devices.source_of("host_us", device.kind)]
+    return [devices.source_of("host_us", device.kind), source_of_host(kernels)]

@@ -17,10 +17,12 @@ from outsize.ir.answers.curve import ThroughputCurve
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.answers.utilisation import StepSeconds
 from outsize.ir.cluster import Cluster
+from outsize.ir.findings import Foresight
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
+from outsize.planner.advice.foresight import foresight
 from outsize.planner.advice.plan_rules import advise
 from outsize.planner.advice.step_seconds import step_seconds
 from outsize.planner.search.evaluate_plan import timeline
@@ -41,6 +43,11 @@ class Outlook:
     timeline: Timeline
     advice: tuple[Advice, ...]
     curves: tuple[ThroughputCurve, ...] = ()
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """Returns how sure the plan's seconds are."""
+        return foresight(self.plan, self.graph, self.cluster)
 
     @cached_property
     def seconds(self) -> StepSeconds | None:

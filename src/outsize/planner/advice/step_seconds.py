@@ -82,7 +82,7 @@ def step_seconds(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Clust
             SpentSeconds(
                 spent=spent,
                 seconds=part_s,
-                sources=sources_of(spent, whole.pipeline.device(stage), profile, cluster),
+                sources=sources_of(spent, whole.pipeline.device(stage), profile, cluster, plan.kernels),
             )
             for spent, part_s in sorted(parts.items(), key=lambda part: ORDER.index(part[0]))
             if abs(part_s) > SEEN * whole.step_s

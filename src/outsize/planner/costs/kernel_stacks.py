@@ -193,6 +193,11 @@ def kernel_stack(name: Kernels) -> KernelStack:
     return KernelStack(name=name, kernels=_KERNELS[row.kernels], host_share=_HOSTS[row.host])
 
 
+def source_of_host(name: Kernels) -> str | None:
+    """Returns where the share of its host's seconds is from, as `source (device, date)`."""
+    return _FILE.source_of("hosts", host=_STACKS[name].host)
+
+
 def stack_of_run(*, compiled: bool, device_graphs: bool) -> Kernels:
     """Returns the stack of a run whose stages are compiled, or recorded as graphs of their devices."""
     return next(row.name for row in _RUN if (row.is_compiled, row.is_replayed) == (compiled, device_graphs))

@@ -18,6 +18,7 @@ from outsize.ir.answers.curve import ThroughputCurve
 from outsize.ir.answers.runs.recorded_run import RecordedRun
 from outsize.ir.answers.utilisation import StepSeconds
 from outsize.ir.answers.verdict import Verdict
+from outsize.ir.findings import Foresight
 from outsize.ir.formatting import bytes_text, count_text, percent_text, rate_text, seconds_text
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, Plan
@@ -94,6 +95,7 @@ class PageFacts:
     advice: Sequence[Advice] = ()
     curves: Sequence[ThroughputCurve] = ()
     seconds: StepSeconds | None = None
+    foresight: Foresight | None = None
     commands: Sequence[str] = ()
 
 
@@ -125,6 +127,7 @@ def _shown(facts: PageFacts) -> dict[str, Any]:
         "advice": list(map(advised, facts.advice)),
         **_steps(plan, facts.history),
         **_memory(plan, expected, facts.history),
+        "sure": sentence(facts.foresight) if facts.foresight else "",
         "spent_title": seconds_title(facts.seconds) if facts.seconds else "",
         "spent": seconds_rows(facts.seconds) if facts.seconds else (),
         "constants": constants(facts.seconds) if facts.seconds else (),

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from outsize.ir.answers.advice import Advice, Lever
 from outsize.ir.answers.utilisation import Spent, StepSeconds
+from outsize.ir.findings import Foresight
 from outsize.ir.formatting import percent_text, seconds_text
 from outsize.ir.plan import Plan
 from outsize.report.tables import table_style
@@ -46,6 +47,7 @@ def why_table(
     levers: Sequence[Lever],
     advice: Sequence[Advice] = (),
     seconds: StepSeconds | None = None,
+    foresight: Foresight | None = None,
 ) -> Group:
     """Returns the plan, then where its seconds go, its reasons, alternatives, levers and advice; empty ones
     are left out.
@@ -59,7 +61,7 @@ def why_table(
         *table_style.listed("What would make it faster", list(map(advised, levers))),
         *table_style.listed("Advice", list(map(advised, advice))),
     ]
-    return Group(plan_table(bare), *table_style.spaced(*parts))
+    return Group(plan_table(bare, foresight=foresight), *table_style.spaced(*parts))
 
 
 def seconds_table(seconds: StepSeconds | None) -> Iterator[RenderableType]:

@@ -19,7 +19,7 @@ from outsize.ir.answers.advice import Advice
 from outsize.ir.answers.runs.recorded_run import MeasuredMemory, RecordedRun
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.answers.verdict import Verdict
-from outsize.ir.findings import NotChosen
+from outsize.ir.findings import Foresight, NotChosen
 from outsize.ir.formatting import (
     byte_unit,
     bytes_text,
@@ -52,14 +52,20 @@ _NUMBER = re.compile(r"\.\d+(?=\.|,|$)")
 SOURCES = {"measured": "from measured unit times", "roofline": "from estimated unit times (roofline)"}
 
 
-def plan_table(plan: Plan, graph: ModelGraph | None = None, advice: Sequence[Advice] = ()) -> Group:
+def plan_table(
+    plan: Plan,
+    graph: ModelGraph | None = None,
+    advice: Sequence[Advice] = (),
+    foresight: Foresight | None = None,
+) -> Group:
     """Returns stages with their units, seconds and memory by cause; then the step and the reasons.
 
-    A plan without `expected` shows its cuts alone. With `graph` the heading counts the model's parameters.
+    A plan without `expected` shows its cuts alone. With `graph` the heading counts the model's parameters,
+    and `foresight` says how sure its seconds are.
     """
     parts: list[RenderableType] = [_stage_table(plan)]
     if plan.expected is not None:
-        parts += [_memory_table(plan, plan.expected), _step_lines(plan, plan.expected)]
+        parts += [_memory_table(plan, plan.expected), _step_lines(plan, plan.expected, foresight)]
         parts += _alternatives(plan, plan.expected)
         parts += degrees_table(plan.expected.degrees, plan.weights)
     parts += table_style.listed("Why", sentences(plan.reasons))
@@ -333,10 +339,11 @@ def measured_causes(memory: MeasuredMemory) -> list[tuple[str, int]]:
     ]
 
 
-def _step_lines(plan: Plan, expected: Expected) -> RenderableType:
+def _step_lines(plan: Plan, expected: Expected, foresight: Foresight | None) -> RenderableType:
     return table_style.facts(
         [
             ("step", f"{seconds_text(expected.step_s)} predicted, {SOURCES[expected.source]}"),
+            *([("how sure", sentence(foresight))] if foresight else []),
             ("bits", bits_text(plan, expected.step_s)),
             ("throughput", f"{rate_text(expected.samples_per_s)} samples/s"),
             ("bubble", f"{percent_text(expected.bubble)} of all device time is idle"),
