@@ -13,7 +13,7 @@ from torch import nn
 from zoo import case
 
 import outsize
-from outsize.ir.graph import ModelGraph
+from outsize.ir.graph import ModelGraph, Unit
 from outsize.train.measure.training_case import TrainingCase, as_batch
 
 float8 = pytest.importorskip("torchao.float8")
@@ -58,3 +58,38 @@ def test_products_of_plans_are_in_eight_bits(name: str) -> None:
     assert 0 < of_layers == products(swapped, forward, "float8_e4m3fn")
     assert products(swapped, backward, "float8") == 2 * of_layers
     assert not any(isinstance(module, float8.float8_linear.Float8Linear) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
+def test_what_a_plan_counts_is_what_layers_of_torchao_do(name: str) -> None:
+    """FLOPs and kernels are equal; bytes but for those of scales, whose operands have one element.
+
+    Of torchao's layers it is not counted that gradients of a value with several users are added up.
+    """
+    found = case(name)
+    args, kwargs = found.batch(16)
+    batch = as_batch(args, kwargs, found.target(16))
+    planned = TrainingCase.of(found.build(), batch, found.loss, None, "fp8").captured(16).graph
+    case_in_bf16 = TrainingCase.of(found.build(), batch, found.loss, None, "bf16")
+    how: Any = float8.Float8LinearConfig(pad_inner_dim=True)
+    float8.convert_to_float8_training(case_in_bf16.module, config=how, module_filter_fn=fits)
+    real = case_in_bf16.captured(16).graph
+    for planned_unit, real_unit in zip(planned.units, real.units, strict=True):
+        assert planned_unit.name == real_unit.name
+        assert planned_unit.saved_bytes == real_unit.saved_bytes
+        for each in ("forward", "backward_input", "backward_weight"):
+            ours, theirs = (counted(unit, each) for unit in (planned_unit, real_unit))
+            assert ours["flops"] == theirs["flops"]
+            added = ours["launches"] - theirs["launches"]
+            assert added in ((0,) if each == "forward" else (0, 1))
+            assert added or abs(ours["bytes"] - theirs["bytes"]) <= 100 * ours["launches"]
+
+
+def counted(unit: Unit, passed: str) -> dict[str, int]:
+    """FLOPs, kernels and bytes of a pass of a unit."""
+    works = getattr(unit, passed)
+    return {
+        "flops": sum(work.flops for work in works),
+        "launches": sum(work.launches for work in works),
+        "bytes": sum(work.moved_bytes for work in works),
+    }

@@ -13,6 +13,7 @@ from torch import nn
 
 import outsize
 from outsize.api.options import request_of
+from outsize.capture.fakes.precision import with_values_in_precision
 from outsize.capture.models.planned_precision import PrecisionNote, warn_of_precision
 from outsize.errors import BadOption
 from outsize.ir.answers.request import PlanRequest, RequestOptions
@@ -94,11 +95,36 @@ def test_a_record_that_contradicts_itself_cannot_be_made() -> None:
         PlanRequest(batch_size=8, sequence_parallel=True, axes="pp")
 
 
-def test_eight_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_in_eight_bits_needs_no_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     how: Any = {"precision": "fp8", "cluster": "2xh100"}
+    assert outsize.plan(nn.Linear(16, 16), (torch.zeros(4, 16),), **how).precision == "fp8"
+    with pytest.raises(BadOption, match=r"no nn\.Linear has two sides that are multiples of 16"):
+        outsize.plan(nn.Linear(16, 5), (torch.zeros(4, 16),), **how)
+
+
+def test_units_are_timed_with_layers_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(BadOption, match="pip install --no-deps torchao"):
-        outsize.plan(nn.Linear(16, 16), (torch.zeros(4, 16),), **how)
+        with_values_in_precision(nn.Linear(16, 16), "fp8")
+    with pytest.raises(BadOption, match="outsize plan MODEL --precision mxfp8"):
+        with_values_in_precision(nn.Linear(16, 16), "mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("precision", "cluster", "nearest"),
+    [
+        ("fp8", "2xa100-80gb", "bf16"),
+        ("mxfp8", "2xh100-80gb", "fp8"),
+        ("nvfp4", "2xh100-80gb", "fp8"),
+        ("nvfp4", "2xa100-80gb", "bf16"),
+        ("nvfp4", "2xcpu", "fp8"),
+    ],
+)
+def test_a_device_that_lacks_a_precision_is_told_at_once(precision: Any, cluster: str, nearest: str) -> None:
+    with pytest.raises(BadOption, match=rf"'{precision}' needs products in float.*--precision {nearest}$"):
+        outsize.plan(nn.Linear(32, 32), (torch.zeros(4, 32),), precision=precision, cluster=cluster)
 
 
 def test_a_model_in_another_precision_than_its_plan_is_named() -> None:
@@ -117,5 +143,5 @@ def test_a_model_in_another_precision_than_its_plan_is_named() -> None:
         model.bfloat16(), (half,), target=half, loss_fn=how["loss_fn"], cluster="2xcpu", stages=2
     )
     eight = plan.model_copy(update={"precision": "fp8"})
-    with pytest.warns(PrecisionNote, match="no layer of the model computes in 8 bits"):
+    with pytest.warns(PrecisionNote, match="no layer of the model computes so; torchao"):
         warn_of_precision(eight, model)

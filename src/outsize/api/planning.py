@@ -51,6 +51,7 @@ from outsize.planner.fit import fit as fitting
 from outsize.planner.fit.from_plan import as_asked, with_plan
 from outsize.planner.search import evaluate_plan as pricing
 from outsize.planner.search.search import search
+from outsize.policies.precisions import FP32, precision_policy
 from outsize.run.stage.to_device import no_common_casts
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import measure_sizes
@@ -180,7 +181,7 @@ def _cheapest_case(
 def _insist_on_common_casts(request: PlanRequest, cluster: Cluster) -> None:
     """Raises BadOption for autocast on devices of several types."""
     kinds = list(dict.fromkeys(type_of(device.name.partition("/")[0]) for device in cluster.devices))
-    if len(kinds) > 1 and request.precision.endswith("-mixed"):
+    if len(kinds) > 1 and precision_policy(request.precision).is_mixed:
         raise no_common_casts(kinds, f"precision {request.precision}, cluster {cluster.name}")
 
 
@@ -220,7 +221,7 @@ def fit(
     an answer and no error.
     """
     asked = asked_in(options, "fit")
-    check_precision(asked.precision or "fp32")
+    check_precision(asked.precision or FP32.name)
     case, cluster = adapted_case(model, args, kwargs, options, asked), asked_cluster(asked)
     request = asked_of(case, asked)
     judged = _judged(case, request, cluster) if fitting.is_named_pipeline(request) else None

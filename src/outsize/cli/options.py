@@ -93,7 +93,8 @@ Precision = Annotated[
     plans.Precision,
     typer.Option(
         "--precision",
-        help="Precision of training: all fp32, all bf16, or autocast with fp32 weights (mixed).",
+        help="Precision of training: all fp32 or tf32, all bf16, autocast with fp32 weights (mixed), "
+        "or linear layers in 8 or 4 bits.",
     ),
 ]
 Microbatches = Annotated[

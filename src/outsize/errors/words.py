@@ -240,7 +240,16 @@ VALUES: Final = (
     ("precision", "bf16", "bfloat16 torchbfloat16 bf16true purebf16 brainfloat"),
     ("precision", "bf16-mixed", "mixed amp autocast bf16autocast bf16amp true"),
     ("precision", "fp16-mixed", "fp16 float16 half torchfloat16 16 16mixed fp16autocast 16true"),
-    ("precision", "fp8", "float8 e4m3 torchfloat8e4m3fn transformerengine te fp8mixed int8 8bit"),
+    ("precision", "tf32", "tfloat32 tensorfloat32 high allowtf32"),
+    ("precision", "fp16-fp16acc", "fp16acc float16fp16acc fp16accumulation allowfp16accumulation"),
+    (
+        "precision",
+        "fp8",
+        "float8 e4m3 torchfloat8e4m3fn transformerengine te fp8mixed int8 8bit",
+    ),
+    ("precision", "fp8-block", "fp8blockwise blockwise float8block fp8blockscaling float8blockscaling"),
+    ("precision", "mxfp8", "mx mxfp8blockscaling microscaling"),
+    ("precision", "nvfp4", "float4 e2m1 nvfp4blockscaling 4bit"),
     ("schedule", "1f1b", "schedule1f1b onefoneb pipedream pipedreamflush 1f1bflush"),
     ("schedule", "gpipe", "schedulegpipe filldrain afab"),
     (

@@ -28,6 +28,7 @@ OpFamily = Literal[
     "normalisation",
     "reduction",
     "embedding",
+    "cast",
     "other",
 ]
 MATMULS: Final[frozenset[OpFamily]] = frozenset({"matmul", "unaligned_matmul"})
@@ -105,7 +106,8 @@ class ShardedFraction(Record):
     Sums (all-reduces) and gathers (and reduce-scatters) of its passes are in bytes of whole tensors.
     `again_bytes` are those that its backward gathers again, which no forward has kept whole. Of the
     backward's, `begun_sum` and `begun_gather` have only begun when the gradients of the parameters `beside`
-    are computed.
+    are computed. `forward_maxima` and `backward_maxima` are reductions of a few numbers: the largest elements
+    of operands whose scales are of whole tensors.
     """
 
     work: float = 0.0
@@ -118,6 +120,8 @@ class ShardedFraction(Record):
     again_bytes: int = 0
     begun_sum: int = 0
     begun_gather: int = 0
+    forward_maxima: int = 0
+    backward_maxima: int = 0
     beside: tuple[str, ...] = ()
 
 
@@ -162,7 +166,8 @@ class Unit(Record):
     for each microbatch until the batch is over: what inference returns or caches. The three tuples give
     work by family of ops and pass; they are empty where it was not counted. `divided` is set where the graph
     has `tensor`; `in_sequence` replaces it under sequence parallelism. `row_gather_bytes` is set where the
-    graph has `rows`: bytes of whole tensors that ranks with rows of each sequence gather. `routed_bytes` are
+    graph has `rows`: bytes of whole tensors that ranks with rows of each sequence gather; so is `row_maxima`,
+    in how many operands of a pass they ask each other for the largest element. `routed_bytes` are
     the tokens that it gives to experts, each with `choices` of them.
     """
 
@@ -183,6 +188,7 @@ class Unit(Record):
     cast_bytes: int = 0
     lasting_bytes: int = 0
     row_gather_bytes: int = 0
+    row_maxima: int = 0
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()

@@ -58,6 +58,7 @@ from outsize.ir.schedule import SCHEDULES, parse_row, placed
 from outsize.ir.stage_graph import check_quotient, in_stages
 from outsize.ir.units.names import compress_units, expand, prefixes, unroll
 from outsize.policies.activations import KEEP, ActivationPolicy, Recompute, activation_policy
+from outsize.policies.precisions import FP32, PrecisionName
 from outsize.policies.weights import RESIDENT, WeightPolicy, Weights, weight_policy
 
 
@@ -72,7 +73,8 @@ def _known_schedule(name: str) -> str:
 
 ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 """A schedule is stored by its name; schedules/families.py has its record."""
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8"]
+Precision = PrecisionName
+"""A precision is stored by its name; policies/precisions.py has its record."""
 BatchNormMode = Literal["micro", "deferred", "sync"]
 Kernels = Literal["eager", "graphs", "compiled", "compiled-graphs", "fused", "fused-graphs"]
 """A stack of kernels is stored by its name; planner/costs/kernel_stacks.py has its record."""
@@ -419,7 +421,7 @@ class Plan(Record):
     actions: tuple[str, ...] = ()
     stages: tuple[Stage, ...]
     optimizer: Word = "adamw"
-    precision: Precision = "fp32"
+    precision: Precision = FP32.name
     weights: Weights = RESIDENT.name
     sequence_parallel: bool = False
     loss_pieces: Count = 1

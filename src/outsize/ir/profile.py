@@ -18,6 +18,7 @@ from outsize.errors import BadOption, ModelMismatch
 from outsize.files.strict_json import BadJson
 from outsize.ir.base import Bytes, Count, Operations, Record, Seconds, Whole
 from outsize.ir.graph import ModelGraph
+from outsize.policies.precisions import FP32
 
 Source = Literal["measured", "roofline"]
 
@@ -61,7 +62,7 @@ class Profile(Record):
     host: str = ""
     threads: Whole = 0
     beside: Whole = 0
-    precision: str = "fp32"
+    precision: str = FP32.name
 
     def recomputed(self) -> Self:
         """Returns the costs when a backward begins with a second forward."""
@@ -132,7 +133,7 @@ class ProfileSet(Record):
         all_counts = list(counts)
         return [count for count in all_counts if self.covers(-(-batch_size // count))] or all_counts
 
-    def of_graph(self, graph: ModelGraph, device: str, precision: str = "fp32") -> Profile:
+    def of_graph(self, graph: ModelGraph, device: str, precision: str = FP32.name) -> Profile:
         """Returns the profile at the graph's batch, with the graph's saved bytes, workspace and FLOPs.
 
         These are exact. `device` is the kind that the cluster has. Raises ModelMismatch for another model's

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import final
@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 
 from outsize.capture.costs.saved_memory import TapeStorages
 from outsize.capture.costs.units import UnitCosts
-from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
+from outsize.ir.graph import MATMULS, ModelGraph, Parameter, Unit, Value, Work
 from outsize.ir.units.names import prefixes
 from outsize.program.liveness import last_reads, legal_cuts, live, replicable
 from outsize.program.loss_in_pieces.rewrite import in_pieces
@@ -46,6 +46,27 @@ def on_accelerators(captured: Captured, model: nn.Module) -> Captured:
         return captured
     instructions = tuple(replace(i, cost=i.cost.on_accelerator or i.cost) for i in tape.instructions)
     return build_graph(replace(tape, instructions=instructions), model, captured.graph.batch_size)
+
+
+def multiplied_in(products: Mapping[str, str], captured: Captured) -> Captured:
+    """Returns the recorded model with its products counted in other types than those of their operands."""
+    if not products:
+        return captured
+
+    def counted(works: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(
+            w.model_copy(update={"dtype": products.get(w.dtype, w.dtype)}) if w.family in MATMULS else w
+            for w in works
+        )
+
+    passes = ("forward", "backward_input", "backward_weight")
+    graph = captured.graph
+    fields = {name: getattr(graph, name) for name in type(graph).model_fields}
+    fields["units"] = tuple(
+        unit.model_copy(update={name: counted(getattr(unit, name)) for name in passes})
+        for unit in graph.units
+    )
+    return replace(captured, graph=ModelGraph(**fields))
 
 
 def with_pieces(captured: Captured, model: nn.Module, loss: int, modules: int) -> Captured:

@@ -1,5 +1,5 @@
 """Adds to a captured model what context parallelism needs of it: whether ranks can hold its sequences by
-rows, and what each unit gathers.
+rows, and what each unit gathers or asks the others for.
 
 It is called only where a plan may have cp, since it walks the whole tape.
 """
@@ -19,6 +19,7 @@ from outsize.program.liveness import live
 from outsize.program.sharding.axis_group import CountedGroup, collective_of
 from outsize.program.sharding.context_parallel.row_tape import row_tape
 from outsize.program.sharding.context_parallel.rows import by_rows
+from outsize.program.sharding.scaled_linear import SCALED
 from outsize.program.sharding.share import RankPosition
 from outsize.program.tape import Tape
 
@@ -48,12 +49,18 @@ def with_rows(captured: Captured, model: nn.Module, ranks: int) -> ModelGraph:
         return ModelGraph(**fields)
     local = row_tape(tape, rows, dict(model.named_modules()), CountedGroup(RankPosition(0, ranks)))
     alive = live(local, local.output_slots() if local.loss is None else (local.loss.slot,))
-    gathered = Counter[int]()
+    gathered, maxima = Counter[int](), Counter[int]()
     for instruction in local.instructions:
         call = collective_of(instruction)
-        if call is not None and call.name == "gather" and alive[instruction.index]:
-            unit = bisect_right(captured.starts, instruction.origin) - 1
+        if call is None or not alive[instruction.index]:
+            continue
+        unit = bisect_right(captured.starts, instruction.origin) - 1
+        if call.name == "gather":
             gathered[unit] += sum(local.metas[slot].size_bytes for slot in instruction.defines())
-    units = [u.model_copy(update={"row_gather_bytes": gathered[u.index]}) for u in graph.units]
+        maxima[unit] += call.name == SCALED
+    units = [
+        u.model_copy(update={"row_gather_bytes": gathered[u.index], "row_maxima": maxima[u.index]})
+        for u in graph.units
+    ]
     fields |= {"units": tuple(units), "rows": RowFacts(tokens=rows.tokens)}
     return ModelGraph(**fields)

@@ -69,7 +69,10 @@ def _unit(
         cost, step = instruction.cost, derived.steps.get(instruction.index)
         split = step is not None and step.splits_work
         # What a product by columns gathers is gathered again in its backward, and saved as a shard.
-        if step is None or isinstance(step.call, ByColumns):
+        is_gathered_again = step is None or (
+            isinstance(step.call, ByColumns) and not step.call.product.asks_ranks
+        )
+        if step is None or is_gathered_again:
             gathered = set[int]()
         else:
             gathered = {leaf.slot for leaf in step.gather if isinstance(leaf, Ref)}

@@ -10,8 +10,9 @@ from typing import final
 import torch
 from torch import nn
 
-from outsize.capture.fakes.precision import EIGHT_BITS, IN_BF16
 from outsize.ir.plan import Plan
+from outsize.policies.precisions import precision_policy
+from outsize.program.sharding.scaled_linear import is_scaled_linear
 from outsize.program.source_line import warn_user
 
 
@@ -21,28 +22,32 @@ class PrecisionNote(UserWarning):
 
 
 def warn_of_precision(plan: Plan, model: nn.Module, *, speaks: bool = True) -> None:
-    """Warns where the plan is for weights in bfloat16 and most of the model's are wider, or for layers in
-    8 bits and the model has none; rank 0 alone `speaks`. Autocast is turned on where a step runs, so it
-    cannot be seen here.
+    """Warns where the plan is for weights in fewer bytes than most of the model's have, or for layers whose
+    products have scales and the model has none; rank 0 alone `speaks`. Autocast is turned on where a step
+    runs, so it cannot be seen here.
     """
-    if not speaks or plan.precision not in IN_BF16:
+    policy = precision_policy(plan.precision)
+    if not speaks or policy.weights is None:
         return
+    dtype: torch.dtype = getattr(torch, policy.weights)
     floating = [p for p in model.parameters() if p.is_floating_point()]
-    wide = [p for p in floating if p.dtype.itemsize > torch.bfloat16.itemsize]
+    wide = [p for p in floating if p.dtype.itemsize > dtype.itemsize]
     if 2 * sum(p.numel() for p in wide) > sum(p.numel() for p in floating):
         warn_user(
             f"the plan is for {plan.precision}, and {len(wide)} of {len(floating)} parameters are "
-            f"{wide[0].dtype}: they take {wide[0].dtype.itemsize} bytes each where it has 2; "
-            "model.bfloat16() before parallelize, or plan without precision",
+            f"{wide[0].dtype}: they take {wide[0].dtype.itemsize} bytes each where it has {dtype.itemsize}; "
+            f"model.{policy.weights}() before parallelize, or plan without precision",
             PrecisionNote,
         )
-    elif plan.precision == EIGHT_BITS and not any(_is_swapped(module) for module in model.modules()):
+    elif policy.scaled is not None and not any(map(_is_swapped, model.modules())):
         warn_user(
-            "the plan is for fp8, and no layer of the model computes in 8 bits; "
-            "torchao.float8.convert_to_float8_training(model) before parallelize",
+            f"the plan is for {plan.precision}, and no layer of the model computes so; "
+            f"{policy.scaled.swap} before parallelize",
             PrecisionNote,
         )
 
 
 def _is_swapped(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torchao.")
+    """Tells whether a layer is torchao's or of a transformer engine, which may be of several kinds."""
+    package = type(module).__module__.split(".")[0]
+    return is_scaled_linear(module) or package in ("torchao", "transformer_engine")

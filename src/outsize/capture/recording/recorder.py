@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from outsize.capture.costs.fused_attention import attention_inputs, is_causal
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.costs.real_runs import TooLarge, too_large
+from outsize.capture.costs.scaled_products import cost_of_call
 from outsize.capture.fakes.fake_model import FakeModel
 from outsize.capture.fakes.object_tensors import ArgumentObjects
 from outsize.capture.guards.notes import Notes
@@ -293,6 +294,7 @@ class Recorder(Watcher):
         named = {leaf for leaf in leaves(call.refs) if isinstance(leaf, Weight)}
         casts = self._tensors.casts.end(out, takes_copy(target, named, self._fakes.modules))
         self.meter.make_once((copy, self.slots.storage(copy)) for copy in self._tensors.casts.copies(casts))
+        module = self._fakes.modules[target] if isinstance(target, str) else None
         instruction = Instruction(
             index=len(self.instructions),
             target=target,
@@ -307,7 +309,7 @@ class Recorder(Watcher):
             written_weights=tuple(dict.fromkeys(w for w, _ in written if w is not None)),
             where=call.where,
             casts=casts,
-            cost=self.meter.stop(),
+            cost=cost_of_call(module, (*call.args, *call.kwargs.values()), self.meter.stop()),
         )
         self.instructions.append(instruction)
 

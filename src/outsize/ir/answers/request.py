@@ -23,6 +23,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Axes, BatchNormMode, Count, Kernels, Precision, ScheduleName, record_of_sizes
 from outsize.ir.schedule import Schedule
 from outsize.policies.activations import KEEP, ActivationPolicy, Recompute, activation_policy
+from outsize.policies.precisions import FP32
 from outsize.policies.weights import RESIDENT, WeightPolicy, Weights, weight_policy
 
 AxisSearch = Literal["pp", "all"]
@@ -103,7 +104,7 @@ class PlanRequest(AskedAxes):
     chunks: Count | None = None
     schedule: ScheduleName | None = None
     optimizer: str = "adamw"
-    precision: Precision = "fp32"
+    precision: Precision = FP32.name
     recompute: Recompute | None = None
     kernels: Kernels = "eager"
     bn: BatchNormMode = "micro"

@@ -11,7 +11,8 @@
                 computed (`ShardedFraction.beside`), unless the schedule splits the backward: of C seconds
                 beside W, max(C, W + crowded min(C, W)) - W are seen
     cp          the same shares of work, by tokens; keys and values are gathered before attention, and their
-                gradients scattered behind it (program/sharding/context_parallel)
+                gradients scattered behind it (program/sharding/context_parallel). Where a product has scales
+                of whole tensors, ranks of tp and cp ask each other for the largest elements of their parts
     ep          rows are sent to the ranks of their experts and back (`routed_times`), on top of the above;
                 the sum of tp over a unit with experts stays counted, where a gather of half its bytes runs
     replicas    a unit takes as long as on one device. Collectives of weights and gradients
@@ -55,6 +56,8 @@ from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.expert_parallel import absent_bytes, sent_bytes
 from outsize.planner.layout.layout import Layout
 
+# Two numbers in float32: the largest elements of two operands.
+_MAXIMA_BYTES: Final = 8
 _PRODUCTS: Final = those(lambda axis: axis.divides_products)
 
 
@@ -65,7 +68,8 @@ class Sharing:
 
     `passes` are the distinct passes; unit u has `passes[pass_of[u]]`. `divided` is the share of each unit's
     work that tp splits. `units` say what tp ranks reduce and gather. `keys` maps units to the
-    bytes of keys and values that cp ranks gather. `blocks` are the first units of the blocks in which a host
+    bytes of keys and values that cp ranks gather, `maxima` to the operands of which they ask each other for
+    the largest element, in each pass. `blocks` are the first units of the blocks in which a host
     catches up. `hiding` maps units to those whose weights' gradients are computed while their collective
     runs. `parameter_bytes`: of all weights, and of those that tp leaves whole.
     """
@@ -74,6 +78,7 @@ class Sharing:
     units: Sequence[ShardedFraction]
     divided: NDArray[np.float64]
     keys: Mapping[int, int]
+    maxima: Mapping[int, int]
     passes: tuple[WorkPasses, ...]
     pass_of: NDArray[np.int64]
     blocks: tuple[int, ...]
@@ -90,7 +95,8 @@ class Sharing:
         sizes, blocks = (graph.parameter_bytes, whole), host_blocks(graph)
         hiding = dict(_hiding(graph))
         keys = {unit.index: unit.row_gather_bytes for unit in graph.units if unit.row_gather_bytes}
-        return cls(sizes, units, divided, keys, passes, pass_of, blocks, hiding)
+        maxima = {unit.index: unit.row_maxima for unit in graph.units if unit.row_maxima}
+        return cls(sizes, units, divided, keys, maxima, passes, pass_of, blocks, hiding)
 
     def weights_bytes(self, tp: int) -> int:
         """Returns the weight bytes of one of `tp` tensor-parallel ranks."""
@@ -233,7 +239,15 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
         adding = collective_s("all_reduce", summed // cp, group, cluster)
         return adding + collective_s("all_gather", gathered // cp, group, cluster)
 
-    forward = np.array([waits_s(unit.forward_sum, unit.forward_gather) for unit in sharing.units])
+    def asks_s(maxima: int) -> float:
+        return maxima * collective_s("all_reduce", _MAXIMA_BYTES, group, cluster) if maxima else 0.0
+
+    forward = np.array(
+        [
+            waits_s(unit.forward_sum, unit.forward_gather) + asks_s(unit.forward_maxima)
+            for unit in sharing.units
+        ]
+    )
     split, whole = (
         np.array([[_slower(works, ranks, device) for works in passes] for passes in sharing.passes])
         for ranks in (layout.microbatch_ranks, cp)
@@ -249,6 +263,7 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
         hidden_by_s = float(own.backward_weight[[*hiding.get(index, ())]].sum())
         begun_s = waits_s(unit.begun_sum, unit.begun_gather)
         waited_s = waits_s(unit.backward_sum - unit.begun_sum, unit.backward_gather - unit.begun_gather)
+        waited_s += asks_s(unit.backward_maxima)
         backward[index] = waited_s + curves.seen_s(begun_s, hidden_by_s)
     busy = own.plus(forward + curves.launch_s * starts, backward + curves.launch_s * backward_starts)
     launching = launching.plus(curves.host_s * starts, curves.host_s * backward_starts)
@@ -261,9 +276,10 @@ def _collectives(
     """Returns how many collectives of so many tp ranks start in the forward and in the backward of each unit;
     one rank starts none.
     """
-    forward = [(unit.forward_sum > 0) + (unit.forward_gather > 0) for unit in units]
+    forward = [(unit.forward_sum > 0) + (unit.forward_gather > 0) + unit.forward_maxima for unit in units]
     backward = [
-        (unit.backward_sum > 0) + (unit.backward_gather > 0) + (unit.again_bytes > 0) for unit in units
+        (unit.backward_sum > 0) + (unit.backward_gather > 0) + (unit.again_bytes > 0) + unit.backward_maxima
+        for unit in units
     ]
     return np.array(forward, np.float64) * (ranks > 1), np.array(backward, np.float64) * (ranks > 1)
 
@@ -290,6 +306,10 @@ def _with_gathers(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster:
     for unit, size in sharing.keys.items():
         forward[unit] += collective_s("all_gather", size // tp, ranks, cluster)
         backward_input[unit] += collective_s("reduce_scatter", size // tp, ranks, cluster)
+    asks_s = collective_s("all_reduce", _MAXIMA_BYTES, ranks, cluster)
+    for unit, asked in sharing.maxima.items():
+        forward[unit] += asked * asks_s
+        backward_input[unit] += asked * asks_s
     return replace(parts, forward=forward, backward_input=backward_input)
 
 

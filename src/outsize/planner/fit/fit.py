@@ -69,6 +69,7 @@ from outsize.planner.memory.range_tables import rows_without_crossing
 from outsize.planner.partition.feasibility import ChainFeasibility, refuted
 from outsize.planner.partition.stage_prices import PricedModel
 from outsize.policies.activations import KEEP, RECOMPUTE, WHOLE_STAGE, Recompute, activation_policy
+from outsize.policies.precisions import precision_policy
 from outsize.schedules.builders import build
 from outsize.schedules.families import DEFAULT, FORWARD, SEQUENTIAL, family_of
 
@@ -88,11 +89,6 @@ LEANER = {
     "adam8bit": ("adafactor", "sgd"),
     "momentum": ("adafactor", "sgd"),
     "adafactor": ("sgd",),
-}
-LOWER: dict[Precision, tuple[Precision, ...]] = {
-    "fp32": ("bf16-mixed", "bf16"),
-    "bf16-mixed": ("bf16",),
-    "fp16-mixed": ("bf16",),
 }
 
 
@@ -313,7 +309,7 @@ def _leaner(setting: Setting, _: PipelineFeasibility) -> Iterator[Setting]:
 
 
 def _lower(setting: Setting, _: PipelineFeasibility) -> Iterator[Setting]:
-    yield from (replace(setting, precision=lower) for lower in LOWER.get(setting.precision, ()))
+    yield from (replace(setting, precision=lower) for lower in precision_policy(setting.precision).lower)
 
 
 def _fewer_microbatches(setting: Setting, _: PipelineFeasibility) -> Iterator[Setting]:

@@ -163,7 +163,7 @@ def find_region(tape: Tape, model: nn.Module) -> RowRegion | None:
     products = list[tuple[int, Instruction, Product]]()
     for instruction in tape.instructions:
         product = known.product(instruction)
-        if product is not None and alive[instruction.index]:
+        if product is not None and not product.is_scaled and alive[instruction.index]:
             size = prod(tape.metas[next(iter(instruction.defines()))].shape)
             products.append((size, instruction, product))
     last = sorted(products, key=lambda each: each[1].index)[-_TRIED:]
@@ -274,6 +274,9 @@ def row_step(model: WalkedModel, call: RuleInput, ranks: int) -> RankStep:
     """Returns the step of an instruction of a region. Raises NotPropagated."""
     step = follow_rows(call, model.module(call.instruction), ranks)
     attends = isinstance(step.call, OverRows) and not step.call.adds_rows_up
+    product = model.product(call.instruction)
+    if product is not None and product.is_scaled:
+        raise NotPropagated("its scales are of all rows")
     if step.gather or step.dropout is not None or attends:
         raise NotPropagated("it reads other rows")
     if any(isinstance(operand, Weight) for operand in step.cut):

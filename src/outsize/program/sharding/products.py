@@ -12,8 +12,15 @@ from typing import Any, final
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from outsize.program.sharding.axis_group import collective_of
 from outsize.program.sharding.op_table import op_of
 from outsize.program.sharding.rank_step import RuleInput, Shape
+from outsize.program.sharding.scaled_linear import (
+    SCALED,
+    can_be_divided,
+    has_scales_of_tensors,
+    is_scaled_linear,
+)
 from outsize.program.sharding.share import Share
 from outsize.program.tape import Instruction, Meta, Ref, Weight
 
@@ -23,12 +30,17 @@ from outsize.program.tape import Instruction, Meta, Ref, Weight
 class Product:
     """Describes `input @ weight.T + bias`, or `input @ weight + bias` if `turned`, as in transformers'
     Conv1D.
+
+    `is_scaled`: its operands are cast to few bits with scales. `asks_ranks`: these are of whole tensors, so
+    ranks that divide one have to know the largest element of all of it.
     """
 
     input: Ref
     weight: str
     bias: str | None
     turned: bool
+    is_scaled: bool = False
+    asks_ranks: bool = False
 
     @property
     def out_dim(self) -> int:
@@ -42,6 +54,11 @@ def product_of(
     """Returns the product that an instruction computes, if any; `ndims` are those of weights."""
     if module is not None:
         return _of_module(instruction, module)
+    call = collective_of(instruction)
+    if call is not None and call.name == SCALED:
+        x, weight, bias, _ = instruction.args
+        name = bias.name if bias is not None else None
+        return Product(x, weight.name, name, turned=False, is_scaled=True, asks_ranks=True)
     multiplied, args = op_of(instruction).weight, instruction.args
     if multiplied is None or len(args) < 2 or not isinstance(args[0], Ref):
         return None
@@ -52,14 +69,16 @@ def product_of(
 
 
 def _of_module(instruction: Instruction, module: nn.Module) -> Product | None:
-    linear = type(module) in (nn.Linear, NonDynamicallyQuantizableLinear)
+    linear = type(module) in (nn.Linear, NonDynamicallyQuantizableLinear) or can_be_divided(module)
     if not (linear or is_conv1d(module)) or len(instruction.args) != 1 or "parametrizations" in vars(module):
         return None
     names = [w.name for w in instruction.weights if w.kind == "parameter"]
     parameters = [p for p in module._parameters.values() if p is not None]
     if len(names) != len(parameters) or not isinstance(instruction.args[0], Ref):
         return None
-    return Product(instruction.args[0], names[0], names[1] if len(names) > 1 else None, not linear)
+    bias = names[1] if len(names) > 1 else None
+    is_scaled, asks_ranks = is_scaled_linear(module), has_scales_of_tensors(module)
+    return Product(instruction.args[0], names[0], bias, not linear, is_scaled, asks_ranks)
 
 
 def is_conv1d(module: nn.Module) -> bool:

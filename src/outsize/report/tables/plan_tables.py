@@ -35,6 +35,7 @@ from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.timeline import Timeline
 from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.policies.activations import activation_policy
+from outsize.policies.precisions import precision_policy
 from outsize.policies.weights import weight_policy
 from outsize.report.tables import table_style
 from outsize.report.tables.balance import imbalance_text
@@ -230,7 +231,7 @@ def how_text(plan: Plan) -> str:
     shared = f"{replicas} replicas x " if replicas > 1 else ""
     batch = f"batch {plan.batch_size} as {shared}{plan.microbatches} x {most}{plan.microbatch_size}"
     parts = [plan.schedule, batch, f"optimizer {plan.optimizer}"]
-    parts += [plan.precision] if plan.precision != "fp32" else []
+    parts += [] if precision_policy(plan.precision).is_plain else [plan.precision]
     parts += [] if recompute_varies(plan) else [plan.activation_policy(0).text]
     return ", ".join(filter(None, parts))
 

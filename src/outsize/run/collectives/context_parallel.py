@@ -26,7 +26,7 @@ from math import prod
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
@@ -35,6 +35,7 @@ from outsize.program.sharding.context_parallel.calls import AddsUpOverRows
 from outsize.program.sharding.context_parallel.row_sums import counted_targets
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.run.collectives.functions import Paired
+from outsize.run.collectives.scaled_products import ScaledLayer, scaled_product
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup, drawn_mask, named_collective
 
 Function = Callable[..., Tensor]
@@ -113,6 +114,19 @@ class ContextParallelGroup(AxisGroup):
             parts.append(_causal(function, rows, key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), scale))
             done += stop - start
         return torch.cat(parts, -2)
+
+    @property
+    def largest(self) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """Returns what ranks that have other rows are asked for the largest element with."""
+        return (self.group.collectives.largest,)
+
+    def scaled_rows_of_input(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Module
+    ) -> Tensor:
+        """Returns this rank's rows of a layer whose scales are of all rows."""
+        layer = ScaledLayer(module, {"input": self.largest, "gradient": self.largest})
+        out = scaled_product(layer, x, weight)
+        return out if bias is None else out + bias.to(out.dtype)
 
     def cross_entropy(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
         """Computes the cross entropy of all rows from this rank's logits and targets."""

@@ -44,6 +44,10 @@ class MeshCollectives:
         dist.all_reduce(x, op, self._group)
         return x
 
+    def largest(self, x: Tensor) -> Tensor:
+        """Returns the elementwise maximum of all ranks' x, without gradients."""
+        return self.total(x, dist.ReduceOp.MAX)
+
     def part(self, x: Tensor, share: Share) -> Tensor:
         """Returns a copy of this rank's shard of the whole x."""
         return part_of(x, share, self.place)

@@ -50,6 +50,7 @@ from outsize.program.sharding.tensor_parallel.calls import ColumnProduct
 from outsize.run.collectives.attention import by_heads, one_mask
 from outsize.run.collectives.functions import ColumnProducts, Entry, Paired, lowered
 from outsize.run.collectives.mesh_collectives import MeshCollectives, part_of
+from outsize.run.collectives.scaled_products import ScaledLayer, scaled_product
 
 
 @final
@@ -122,6 +123,35 @@ class TensorParallelGroup(AxisGroup):
     ) -> Tensor:
         """Adds up a product of which each rank has some summands; with `scatter` it returns its shard."""
         out = self._added(functional.linear(x, weight.t() if turned else weight), scatter)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def scaled_columns(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Module, rows: Any = None
+    ) -> Tensor:
+        """Returns this rank's features of a layer whose scales are of whole tensors; x was entered.
+
+        `rows`: the group of an axis whose ranks have other rows of x.
+        """
+        largest = (self.collectives.largest,)
+        others = () if rows is None else rows.largest
+        layer = ScaledLayer(module, {"input": others, "weight": largest, "gradient": (*largest, *others)})
+        out = scaled_product(layer, x, weight)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def scaled_row(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        module: nn.Module,
+        rows: Any = None,
+        scatter: Share | None = None,
+    ) -> Tensor:
+        """Adds up the product of such a layer, of which each rank has some summands; as `row` does."""
+        largest = (self.collectives.largest,)
+        others = () if rows is None else rows.largest
+        layer = ScaledLayer(module, {"input": (*largest, *others), "weight": largest, "gradient": others})
+        out = self._added(scaled_product(layer, x, weight), scatter)
         return out if bias is None else out + bias.to(out.dtype)
 
     def lookup(

@@ -12,8 +12,8 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.fakes.precision import casting, in_precision, inputs_in_precision, is_mixed
-from outsize.capture.graph.build import Captured, on_accelerators, with_pieces
+from outsize.capture.fakes.precision import casting, check_devices, in_precision, inputs_in_precision
+from outsize.capture.graph.build import Captured, multiplied_in, on_accelerators, with_pieces
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.graph.shortened import SizedGraphs, Stacks
 from outsize.capture.models.generation import cache_bytes, forward_arguments, generates
@@ -25,6 +25,7 @@ from outsize.errors import BadOption, ExampleRejected
 from outsize.errors.interruptions import suppressed
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
+from outsize.policies.precisions import FP32, precision_policy
 from outsize.program.objects import copy_attributes
 from outsize.program.tree import map_tensors
 from outsize.program.weights.of_loss import with_loss
@@ -56,7 +57,7 @@ class TrainingCase:
     module: nn.Module
     batch: Batch
     loss_fn: LossFn | None
-    precision: str = "fp32"
+    precision: str = FP32.name
     accelerated: bool = False
     inference: bool = False
     in_loop: bool = False
@@ -93,7 +94,7 @@ class TrainingCase:
         batch: Batch,
         loss_fn: LossFn | None,
         batch_dims: Asked | None,
-        precision: str = "fp32",
+        precision: str = FP32.name,
     ) -> TrainingCase:
         """Finds the batch dims, and warns where they only follow from a size.
 
@@ -136,7 +137,11 @@ class TrainingCase:
         return with_loss(self.module, self.loss_fn)
 
     def on(self, cluster: Cluster) -> TrainingCase:
-        """Returns the case with the costs that this cluster's devices have; a CPU's where it has one."""
+        """Returns the case with the costs that this cluster's devices have; a CPU's where it has one.
+
+        Raises BadOption for devices that do not compute in its precision.
+        """
+        check_devices(self.precision, cluster)
         return dataclasses.replace(self, accelerated=all(d.is_accelerator for d in cluster.devices))
 
     def moved_to(self, device: torch.device) -> TrainingCase:
@@ -163,7 +168,8 @@ class TrainingCase:
         """Returns the model captured at `samples` samples."""
         key = self.precision, self.accelerated, self.loss_pieces, self.module_pieces, samples
         if key not in self.known:
-            self.known[key] = self._made(samples)
+            products = precision_policy(self.precision).products
+            self.known[key] = multiplied_in(products, self._made(samples))
         return self.known[key]
 
     def with_loss_of(self, samples: int) -> Captured:
@@ -191,7 +197,7 @@ class TrainingCase:
     @property
     def _has_own_recording(self) -> bool:
         """Tells whether accelerators cast by other lists than a CPU, so that its recording is not theirs."""
-        return self.accelerated and is_mixed(self.precision)
+        return self.accelerated and precision_policy(self.precision).is_mixed
 
     def _casting(self) -> AbstractContextManager[None]:
         return casting(self.precision, accelerated=self.accelerated)

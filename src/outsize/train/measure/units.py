@@ -11,12 +11,10 @@ import psutil
 import torch
 
 from outsize.capture.fakes.precision import (
-    EIGHT_BITS,
-    IN_BF16,
     casting,
     check_precision,
-    in_eight_bits,
     inputs_in_precision,
+    with_values_in_precision,
 )
 from outsize.capture.graph.build import Captured
 from outsize.capture.measure.local_cluster import device_kind
@@ -26,6 +24,7 @@ from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.hardware.devices import STAND_IN, TABLE
 from outsize.ir.profile import Profile, ProfileSet
+from outsize.policies.precisions import precision_policy
 from outsize.run.stage.rng import seeder
 from outsize.run.stage.to_device import device_of_model
 from outsize.train.measure.training_case import TrainingCase
@@ -114,16 +113,18 @@ def measure_captured(
 
 
 def with_values_in(case: TrainingCase, precision: str) -> TrainingCase:
-    """Returns the case in a precision, with values: in bf16 and fp8 weights are converted in place."""
+    """Returns the case in a precision, with values: weights of another type are converted in place.
+
+    Raises BadOption for a precision whose units are not timed.
+    """
     check_precision(precision)
-    if precision not in IN_BF16:
+    policy = precision_policy(precision)
+    if policy.weights is None and policy.is_timed:
         return case.under(precision)
     args, kwargs = inputs_in_precision((case.batch.args, case.batch.kwargs), precision)
     batch = dataclasses.replace(case.batch, args=args, kwargs=kwargs)
-    module = case.module.bfloat16()
-    return TrainingCase(
-        in_eight_bits(module) if precision == EIGHT_BITS else module, batch, case.loss_fn, precision
-    )
+    module = with_values_in_precision(case.module, precision)
+    return TrainingCase(module, batch, case.loss_fn, precision)
 
 
 def how_on(cluster: Cluster) -> UnitTimingOptions:

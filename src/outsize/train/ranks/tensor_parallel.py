@@ -15,6 +15,7 @@ from torch import nn
 from outsize.axes.axis import Axis
 from outsize.axes.tensor import TENSOR
 from outsize.ir.plan import Plan
+from outsize.program.sharding.scaled_linear import insist_on_scales_of_tensors
 from outsize.program.sharding.share import Share
 from outsize.program.sharding.tensor_parallel.explain_styles import explain
 from outsize.program.sharding.tensor_parallel.local_tape import local_tape
@@ -49,6 +50,7 @@ class TensorRanks(AxisRanks):
 
     def local(self, tape: Tape, whole: Mapping[str, str]) -> Tape:
         """Returns the rank's own tape. Raises BadOption where the number of ranks does not divide a size."""
+        insist_on_scales_of_tensors(self._model)
         derived = derive(tape, self._model, self._roles, whole)
         if self._roles is None:
             styles = explain(tape, self._model, derived)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
+from outsize.program.sharding.products import Product
 from outsize.program.sharding.rank_step import CallSite, RankCall, RankStep, RuleInput
+from outsize.program.sharding.scaled_linear import SCALED
 from outsize.program.sharding.share import RankPosition, Share
-from outsize.program.tape import Instruction
+from outsize.program.tape import Instruction, Weight
 
 Method = Literal["attention", "cross_entropy", "average", "mean", "sum", "add_up"]
 FunctionAt = Callable[[RankPosition], Callable[..., Any]]
@@ -49,6 +51,20 @@ class OnRows(RankCall):
 
     def written(self, instruction: Instruction, site: CallSite) -> Instruction:
         return replace(instruction, target=self.function_at(site.group.place))
+
+
+@final
+@dataclass(frozen=True)
+class ScaledOverRows(RankCall):
+    """A linear layer whose scales are of all rows, which ranks ask each other for."""
+
+    product: Product
+
+    def written(self, instruction: Instruction, site: CallSite) -> Instruction:
+        names = (self.product.weight, self.product.bias)
+        weights = (None if name is None else Weight(name, "parameter") for name in names)
+        args = (self.product.input, *weights, site.module)
+        return replace(instruction, target=site.group.call(SCALED), args=args, kwargs={})
 
 
 class AddsUpOverRows(ABC):

@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from outsize.program.sharding.context_parallel.calls import AddsUpOverRows, OverRows
+from outsize.program.sharding.context_parallel.calls import AddsUpOverRows, OverRows, ScaledOverRows
 from outsize.program.sharding.context_parallel.function_trials import follow_by_trial, has_no_inside
 from outsize.program.sharding.expert_parallel.experts import experts_of
 from outsize.program.sharding.op_table import RowRule, op_of
@@ -45,6 +45,7 @@ from outsize.program.sharding.rank_step import (
     op_name,
     ruled,
 )
+from outsize.program.sharding.scaled_linear import can_be_divided, is_scaled_linear, odd_scales
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.tape import Instruction, Ref
 from outsize.program.tree import leaves
@@ -60,8 +61,12 @@ def follow_rows(call: RuleInput, module: nn.Module | None, ranks: int) -> RankSt
         return call.instruction.target.follow_rows(call, ranks)
     if module is None:
         return _function(call, ranks)
-    if product_of(call.instruction, module, _ndims(call)) is not None:
-        return _by_vector(call)
+    if is_scaled_linear(module) and not can_be_divided(module):
+        raise NotPropagated(f"its scales are not of tensors, but {odd_scales(module)}")
+    product = product_of(call.instruction, module, _ndims(call))
+    if product is not None:
+        step = _by_vector(call)
+        return replace(step, call=ScaledOverRows(product)) if product.asks_ranks else step
     if isinstance(module, nn.Embedding):
         return _looked_up(call, module)
     if type(module) is nn.MultiheadAttention:

@@ -3,7 +3,9 @@
 Bytes are counted as in ir/hardware/collectives.py: the input of an all-reduce, the output of an all-gather,
 and the input of a reduce-scatter, which is a reversed all-gather and counts as one. What products by columns
 have gathered is gathered again in their backward, if that computes gradients of weights. The collective of a
-joined call's backward only begins before those gradients (overlap.py). Deviations: a backward inside the
+joined call's backward only begins before those gradients (overlap.py). A layer whose scales are of whole
+tensors asks the other ranks for their largest elements, in reductions of a few numbers, counted one by one
+(`forward_maxima`, `backward_maxima`). Deviations: a backward inside the
 forward (`torch.autograd.grad`) sends as well, and is not counted; of an nn.MultiheadAttention the gradient of
 the output's projection counts as computed beside the collective, too. Complexity: O(instructions). Oracles:
 the bytes that were sent, tests/dist/test_tensor_parallel.py, and by hand
@@ -37,6 +39,8 @@ Sent = Literal[
     "again_bytes",
     "begun_sum",
     "begun_gather",
+    "forward_maxima",
+    "backward_maxima",
 ]
 
 
@@ -92,8 +96,10 @@ def _of(instruction: Instruction, tape: Tape, weights: Mapping[str, Tensor]) -> 
         apart = replace(instruction, kwargs={k: v for k, v in instruction.kwargs.items() if k != "share"})
         ((x,), share) = instruction.args[1], instruction.kwargs["share"]
         return _of(apart, tape, weights) + _entering(x, share, instruction, tape, weights)
+    if name in ("scaled_columns", "scaled_row"):
+        return _of_scaled(instruction, out, back)
     if name in ("scatter", "collect") or instruction.kwargs.get("scatter") is not None:
-        return Counter[Sent]({"forward_gather": out, "backward_gather": back})
+        return Counter[Sent](_scattered(out, back))
     if name in ("reduce", "row", "lookup", "attend"):
         return Counter[Sent]({"forward_sum": out})
     if name == "gather":
@@ -125,6 +131,22 @@ def _entering(
     gathered: dict[Sent, int] = {"forward_gather": size, "backward_gather": back + again}
     gathered |= {"again_bytes": again, "begun_gather": back}
     return Counter(gathered)
+
+
+def _of_scaled(instruction: Instruction, out: int, back: int) -> Counter[Sent]:
+    """Returns what a layer sends whose scales are of whole tensors: by columns ranks ask for the largest
+    elements of the weight and of the result's gradient, by rows for those of input and weight together.
+    """
+    call = collective_of(instruction)
+    if call is not None and call.name == "scaled_columns":
+        return Counter[Sent]({"forward_maxima": 1, "backward_maxima": 1 if back else 0})
+    scatters = instruction.kwargs.get("scatter") is not None
+    sums: dict[Sent, int] = _scattered(out, back) if scatters else {"forward_sum": out}
+    return Counter[Sent]({**sums, "forward_maxima": 1})
+
+
+def _scattered(out: int, back: int) -> dict[Sent, int]:
+    return {"forward_gather": out, "backward_gather": back}
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

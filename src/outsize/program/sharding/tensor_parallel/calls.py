@@ -28,6 +28,8 @@ class ByColumns(RankCall):
     product: Product
 
     def written(self, instruction: Instruction, site: CallSite) -> Instruction:
+        if self.product.asks_ranks:
+            return scaled_call("scaled_columns", self.product, instruction, site)
         if site.module is None or not is_conv1d(site.module):
             return instruction
         args = (self.product.input, *_weights(self.product))
@@ -44,6 +46,8 @@ class ByRows(RankCall):
     product: Product
 
     def written(self, instruction: Instruction, site: CallSite) -> Instruction:
+        if self.product.asks_ranks:
+            return scaled_call("scaled_row", self.product, instruction, site)
         args = (self.product.input, *_weights(self.product), self.product.turned)
         return replace(instruction, target=site.group.call("row"), args=args, kwargs={})
 
@@ -111,6 +115,19 @@ class OfClasses(RankCall):
         call, outer = site.group.call("cross_entropy", self.share), collective_of(instruction)
         target = call if outer is None else outer.around(call)
         return replace(instruction, target=target, kwargs=options)
+
+
+def scaled_call(name: str, product: Product, instruction: Instruction, site: CallSite) -> Instruction:
+    """Returns the call of a collective that computes a layer whose scales are of whole tensors.
+
+    Its arguments are input, weight, bias and the layer. Where ranks of another axis have other rows of the
+    input, `rows` is their group.
+    """
+    over_rows = collective_of(instruction)
+    module = site.module if over_rows is None else instruction.args[3]
+    kwargs = {} if over_rows is None else {"rows": over_rows.group}
+    args = (product.input, *_weights(product), module)
+    return replace(instruction, target=site.group.call(name), args=args, kwargs=kwargs)
 
 
 def turned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

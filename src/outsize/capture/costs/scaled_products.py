@@ -1,0 +1,192 @@
+"""Counts what a linear layer costs whose operands are cast to few bits with scales, from the record of its
+precision.
+
+    forward    casts of input and weight, one product, and the bias where a kernel of its own adds it
+    backward   casts of the gradient and of what the record names, and two products
+
+With m rows of k features each that become n features, a product has 2 m n k FLOPs, reads its operands in the
+bytes of the record and writes its result in two bytes for an element. Kernels of casts are the family `cast`,
+so that a stack which writes fewer of them can be priced by the record, too. Memory: casts follow each other,
+and each keeps its result until the products have read it.
+
+Oracle: tests/unit/capture/costs/test_scaled_products.py by hand; tests/integrations/test_torchao.py counts
+the kernels of torchao's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+from torch import Tensor, nn
+
+from outsize.ir.graph import MATMULS, Work
+from outsize.policies.precisions import Operand, ScaledProducts
+from outsize.program.sharding.scaled_linear import ScaledLinear
+from outsize.program.tape import Cost
+
+# The type in which kernels of casts compute, and the bytes of an element that they cast.
+_COMPUTED: Final = "float32"
+_HALF: Final = 2
+
+
+@final
+@dataclass(frozen=True)
+class LinearCall:
+    """Holds the sizes of a call of a linear layer: rows, features that it takes and makes, and whether its
+    input and its weight have gradients.
+    """
+
+    rows: int
+    taken: int
+    made: int
+    has_bias: bool
+    of_input: bool
+    of_weight: bool
+
+    def elements(self, operand: Operand) -> int:
+        """Returns the elements of an operand."""
+        sides: dict[Operand, tuple[int, int]] = {
+            "input": (self.rows, self.taken),
+            "weight": (self.made, self.taken),
+            "gradient": (self.rows, self.made),
+        }
+        one, other = sides[operand]
+        return one * other
+
+    @property
+    def flops(self) -> int:
+        """Returns the FLOPs of one product."""
+        return 2 * self.rows * self.taken * self.made
+
+
+def cost_of_call(module: nn.Module | None, args: Sequence[Any], cost: Cost) -> Cost:
+    """Returns the cost of a call of a module; `cost` is what it is without scales, which stand-ins have."""
+    if not isinstance(module, ScaledLinear):
+        return cost
+    x: Tensor = args[0]
+    weight = module.weight
+    has_bias = module.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+    call = LinearCall(
+        rows=x.numel() // module.in_features,
+        taken=module.in_features,
+        made=module.out_features,
+        has_bias=has_bias,
+        of_input=x.requires_grad,
+        of_weight=weight.requires_grad,
+    )
+    return scaled_cost(module.products, call, cost)
+
+
+def scaled_cost(products: ScaledProducts, call: LinearCall, cost: Cost) -> Cost:
+    """Returns the cost of a call whose operands have scales; `cost` is that of the plain layer."""
+    counted = _Counted(products, call)
+    forward = (*counted.forward(), *_without_products(cost.forward))
+    trains = any(work.family in MATMULS for work in (*cost.backward_input, *cost.backward_weight))
+    of_input, of_weight = counted.backward() if trains else ((), ())
+    splits = trains and not products.one_backward and call.of_input and call.of_weight
+    return replace(
+        cost,
+        flops=sum(work.flops for work in forward),
+        moved_bytes=sum(work.moved_bytes for work in forward),
+        workspace_bytes=max(0, counted.forward_peak_bytes() - _HALF * call.elements("gradient")),
+        backward_workspace_bytes=counted.backward_peak_bytes() - cost.saved_bytes if trains else 0,
+        waiting_bytes=_HALF * call.elements("gradient") if splits else 0,
+        forward=forward,
+        backward_input=(*of_input, *_without_products(cost.backward_input)),
+        backward_weight=(*of_weight, *_without_products(cost.backward_weight)),
+        cast_bytes=round(products.copied_bytes * call.elements("weight")),
+        on_accelerator=None,
+    )
+
+
+def _without_products(works: Iterable[Work]) -> Iterator[Work]:
+    return (work for work in works if work.family not in MATMULS)
+
+
+@final
+class _Counted:
+    def __init__(self, products: ScaledProducts, call: LinearCall) -> None:
+        self._products, self._call = products, call
+
+    def forward(self) -> Iterator[Work]:
+        """Yields the work of the forward."""
+        call, products = self._call, self._products
+        yield self._casts(products.forward_casts)
+        yield self._product(products.forward, ("input", "weight"), "gradient")
+        if call.has_bias and products.adds_bias:
+            moved_bytes = _HALF * (2 * call.elements("gradient") + call.made)
+            yield Work(family="elementwise", dtype="bfloat16", flops=0, moved_bytes=moved_bytes)
+
+    def backward(self) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+        """Returns the work that belongs to the gradient of the input, and that to the weight's.
+
+        One function for both computes both, whoever needs them; a schedule cannot divide it.
+        """
+        products, call = self._products, self._call
+        casts = (self._casts(products.backward_casts),)
+        of_input = self._product(products.backward, ("gradient", "weight"), "input")
+        of_weight = self._product(products.backward, ("gradient", "input"), "weight", rows_added=True)
+        if products.one_backward:
+            return (*casts, _sum(of_input, of_weight)), ()
+        if not call.of_input:
+            return (), (*casts, of_weight)
+        return (*casts, of_input), (of_weight,) if call.of_weight else ()
+
+    def forward_peak_bytes(self) -> float:
+        """Returns the bytes that the forward holds at its peak, with its result."""
+        peak, held = self._casting(self._products.forward_casts, 0.0)
+        return round(max(peak, 2 * held + _HALF * self._call.elements("gradient")))
+
+    def backward_peak_bytes(self) -> int:
+        """Returns the bytes that the backward holds at its peak: the gradient that it gets and those that it
+        makes, too.
+        """
+        call = self._call
+        first = self._products.backward_casts[: 2 if self._products.one_backward else None]
+        peak, held = self._casting(first, _HALF * call.elements("gradient"))
+        held += _HALF * call.elements("input")
+        later_peak, held = self._casting(self._products.backward_casts[len(first) :], held)
+        return round(max(peak, later_peak, held + _HALF * call.elements("weight")))
+
+    def _casting(self, operands: tuple[Operand, ...], held: float) -> tuple[float, float]:
+        """Returns the peak of casts one after the other, and what is held behind them."""
+        peak = held
+        for operand in operands:
+            elements = self._call.elements(operand)
+            peak = max(peak, held + self._products.eager.workspace_bytes * elements)
+            held += self._products.item_bytes * elements
+        return peak, held
+
+    def _casts(self, operands: tuple[Operand, ...]) -> Work:
+        """Returns the kernels of casts of some operands."""
+        elements, cast = sum(map(self._call.elements, operands)), self._products.eager
+        return Work(
+            family="cast",
+            dtype=_COMPUTED,
+            flops=0,
+            moved_bytes=round(cast.moved_bytes * elements),
+            launches=cast.launches * len(operands),
+        )
+
+    def _product(
+        self, dtype: str, read: tuple[Operand, Operand], written: Operand, *, rows_added: bool = False
+    ) -> Work:
+        call = self._call
+        if rows_added:
+            padded = self._products.padded_rows
+            call = replace(call, rows=-(-call.rows // padded) * padded)
+        read_bytes = self._products.item_bytes * sum(map(call.elements, read))
+        moved_bytes = round(read_bytes) + _HALF * call.elements(written)
+        return Work(family="matmul", dtype=dtype, flops=call.flops, moved_bytes=moved_bytes)
+
+
+def _sum(one: Work, other: Work) -> Work:
+    return one.model_copy(
+        update={
+            "flops": one.flops + other.flops,
+            "moved_bytes": one.moved_bytes + other.moved_bytes,
+            "launches": one.launches + other.launches,
+        }
+    )
