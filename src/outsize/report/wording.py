@@ -652,9 +652,8 @@ def _other_kernels(f: OtherKernels) -> str:
 
 @next_step.register
 def _run_other_kernels(f: OtherKernels) -> str:
-    return (
-        f"--kernels {f.kernels} to plan for them; parallelize(..., compiled=outsize.Compile(...)) to run them"
-    )
+    run = f"compiled=outsize.Compile({f.compiled}, device_graphs={f.device_graphs})"
+    return f"--kernels {f.kernels} to plan for them; parallelize(..., {run}) to run them"
 
 
 @sentence.register

@@ -45,11 +45,14 @@ class SlowLinks(Finding):
 class OtherKernels(Finding):
     """Says that devices wait for their host, and by which share a step would be shorter with other kernels.
 
-    `kernels` is the stack that helps most of those that outsize runs.
+    `kernels` is the stack that helps most of those that outsize runs: with `compiled` stages, with
+    `device_graphs`, or both.
     """
 
     code: Literal["other-kernels"] = "other-kernels"
     kernels: Kernels
+    compiled: bool
+    device_graphs: bool
     step_s: float
     other_step_s: float
     waiting: float

@@ -221,8 +221,14 @@ def _other_kernels(view: _View) -> Iterator[OtherKernels]:
     name = min(steps, key=steps.__getitem__)
     other_step_s = steps[name]
     if other_step_s * (1 + LEAST_WAITING) < view.expected.step_s:
+        stack = kernel_stack(name)
         yield OtherKernels(
-            kernels=name, step_s=view.expected.step_s, other_step_s=other_step_s, waiting=waiting
+            kernels=name,
+            compiled=stack.is_compiled,
+            device_graphs=stack.is_replayed,
+            step_s=view.expected.step_s,
+            other_step_s=other_step_s,
+            waiting=waiting,
         )
 
 

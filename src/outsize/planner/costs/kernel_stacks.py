@@ -88,11 +88,15 @@ class _StackRow(NamedTuple):
 
 @final
 class KernelStack(Record):
-    """Is one stack: how its kernels merge ops, and what is left of the host's seconds for one."""
+    """Is one stack: how its kernels merge ops, what is left of the host's seconds for one, and whether a run
+    has it by compiled stages, by graphs of its devices, or both.
+    """
 
     name: Kernels
     kernels: _KernelsRow
     host_share: float
+    is_compiled: bool
+    is_replayed: bool
 
     def of_graph(self, graph: ModelGraph) -> ModelGraph:
         """Returns the graph with the works of this stack's kernels; itself where they are those of ops."""
@@ -190,7 +194,13 @@ EAGER: Final[Kernels] = "eager"
 def kernel_stack(name: Kernels) -> KernelStack:
     """Returns the record of a stack."""
     row = _STACKS[name]
-    return KernelStack(name=name, kernels=_KERNELS[row.kernels], host_share=_HOSTS[row.host])
+    return KernelStack(
+        name=name,
+        kernels=_KERNELS[row.kernels],
+        host_share=_HOSTS[row.host],
+        is_compiled=row.is_compiled,
+        is_replayed=row.is_replayed,
+    )
 
 
 def source_of_host(name: Kernels) -> str | None:
