@@ -116,14 +116,31 @@ def _mixtral(sizes: Sizes) -> Built:
     return _language(found.MixtralConfig(**_common(sizes) | more), found.MixtralForCausalLM, sizes)
 
 
+_FUSED_WITH_SINKS: Final = "fused_with_sinks"
+
+
+def _with_sinks(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **_options: Any
+) -> tuple[Tensor, None]:
+    """Attention as the fused kernels of these systems have it, whose sinks scale the result of each head.
+
+    transformers has it eager, with its scores in memory, or for GPUs alone. Windows count as full.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return (found * module.sinks.sigmoid()[None, :, None, None]).transpose(1, 2), None
+
+
 def _gpt_oss(sizes: Sizes) -> Built:
+    import_transformers().AttentionInterface.register(_FUSED_WITH_SINKS, _with_sinks)
     found, (count, chosen, width) = import_transformers(), sizes.experts
     more = {
         "num_local_experts": count,
         "num_experts_per_tok": chosen,
         "intermediate_size": width,
         "sliding_window": 128,
-        "initial_context_length": sizes.length,
+        "attn_implementation": _FUSED_WITH_SINKS,
     }
     return _language(found.GptOssConfig(**_common(sizes) | more), found.GptOssForCausalLM, sizes)
 

@@ -552,6 +552,15 @@ def flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
+def grouped_flops(rows: torch.Size, weights: torch.Size, *_: Any, **_more: Any) -> int:
+    """Returns the FLOPs of `_grouped_mm`, whose groups share the rows of one operand: each row meets the
+    weights of its group alone. torch has no formula for it.
+    """
+    if len(rows) == 3 and len(weights) == 2:
+        return 2 * rows[1] * weights.numel()
+    return 2 * rows.numel() * weights[-1]
+
+
 def formula_of(op: Any) -> Any:
     """Returns the formula of an ATen op's FLOPs, for `flops_of`; None where there is none."""
     return _FORMULAS.get(getattr(op, "_overloadpacket", None))
@@ -568,6 +577,7 @@ _FORMULAS = (
     flop_registry
     | {kernel: shape_wrapper(formula) for kernel, formula in KERNEL_FLOPS.items()}
     | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash_flops}
+    | {torch.ops.aten._grouped_mm: shape_wrapper(grouped_flops)}
 )
 
 

@@ -21,9 +21,10 @@ are those of other systems, and are asked for (`Request(kernels=...)`).
     but at most the share `single` of them, which is what is left of an op that a neighbour's kernel takes in
 
 Products, attention, normalisations and convolutions stay what they are, but that images whose channels are
-last are not copied, and their convolutions of single pixels reach what other convolutions do. Deviations: a
-kernel ends with its unit, and what its product takes counts as if it took it; what a merged op need not save
-is not taken off. Complexity: O(units + users of all values). Oracle:
+last are not copied, and their convolutions of single pixels reach what other convolutions do, and that a
+transformer engine's products sum the gradients of their biases. A chain saves what crosses its border, and no
+copies of it. Deviations: a kernel ends with its unit, and what its product takes counts as if it took it.
+Complexity: O(units + users of all values). Oracle:
 tests/unit/planner/costs/test_kernel_stacks.py.
 """
 
@@ -35,12 +36,14 @@ from typing import Any, Final, NamedTuple, final
 
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
-from outsize.ir.graph import ModelGraph, OpFamily, Unit, Work
+from outsize.ir.graph import MATMULS, ModelGraph, OpFamily, ShardedFraction, Unit, Work
 from outsize.ir.hardware.constants import DataFile
 from outsize.ir.hardware.devices import Device, reached_by
 from outsize.ir.plan import Kernels
 
 _MERGED: Final[frozenset[OpFamily]] = frozenset({"elementwise", "reduction", "other"})
+# A chain of so many ops writes copies that it saves, which a kernel for all of it does not.
+_COPIES: Final = 3
 
 
 @final
@@ -50,6 +53,7 @@ class _KernelsRow(NamedTuple):
     kernels: str
     single: float
     channels_last: bool
+    sums_in_products: bool
     origin: str
 
 
@@ -102,7 +106,7 @@ class KernelStack(Record):
         """Returns the graph with the works of this stack's kernels; itself where they are those of ops."""
         if self.kernels.single == 1:
             return graph
-        taken, given = _borders(graph)
+        taken, given, kept = _borders(graph)
         known = dict[tuple[Any, ...], dict[str, tuple[Work, ...]]]()
 
         def of_unit(unit: Unit) -> Unit:
@@ -117,7 +121,8 @@ class KernelStack(Record):
                     "backward_input": tuple(_present(gradients[:count])),
                     "backward_weight": tuple(_present(gradients[count:])),
                 }
-            return unit.model_copy(update=known[passes])
+            held = _held(unit, takes if _is_chain(unit) else takes + gives, kept[unit.index])
+            return unit.model_copy(update=known[passes] | held)
 
         return graph.model_copy(update={"units": tuple(map(of_unit, graph.units))})
 
@@ -134,8 +139,11 @@ class KernelStack(Record):
         moved_bytes = sum(work.moved_bytes for work in works if work.family in _MERGED)
         left = min(self.kernels.single, border_bytes / max(1, moved_bytes))
         launched, found = False, list[Work | None]()
+        sums = self.kernels.sums_in_products and any(work.family in MATMULS for work in works)
         for work in works:
-            if work.family in _MERGED:
+            if work.family == "reduction" and sums:
+                found.append(None)
+            elif work.family in _MERGED:
                 found.append(_shrunk(work, left, launches=0 if launched else 1))
                 launched = True
             else:
@@ -149,14 +157,43 @@ class KernelStack(Record):
         return device.model_copy(update={"host_s": own_s * self.host_share})
 
 
-def _borders(graph: ModelGraph) -> tuple[list[int], list[int]]:
-    """Returns the bytes of the values that each unit takes and gives."""
-    taken, given = [0] * len(graph.units), [0] * len(graph.units)
+def _borders(graph: ModelGraph) -> tuple[list[int], list[int], list[int]]:
+    """Returns the bytes of the values that each unit takes and gives, and of those that it is the first to
+    save.
+    """
+    taken, given, kept = ([0] * len(graph.units) for _ in range(3))
     for value in graph.values:
         given[value.producer] += value.size_bytes
+        if value.saved_by >= 0:
+            kept[value.saved_by] += value.size_bytes
         for consumer in value.consumers:
             taken[consumer] += value.size_bytes
-    return taken, given
+    return taken, given, kept
+
+
+def _is_chain(unit: Unit) -> bool:
+    return all(work.family in _MERGED for work in unit.forward)
+
+
+def _held(unit: Unit, most_bytes: int, kept_bytes: int) -> dict[str, Any]:
+    """Returns what is left of the bytes that a unit saves and works with: inside a kernel nothing is written,
+    so that what crosses its border is saved, and no copy of it in another type.
+    """
+    if sum(work.launches for work in unit.forward if work.family in _MERGED) < _COPIES:
+        return {}
+    saved = min(unit.saved_bytes, max(most_bytes, kept_bytes))
+    left = saved / unit.saved_bytes if unit.saved_bytes else 1.0
+
+    def part(divided: ShardedFraction) -> ShardedFraction:
+        return divided.model_copy(update={"saved_bytes": round(divided.saved_bytes * left)})
+
+    return {
+        "saved_bytes": saved,
+        "workspace_bytes": min(unit.workspace_bytes, most_bytes),
+        "backward_workspace_bytes": min(unit.backward_workspace_bytes, most_bytes),
+        "divided": part(unit.divided),
+        "in_sequence": part(unit.in_sequence),
+    }
 
 
 def _shrunk(work: Work, left: float, launches: int) -> Work:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from outsize.capture.costs.meter import formula_of, grouped_flops
 from outsize.capture.graph.build import build_graph
 from outsize.capture.models.imports import import_torchvision, import_transformers
 from outsize.capture.recording.fallbacks import record
@@ -331,3 +332,13 @@ def test_what_the_loss_leaves_out_has_no_backward() -> None:
     assert back["body"]
     assert not back["extra.0"]
     assert next(u for u in graph.units if u.name == "extra.0").flops
+
+
+def test_products_of_experts_are_those_of_each_with_its_rows() -> None:
+    """torch has no formula for `_grouped_mm`: each of eight rows meets the weights of one of two experts."""
+    rows, weights = torch.Size((8, 16)), torch.Size((2, 16, 32))
+    assert grouped_flops(rows, weights) == 2 * 8 * 16 * 32
+    assert grouped_flops(torch.Size((16, 8)), torch.Size((8, 32))) == 2 * 16 * 8 * 32
+    assert grouped_flops(torch.Size((2, 4, 16)), weights) == 2 * 8 * 16 * 32
+    assert grouped_flops(torch.Size((2, 4, 16)), torch.Size((16, 8))) == 2 * 4 * 16 * 8
+    assert formula_of(torch.ops.aten._grouped_mm.default) is not None

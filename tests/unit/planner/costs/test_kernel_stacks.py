@@ -138,3 +138,28 @@ def test_a_roofline_knows_no_stack() -> None:
     eager = roofline(graph, cluster.devices[0]).units[1].forward_s
     fused = roofline(stack.of_graph(graph), stack.on(cluster).devices[0]).units[1].forward_s
     assert fused < eager
+
+
+def test_a_chain_saves_what_crosses_its_border_and_no_copies() -> None:
+    def held(works: tuple[Work, ...], kept: int = -1) -> list[int]:
+        graph = graph_of(works)
+        unit = graph.units[1].model_copy(update={"saved_bytes": 8000, "workspace_bytes": 9000})
+        values = (graph.values[0].model_copy(update={"saved_by": kept}), graph.values[1])
+        graph = graph.model_copy(update={"units": (graph.units[0], unit, graph.units[2]), "values": values})
+        found = kernel_stack("fused").of_graph(graph).units[1]
+        return [found.saved_bytes, found.workspace_bytes]
+
+    assert held((CHAIN,)) == [1000, 1000]
+    assert held((PRODUCT, CHAIN)) == [2000, 2000]
+    assert held((PRODUCT,)) == [8000, 9000]
+
+
+def test_products_of_a_transformer_engine_sum_the_gradients_of_their_biases() -> None:
+    sums = CHAIN.model_copy(update={"family": "reduction", "launches": 1})
+
+    def families(name: Any) -> list[str]:
+        unit = kernel_stack(name).of_graph(graph_of((PRODUCT,), (PRODUCT,), (PRODUCT, sums))).units[1]
+        return [work.family for work in unit.backward_weight]
+
+    assert families("fused") == ["matmul"]
+    assert families("compiled") == ["matmul", "reduction"]
