@@ -39,6 +39,7 @@ from outsize.ir.plan import Axes, Expected, Plan, Precision, Stage
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Span, Timeline
 from outsize.ir.units.names import compress_units
+from outsize.planner.costs.kernel_stacks import kernel_stack
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.evaluate_plan import price, timeline
 from outsize.planner.simulation.simulate import played
@@ -140,9 +141,10 @@ def own_prices(cluster: str, precision: Precision = "bf16-mixed") -> tuple[Expec
     """What the product expects of the assumed model, and its predicted step."""
     with torch.device("meta"):
         model = load(MODEL)
-    ids, machine = torch.zeros(1, LENGTH, dtype=torch.long), parse_cluster(cluster)
+    stack = kernel_stack("fused")  # Megatron's layers
+    ids, machine = torch.zeros(1, LENGTH, dtype=torch.long), stack.on(parse_cluster(cluster))
     case = case_of(model, (), {"input_ids": ids, "labels": ids}, {}).under(precision).on(machine)  # pyright: ignore
-    graph = styled(case, case.captured(1), Axes(), False)
+    graph = stack.of_graph(styled(case, case.captured(1), Axes(), False))
     names, members, place = [unit.name for unit in graph.units], [[] for _ in range(STAGES)], 0
     for index, name in enumerate(names):
         if ".layers." in name:
@@ -163,6 +165,7 @@ def own_prices(cluster: str, precision: Precision = "bf16-mixed") -> tuple[Expec
             for stage, units in enumerate(members)
         ),
         precision=precision,
+        kernels=stack.name,
     )
     profile = roofline(graph, machine.devices[0])
     expected = price(plan, graph, profile, machine).expected
@@ -251,7 +254,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--cluster", default="1x8xb200-180gb", help="whose prices the assumed model gets")
+    parser.add_argument("--cluster", default="1x8xmi300x-192gb", help="whose prices the assumed model gets")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not (options.data / "primus_timeline.csv").is_file():

@@ -600,11 +600,11 @@ def _foresight(f: Foresight) -> str:
     what = f"{_MODELS[f.kind]} in {f.precision} on {_WHERE[f.nodes]}"
     sheet = "" if f.compared else "; of these devices no step was compared: their data sheet speaks"
     if f.mean_error is None and f.worst_error is None:
-        return f"no measured step of {what} was compared with a plan{sheet}"
-    mean = f"{percent_text(f.mean_error)} off in the mean" if f.mean_error is not None else ""
+        return f"no plan for {what} was compared with a measured step{sheet}"
+    mean = f"{percent_text(f.mean_error)} in the mean" if f.mean_error is not None else ""
     worst = f"{percent_text(f.worst_error)} at worst" if f.worst_error is not None else ""
-    rows = f", {f.rows} of them" if f.rows is not None else ""
-    return f"measured steps of {what}{rows}: {', '.join(filter(None, (mean, worst)))}{sheet}"
+    rows = f" ({f.rows} steps)" if f.rows is not None else ""
+    return f"plans for {what} missed measured steps by {', '.join(filter(None, (mean, worst)))}{rows}{sheet}"
 
 
 # -- advice on a plan ------------------------------------------------------------------------------------

@@ -82,9 +82,9 @@ def test_words() -> None:
         kind="experts", nodes="nodes", precision="fp8", mean_error=0.17, worst_error=0.4, rows=12
     )
     assert sentence(told) == (
-        "measured steps of mixtures of experts in fp8 on several nodes, 12 of them:"
-        " 17 % off in the mean, 40 % at worst"
+        "plans for mixtures of experts in fp8 on several nodes missed measured steps by"
+        " 17 % in the mean, 40 % at worst (12 steps)"
     )
     assert sentence(told.model_copy(update={"mean_error": None, "worst_error": None})) == (
-        "no measured step of mixtures of experts in fp8 on several nodes was compared with a plan"
+        "no plan for mixtures of experts in fp8 on several nodes was compared with a measured step"
     )
