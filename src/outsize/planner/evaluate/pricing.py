@@ -30,9 +30,10 @@ from outsize.planner.heterogeneous.bounds import Fleet
 from outsize.planner.heterogeneous.kinds_in_a_row import KindsInARow
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import optimizer_bytes
-from outsize.planner.partition.stage_prices import Pipeline
+from outsize.planner.partition.feasibility import fits_nowhere
+from outsize.planner.partition.stage_prices import Pipeline, StagePrices
 from outsize.planner.partition.stage_weights import Demand, demands
-from outsize.policies.activations import WHOLE_STAGE, Recompute
+from outsize.policies.activations import WHOLE_STAGE, Recompute, any_offloads
 
 Price = TypeVar("Price")
 # Up to this many units every cut is tried; larger models are cut into this many pieces.
@@ -165,6 +166,20 @@ class Pricing:
             ranks = tuple(places[rank] for rank in fewer.ranks)
             if ranks != layout.ranks and (pipeline := self.pipeline(fewer, recompute, ranks)):
                 yield pipeline
+
+    def stage_prices(self, pipeline: Pipeline, least_s: float = 0.0) -> StagePrices:
+        """Returns the prices of a pipeline's runs, whose step takes `least_s` at least."""
+        return StagePrices(pipeline, least_s, fits_nowhere=self._fits_nowhere(pipeline))
+
+    def _fits_nowhere(self, pipeline: Pipeline) -> bool:
+        """Returns whether it is seen at once that no cut of stages that share devices fits; of others
+        `StepFloors.refuted` knows it, and no bound of theirs would end a search for one.
+        """
+        layout, tried = pipeline.layout, tuple(case.recompute for case in pipeline.options[0])
+        if layout.chunks == 1 or layout.hosted or any_offloads(tried):
+            return False
+        key = layout, tried, pipeline.ranks, pipeline.ends, pipeline.even, pipeline.first_option
+        return self._cache.once(("fits nowhere", *key), lambda: fits_nowhere(pipeline))
 
     # -- pipelines of kinds of devices --
 

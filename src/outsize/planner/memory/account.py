@@ -42,9 +42,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, starmap
-from typing import Generic, NamedTuple, Self, TypeVar, final
+from typing import Final, Generic, NamedTuple, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,12 +238,50 @@ def peak_table(ranges: RangeTables, states: Sequence[InFlightState]) -> Bytes:
 
 def component_table(ranges: RangeTables, batch: int) -> NDArray[np.float64]:
     """Returns the components of a stage's bytes, of shape (components, runs) for tables of one dim."""
-    return np.array([_lasting_bytes(ranges, batch), *_sizes(ranges)], np.float64)
+    sizes = (_lasting_bytes(ranges, batch), *_sizes(ranges))
+    table = np.empty((len(sizes), *np.shape(sizes[0])), np.float64)
+    for row, size in enumerate(sizes):
+        table[row] = size
+    return table
 
 
 def peaks_of_components(sizes: NDArray[np.float64], states: Sequence[InFlightState]) -> NDArray[np.float64]:
     """Returns the peak bytes of each run in these states; exact, because whole numbers below 2^53 are."""
     return (np.array([component_counts(state) for state in states], np.float64) @ sizes).max(axis=0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InFlightCounts:
+    """Counts the components of a stage's peak states as `most` microbatches that wait for their backward, and
+    what differs from as many in each state.
+
+    Neighbouring stages mostly differ in `most` alone (under 1f1b by one), so the peak of a run as one of them
+    follows from that as another: `differences` give the peaks with none waiting, and each of `most` adds the
+    same bytes.
+    """
+
+    most: int
+    differences: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, states: tuple[InFlightState, ...]) -> Self:
+        """Counts the components of some states."""
+        counts = [component_counts(state) for state in states]
+        most = max(row[_WAITING] for row in counts)
+        return cls(
+            most,
+            tuple((*row[:_WAITING], row[_WAITING] - most, *row[_WAITING + 1 :]) for row in counts),
+        )
+
+    def base_bytes(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the peak bytes of each run with `most` fewer microbatches that wait; exact."""
+        return (np.array(self.differences, np.float64) @ sizes).max(axis=0)
+
+    def peaks(self, base: NDArray[np.float64], sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the peak bytes of runs from their `base_bytes`; both are of the same runs."""
+        return base + self.most * sizes[_WAITING]
 
 
 def component_counts(state: InFlightState) -> tuple[int, ...]:
@@ -376,6 +414,10 @@ class Components(NamedTuple, Generic[Amount]):
     between_halves: Amount
     split_backward: Amount
     copied: Amount
+
+
+# The row of `component_table` with what a microbatch that waits holds; the first row has what lasts.
+_WAITING: Final = 1 + Components._fields.index("awaiting_backward")
 
 
 def _sizes(ranges: RangeTables) -> Components[Bytes]:

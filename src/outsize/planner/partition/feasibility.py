@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -32,7 +33,7 @@ from outsize.planner.memory.account import InFlightState, peak_table
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.range_tables import RangeTables
 from outsize.planner.partition.least_full import least_full_cut
-from outsize.planner.partition.stage_prices import PricedModel
+from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 
 # Bisection stops at this share of the device's memory.
 PRECISE = 1e-3
@@ -85,7 +86,7 @@ class ChainFeasibility:
         that fails.
         """
         limits = [share * d.memory_bytes for d in self.cluster.devices[: self.stages]]
-        return _taking_most([rows], self.case.units, self.states, limits)
+        return _taking_most([[rows]] * self.stages, self.case.units, self.states, limits)
 
     def _earliest(self) -> list[int]:
         """Returns for each stage a lower bound of its first unit, computed from the end."""
@@ -119,7 +120,8 @@ def refuted(
     `rows` are those of `rows_without_crossing`.
     """
     states = states_by_stage(schedule, len(devices), microbatches, len(devices))
-    return _taking_most([rows], len(rows(0).saved) - 1, states, [d.memory_bytes for d in devices]) is None
+    room = [device.memory_bytes for device in devices]
+    return _taking_most([[rows]] * len(room), len(rows(0).saved) - 1, states, room) is None
 
 
 def none_fits(cases: Sequence[PricedModel], schedule: ScheduleName, room: Sequence[int]) -> bool:
@@ -127,21 +129,49 @@ def none_fits(cases: Sequence[PricedModel], schedule: ScheduleName, room: Sequen
 
     `room`: the bytes that each stage may take. All cases are of the same units and microbatches.
     """
-    rows = [lambda first, case=case: _part(case.ranges, first).without_crossing() for case in cases]
+    rows = [partial(_row_without_crossing, case.ranges) for case in cases]
     states = states_by_stage(schedule, len(room), cases[0].microbatches, len(room))
-    return _taking_most(rows, cases[0].units, states, room) is None
+    return _taking_most([rows] * len(room), cases[0].units, states, room) is None
+
+
+def fits_nowhere(pipeline: Pipeline) -> bool:
+    """Returns whether no cut of a pipeline fits in the options that it tries: no run with the first unit is a
+    first stage, none with the last unit a last one, or by the same refutation.
+    """
+    layout, m, last = pipeline.layout, pipeline.case.microbatches, pipeline.stages - 1
+    rows = {
+        id(case): partial(_row_without_crossing, case.ranges)
+        for options in pipeline.options
+        for case in options
+    }
+    options = [[rows[id(case)] for case in own[pipeline.first_option :]] for own in pipeline.options]
+    states = states_by_stage(layout.schedule, layout.stages, m, layout.axes.pp)
+    room = list(map(pipeline.room_bytes, range(pipeline.stages)))
+    for stage, runs in ((0, (0, slice(1, None))), (last, (slice(-1), -1))):
+        cases = pipeline.options[stage][pipeline.first_option :]
+        peaks = (peak_table(_part(case.ranges, runs), states[stage]) for case in cases)
+        if all(int(peak.min()) > room[stage] for peak in peaks):
+            return True
+    return _taking_most(options, pipeline.case.units, states, room) is None
+
+
+def _row_without_crossing(ranges: RangeTables, first: int) -> RangeTables:
+    return _part(ranges, first).without_crossing()
 
 
 def _taking_most(
-    options: Sequence[Callable[[int], RangeTables]],
+    options: Sequence[Sequence[Callable[[int], RangeTables]]],
     units: int,
     states: Sequence[tuple[InFlightState, ...]],
     limits: Sequence[float],
 ) -> tuple[int, ...] | None:
+    """Returns the cut in which each stage takes the most that its limit holds in any of its options; None
+    where that does not reach the end.
+    """
     bounds = [0]
     for stage, limit in enumerate(limits):
         last = units - (len(limits) - 1 - stage)  # Each later stage needs at least one unit.
-        peaks = np.min([peak_table(rows(bounds[-1]), states[stage]) for rows in options], axis=0)
+        peaks = np.min([peak_table(rows(bounds[-1]), states[stage]) for rows in options[stage]], axis=0)
         ends = np.flatnonzero(peaks[: last + 1] <= limit)
         if not len(ends) or ends[-1] <= bounds[-1]:
             return None

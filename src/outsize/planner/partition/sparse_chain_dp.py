@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self, final
 
 import numpy as np
@@ -24,18 +25,20 @@ from outsize.planner.partition.chain_dp import SAME
 
 Index = NDArray[np.int64]
 Prices = Callable[[int], Seconds]
-"""Maps a stage to the seconds of each run as that stage, infinite where it does not fit."""
+"""Maps a stage to the seconds of each run of its window as that stage, infinite where it does not fit."""
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Runs:
-    """Holds runs first..end-1 of n units, ascending; `by_end` has their indices by ascending end."""
+    """Holds runs first..end-1 of n units, ascending; `windows[stage]` are those that a stage can be, all of
+    them where there are no windows.
+    """
 
     units: int
     first: Index
     end: Index
-    by_end: Index
+    windows: tuple[slice, ...] = ()
 
     @classmethod
     def within(cls, total: Seconds, limit_s: float) -> Self:
@@ -48,37 +51,37 @@ class Runs:
         lengths = np.maximum(last - first, 0)
         starts = np.repeat(first, lengths)
         ends = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths) + starts + 1
-        return cls(n, starts, ends, np.argsort(ends, kind="stable"))
+        return cls(n, starts, ends)
 
-    def between(self, windows: Sequence[tuple[int, int]]) -> Self:
-        """Returns those of the runs that some stage can be: stage s begins in `windows[s]`, ends included,
-        and ends where the next stage can begin, the last one with the last unit. Windows ascend.
+    def between(self, begins: Sequence[tuple[int, int]]) -> Self:
+        """Returns those of the runs that some stage can be: stage s begins in `begins[s]`, ends included,
+        and ends where the next stage can begin, the last one with the last unit. Both ends ascend.
         """
-        firsts, lasts = np.array([*windows, (self.units, self.units)]).T
+        firsts, lasts = np.array([*begins, (self.units, self.units)]).T
         units = np.arange(self.units + 1)
         least = np.searchsorted(lasts, units, side="left")
         most = np.searchsorted(firsts, units, side="right") - 1
         least_end, most_end = least[self.end] - 1, most[self.end] - 1
         kept = np.maximum(least[self.first], least_end) <= np.minimum(most[self.first], most_end)
         kept &= (least[self.first] <= most[self.first]) & (least_end <= most_end)
-        ends = self.end[kept]
-        return replace(self, first=self.first[kept], end=ends, by_end=np.argsort(ends, kind="stable"))
+        first = self.first[kept]
+        starts = np.searchsorted(first, firsts[:-1]).tolist()
+        stops = np.searchsorted(first, lasts[:-1], side="right").tolist()
+        return replace(self, first=first, end=self.end[kept], windows=tuple(map(slice, starts, stops)))
 
-    def beginning(self, first: int, last: int) -> slice:
-        """Returns the slice of the runs that begin with one of these units."""
-        return slice(
-            int(np.searchsorted(self.first, first)), int(np.searchsorted(self.first, last, side="right"))
-        )
+    def window(self, stage: int) -> slice:
+        """Returns the runs that begin where a stage can begin."""
+        return self.windows[stage] if self.windows else slice(0, len(self.first))
 
     def bottleneck(self, stages: int, price: Prices) -> float:
         """Returns the least possible maximum over stages; infinite when nothing is feasible."""
-        if not len(self.first):
-            return float(np.inf)
-        ends, places = np.unique(self.end[self.by_end], return_index=True)
         best = np.full(self.units + 1, np.inf)
         best[0] = 0.0
         for stage in range(stages):
-            slowest = np.maximum(best[self.first], price(stage))[self.by_end]
+            by_end, ends, places = self._ending(stage)
+            if not len(ends):
+                return float(np.inf)
+            slowest = np.maximum(best[self.first[self.window(stage)]], price(stage))[by_end]
             best = np.full(self.units + 1, np.inf)
             best[ends] = np.minimum.reduceat(slowest, places)
             if not np.isfinite(best).any():  # No stage can begin anywhere, so the later ones are not priced.
@@ -90,22 +93,41 @@ class Runs:
 
         `traffic` is that of each run; the result is the first unit of each stage, then n.
         """
-        firsts, places = np.unique(self.first, return_index=True)
         later_traffic = np.full(self.units + 1, np.inf)
         later_traffic[self.units] = 0.0
         choices: list[Index] = []
         for stage in reversed(range(stages)):
-            total = np.where(price(stage) <= limit, traffic + later_traffic[self.end], np.inf)
+            window = self.window(stage)
+            first, end = self.first[window], self.end[window]
+            total = np.where(price(stage) <= limit, traffic[window] + later_traffic[end], np.inf)
             later_traffic = np.full(self.units + 1, np.inf)
-            later_traffic[firsts] = np.minimum.reduceat(total, places)
-            choices.append(self._earliest(total <= later_traffic[self.first]))
+            places = _starts(first)
+            later_traffic[first[places]] = np.minimum.reduceat(total, places)
+            choices.append(self._earliest(first, end, total <= later_traffic[first]))
         return self._followed(choices[::-1])
 
-    def _earliest(self, best: NDArray[np.bool_]) -> Index:
+    def _ending(self, stage: int) -> tuple[Index, Index, Index]:
+        """Returns the places of a stage's runs by ascending end, the ends, and where each of them starts."""
+        window = self.window(stage)
+        key = window.start, window.stop
+        if key not in self._by_end:
+            ends = self.end[window]
+            # numpy sorts numbers of 16 bits by their digits, in a tenth of the time.
+            by_end = np.argsort(ends.astype(np.uint16) if self.units < 1 << 16 else ends, kind="stable")
+            ascending = ends[by_end]
+            places = _starts(ascending)
+            self._by_end[key] = by_end, ascending[places], places
+        return self._by_end[key]
+
+    @cached_property
+    def _by_end(self) -> dict[tuple[int, int], tuple[Index, Index, Index]]:
+        return {}
+
+    def _earliest(self, first: Index, end: Index, best: NDArray[np.bool_]) -> Index:
         """Returns for each first unit the first end that is as good as the best."""
         chosen = np.zeros(self.units + 1, np.int64)
         places = np.flatnonzero(best)[::-1]
-        chosen[self.first[places]] = self.end[places]
+        chosen[first[places]] = end[places]
         return chosen
 
     def _followed(self, choices: list[Index]) -> tuple[int, ...]:
@@ -113,3 +135,8 @@ class Runs:
         for choice in choices:
             bounds.append(int(choice[bounds[-1]]))
         return tuple(bounds)
+
+
+def _starts(ascending: Index) -> Index:
+    """Returns where each of the numbers begins."""
+    return np.flatnonzero(np.diff(ascending, prepend=-1))

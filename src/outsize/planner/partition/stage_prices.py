@@ -40,7 +40,7 @@ from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Flow, flows
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.layout.layout import Layout
-from outsize.planner.memory.account import component_table, peaks_of_components
+from outsize.planner.memory.account import InFlightCounts, component_table, peaks_of_components
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
 from outsize.planner.memory.range_tables import Bytes, RangeTables, Seconds
@@ -57,6 +57,8 @@ Table = TypeVar("Table", Bytes, Seconds)
 START: Final = 1.05
 GROWTH: Final = 1.25
 FAR: Final = 2.0
+# A limit this much above another one is above it whatever the rounding of sums is.
+SURELY: Final = 1 + 1e-6
 
 
 @final
@@ -213,10 +215,11 @@ def _copy_link(device: Device) -> Link:
 @final
 class StagePrices:
     """Computes the prices of runs for each stage of a pipeline; `least_s` is a known lower bound of
-    the step.
+    the step, and where it `fits_nowhere` no run is priced.
     """
 
-    def __init__(self, pipeline: Pipeline, least_s: float = 0.0) -> None:
+    def __init__(self, pipeline: Pipeline, least_s: float = 0.0, *, fits_nowhere: bool = False) -> None:
+        self._fits_nowhere = fits_nowhere
         self.pipeline, self._m = pipeline, pipeline.case.microbatches
         self._cases = {id(case): case for options in pipeline.options for case in options}
         fastest_s = fastest([case.seconds for case in self._cases.values()])
@@ -243,11 +246,13 @@ class StagePrices:
 
     def price_below(self, most_s: float) -> float:
         """Returns the least maximum price if it is below `most_s`, and otherwise a value between the two."""
+        if self._fits_nowhere:  # That it is too slow is all that is asked.
+            return most_s * SURELY
         return self._least(_Listing.price, self._start_s, most_s)[0]
 
     def split(self) -> ChainCut | None:
         """Returns the cut with the least maximum price that fits; None when none fits."""
-        if self.floor_s == np.inf:
+        if self._fits_nowhere or self.floor_s == np.inf:
             return None
         limit_s, listing = self._least(_Listing.price, max(self._start_s, self.floor_s))
         if limit_s == np.inf:
@@ -298,14 +303,15 @@ class StagePrices:
             if listing.limit_s > most_s:
                 return listing.limit_s, listing
             growth = GROWTH if least_s < np.inf else FAR
-            limit_s = min(least_s, listing.limit_s * growth, total_s)
+            # A list just above `most_s` tells as much as a longer one.
+            limit_s = min(least_s, listing.limit_s * growth, total_s, max(most_s, start_s) * SURELY)
 
     def _listing(self, limit_s: float) -> _Listing:
         """Returns the last list of runs if it reaches the limit, and otherwise a new one."""
         if self._last is None or self._last.limit_s < limit_s:
             windows = [self.reach(stage, limit_s) for stage in range(self.pipeline.stages)]
             runs = Runs.within(self._total, limit_s).between(windows)
-            self._last = _Listing(self.pipeline, self.works, limit_s, runs, windows)
+            self._last = _Listing(self.pipeline, self.works, limit_s, runs)
         return self._last
 
 
@@ -314,8 +320,7 @@ class _Listing:
     """Holds the runs within a limit, with what they cost and hold as each stage; each value is
     computed once.
 
-    `windows`: the first and last unit that each stage can begin with, so that the stages before can end there
-    and those after can reach the end. It does not know the tables that hold it: a cycle of them would keep
+    Values of a stage are those of its window of runs. It does not know the tables that hold it: a cycle of them would keep
     its arrays until Python looks for cycles.
     """
 
@@ -325,15 +330,16 @@ class _Listing:
         works: Mapping[int, PrefixTimes],
         limit_s: float,
         runs: Runs,
-        windows: Sequence[tuple[int, int]],
     ) -> None:
-        self._pipeline, self._works, self._windows = pipeline, works, windows
+        self._pipeline, self._works = pipeline, works
         self.limit_s, self.runs = limit_s, runs
         layout, self._m = self._pipeline.layout, self._pipeline.case.microbatches
         self._worst = states_by_stage(layout.schedule, layout.stages, self._m, layout.axes.pp)
+        self._in_flight = tuple(map(InFlightCounts.of, self._worst))
         self._places = runs.first * (runs.units + 1) + runs.end
         self._taken: dict[int, Any] = {}
         self._columns: dict[int, Seconds] = {}
+        self._bases: dict[tuple[int, InFlightCounts], tuple[slice, Seconds]] = {}
         self._first_option_of: dict[int, NDArray[np.int8]] = {}
         self._prices: dict[int, Seconds] = {}
 
@@ -351,7 +357,7 @@ class _Listing:
 
     def may_fit(self, stage: int) -> bool:
         """Returns whether a run that does not fit could, if only boundary values were kept."""
-        window = self._window(stage)
+        window = self.runs.window(stage)
         first, end = self.runs.first[window], self.runs.end[window]
         unfit = (self._first_options(stage) < 0) & self._pipeline.allows(first, end)
         places = first[unfit], end[unfit]
@@ -362,7 +368,7 @@ class _Listing:
 
     def option(self, stage: int, run: tuple[int, int]) -> int:
         """Returns the first option that fits this run."""
-        window = self._window(stage)
+        window = self.runs.window(stage)
         first, end = self.runs.first[window], self.runs.end[window]
         place = np.flatnonzero((first == run[0]) & (end == run[1]))[0]
         return self._pipeline.first_option + int(self._first_options(stage)[place])
@@ -374,17 +380,13 @@ class _Listing:
         return self._m * (received + gradient_in) + self._of(ranges.replicas)
 
     def _by_option(self, stage: int, seconds: Callable[[PricedModel, int, slice], Seconds]) -> Seconds:
-        window, first_options = self._window(stage), self._first_options(stage)
-        seconds_of = np.full(len(self.runs.first), np.inf)
+        window, first_options = self.runs.window(stage), self._first_options(stage)
+        seconds_of = np.full(len(first_options), np.inf)
         for option, case in enumerate(self._cases(stage)):
             chosen = first_options == option
             if chosen.any():
-                np.copyto(seconds_of[window], seconds(case, stage, window), where=chosen)
+                np.copyto(seconds_of, seconds(case, stage, window), where=chosen)
         return seconds_of
-
-    def _window(self, stage: int) -> slice:
-        """Returns the runs that a stage can begin with."""
-        return self.runs.beginning(*self._windows[stage])
 
     def _cases(self, stage: int) -> Sequence[PricedModel]:
         return self._pipeline.options[stage][self._pipeline.first_option :]
@@ -392,15 +394,35 @@ class _Listing:
     def _first_options(self, stage: int) -> NDArray[np.int8]:
         """Returns, for each run of the stage's window, the first option that fits; -1 where none does."""
         if stage not in self._first_option_of:
-            room, window = self._pipeline.room_bytes(stage), self._window(stage)
+            room, window = self._pipeline.room_bytes(stage), self.runs.window(stage)
             first_options = np.full(window.stop - window.start, -1, np.int8)
             for option, case in reversed(tuple(enumerate(self._cases(stage)))):
-                first_options[
-                    peaks_of_components(self._parts(case)[:, window], self._worst[stage]) <= room
-                ] = option
+                first_options[self._peaks(case, stage) <= room] = option
             allowed = self._pipeline.allows(self.runs.first[window], self.runs.end[window])
             self._first_option_of[stage] = np.where(allowed, first_options, -1)
         return self._first_option_of[stage]
+
+    def _peaks(self, case: PricedModel, stage: int) -> Seconds:
+        """Returns the peak bytes of the stage's runs in a case: those of its neighbours with more or fewer
+        microbatches that wait.
+        """
+        parts, counts, window = self._parts(case), self._in_flight[stage], self.runs.window(stage)
+        alike, base = self._base(case, stage)
+        here = slice(window.start - alike.start, window.stop - alike.start)
+        return counts.peaks(base[here], parts[:, window])
+
+    def _base(self, case: PricedModel, stage: int) -> tuple[slice, Seconds]:
+        """Returns the window of all stages whose peaks differ by what waits alone, and what they share."""
+        alike = replace(self._in_flight[stage], most=0)
+        if (id(case), alike) not in self._bases:
+            windows = [
+                self.runs.window(other)
+                for other, counts in enumerate(self._in_flight)
+                if counts.differences == alike.differences
+            ]
+            window = slice(min(w.start for w in windows), max(w.stop for w in windows))
+            self._bases[id(case), alike] = window, alike.base_bytes(self._parts(case)[:, window])
+        return self._bases[id(case), alike]
 
     def _parts(self, case: PricedModel) -> Seconds:
         if id(case) not in self._columns:

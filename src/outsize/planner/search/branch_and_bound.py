@@ -268,7 +268,9 @@ class BranchAndBound:
     ) -> list[StagePrices]:
         """Returns the tables of a layout's pipelines that may use these ways to recompute."""
         pipelines = self._pricing.pipelines(layout, recompute)
-        return [StagePrices(replace(pipeline, demand=demand), floor_s) for pipeline in pipelines]
+        return [
+            self._pricing.stage_prices(replace(pipeline, demand=demand), floor_s) for pipeline in pipelines
+        ]
 
     def _priced(self, tables: StagePrices, most_s: float) -> Candidate | float:
         """Prices the best cut, or returns a lower bound of its seconds beyond `most_s`: infinite where none

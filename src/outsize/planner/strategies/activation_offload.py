@@ -28,7 +28,6 @@ from outsize.planner.evaluate.local_search import polish, with_first_options
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import CLOSE, choose
 from outsize.planner.layout.layout import Layout
-from outsize.planner.partition.stage_prices import StagePrices
 from outsize.policies.activations import KEEP, OFFLOAD, Recompute, activation_policy
 from outsize.policies.weights import Weights, weight_policy
 
@@ -105,7 +104,7 @@ def _offload_options(layout: Layout, pricing: Pricing, most_s: float) -> Iterato
         return
     near_s = NEAR * most_s
     for pipeline in pricing.pipelines(layout, (KEEP.name, OFFLOAD.name)):
-        prices = StagePrices(pipeline)
+        prices = pricing.stage_prices(pipeline)
         if max(prices.least_busy_s(), prices.floor_below(most_s)) > most_s:
             continue
         if layout.chunks > 1 and prices.price_below(near_s) > near_s:

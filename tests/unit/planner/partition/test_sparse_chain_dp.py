@@ -56,9 +56,9 @@ def test_runs_that_no_stage_can_be_do_not_matter(problem: Problem, limit_s: int)
     windows = [reach(total, stages, stage, limit_s) for stage in range(stages)]
     runs = Runs.within(total, float(limit_s)).between(windows)
     left = {*zip(runs.first.tolist(), runs.end.tolist(), strict=True)}
-    assert [*zip(runs.end[runs.by_end], runs.first[runs.by_end], strict=True)] == sorted(
-        (b, a) for a, b in left
-    )
+    for stage, (least, most) in enumerate(windows):
+        begins = {a for a in runs.first[runs.window(stage)].tolist()}
+        assert begins == {a for a, _ in left if least <= a <= most}
     cuts = [(0, *inner, units) for inner in combinations(range(1, units), stages - 1)]
     used = {
         run
@@ -86,8 +86,7 @@ def test_of_one_stage_one_run_is_left() -> None:
     assert (runs.first.tolist(), runs.end.tolist()) == ([0], [8])
 
 
-def test_runs_that_begin_with_some_units_are_side_by_side() -> None:
-    runs = Runs.within(np.arange(5.0), 2.0)
-    window = runs.beginning(1, 2)
-    pairs = zip(runs.first[window].tolist(), runs.end[window].tolist(), strict=True)
+def test_runs_of_a_window_are_side_by_side() -> None:
+    runs = Runs.within(np.arange(5.0), 2.0).between([(0, 0), (1, 2), (2, 4)])
+    pairs = zip(runs.first[runs.window(1)].tolist(), runs.end[runs.window(1)].tolist(), strict=True)
     assert list(pairs) == [(1, 2), (1, 3), (2, 3), (2, 4)]
