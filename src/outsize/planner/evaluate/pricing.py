@@ -175,7 +175,8 @@ class Pricing:
         """Returns whether it is seen at once that no cut of stages that share devices fits; of others
         `StepFloors.refuted` knows it, and no bound of theirs would end a search for one.
         """
-        layout, tried = pipeline.layout, tuple(case.recompute for case in pipeline.options[0])
+        layout = pipeline.layout
+        tried: tuple[Recompute, ...] = tuple(case.recompute for case in pipeline.options[0])
         if layout.chunks == 1 or layout.hosted or any_offloads(tried):
             return False
         key = layout, tried, pipeline.ranks, pipeline.ends, pipeline.even, pipeline.first_option

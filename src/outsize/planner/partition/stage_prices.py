@@ -320,8 +320,8 @@ class _Listing:
     """Holds the runs within a limit, with what they cost and hold as each stage; each value is
     computed once.
 
-    Values of a stage are those of its window of runs. It does not know the tables that hold it: a cycle of them would keep
-    its arrays until Python looks for cycles.
+    Values of a stage are those of its window of runs. It does not know the tables that hold it: a cycle of
+    them would keep its arrays until Python looks for cycles.
     """
 
     def __init__(

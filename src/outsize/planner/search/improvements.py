@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final, final
 
 from outsize.ir.answers.request import PlanRequest
@@ -51,21 +52,37 @@ class Improvement:
     helps   whether it may, as far as that is known before it is tried
     better  the winner with the change, or the same winner where nothing is better
     bound   what the step is never below, in words: `Candidate.floor_s` afterwards
+    neat    whether the step becomes no shorter, only its stages easier to read
     """
 
     name: str
     helps: Callable[[Winner], bool]
     better: Callable[[Winner], Winner]
     bound: str
+    neat: bool = False
 
 
-def improved(request: PlanRequest, result: SearchResult, pricing: Pricing) -> Candidate:
-    """Returns the best candidate of a search, improved in all ways that help."""
+def improved(request: PlanRequest, result: SearchResult, pricing: Pricing, most_s: float = inf) -> Candidate:
+    """Returns the best candidate of a search, improved in all ways that help.
+
+    Above `most_s` it loses to another plan, and is an alternative at most: what cannot bring it below is not
+    tried.
+    """
     winner = Winner(request, result, pricing, pricing, choose(result.candidates))
+    if _never_below(result, pricing, most_s):
+        return winner.best
     for improvement in IMPROVEMENTS:
-        if improvement.helps(winner):
+        loses = winner.best.step_s > most_s
+        if improvement.helps(winner) and not (loses and improvement.neat):
             winner = improvement.better(winner)
     return winner.best
+
+
+def _never_below(result: SearchResult, pricing: Pricing, most_s: float) -> bool:
+    """Returns whether all steps of the layouts that were searched take longer, whatever their stages hold."""
+    if most_s == inf or pricing.unequal:
+        return False
+    return all(pricing.bounds.floor_without_memory_s(layout) > most_s for layout in result.layouts)
 
 
 def _moved(winner: Winner) -> Winner:
@@ -151,6 +168,7 @@ IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
         helps=_may_be_between_blocks,
         better=_between_blocks,
         bound="that of all cuts, also inside blocks",
+        neat=True,
     ),
     Improvement(
         name="activations wait on the host instead of being recomputed",

@@ -153,7 +153,7 @@ def _with_given_axes(
         return _by_runs(request, pricing, most_s, explains=explains)
     named = request.model_copy(update={"schedule": None})
     plan = _by_runs(named, pricing, most_s, explains=explains)
-    composed = _composed(request, plan, pricing)
+    composed = _composed(request, plan, pricing, most_s)
     if composed is plan or _takes_longer(composed, most_s) or not _takes_longer(plan, most_s):
         return composed
     # Composed it may be chosen after all, so it needs the alternatives that a plan above `most_s` is without.
@@ -164,15 +164,18 @@ def _takes_longer(plan: Plan, most_s: float) -> bool:
     return plan.expected is not None and plan.expected.step_s > most_s
 
 
-def _composed(request: PlanRequest, plan: Plan, pricing: Pricing) -> Plan:
-    """Replaces the schedule by a composed one where branches run in parallel, or where one is asked for."""
+def _composed(request: PlanRequest, plan: Plan, pricing: Pricing, most_s: float = inf) -> Plan:
+    """Replaces the schedule by a composed one where branches run in parallel and a step is no longer than
+    `most_s`, or where one is asked for.
+    """
     asked_whole = request.activation_policy.recomputes_all
     in_blocks = asked_whole and not activation_policy(plan.recompute).recomputes_all
     if plan.weight_policy.on_host or offloads(plan) or in_blocks:
         return plan  # Composed stages keep all, or recompute as one piece.
     models = pricing.units.models
     asked = {m: models[c] for m, c in counts_for(models, plan.axes) if request.microbatches in (None, m)}
-    composed = branched(plan, asked, pricing.cluster, always=request.schedule == COMPOSED.name)
+    always = request.schedule == COMPOSED.name
+    composed = branched(plan, asked, pricing.cluster, always=always, most_s=most_s)
     graph, layout = asked[composed.microbatches][0], Layout.of_plan(composed)
     if composed is plan:
         return plan
@@ -200,7 +203,7 @@ def _by_runs(request: PlanRequest, pricing: Pricing, most_s: float = inf, *, exp
         raise too_few_pieces(searched, pricing)
     result = BranchAndBound(pricing, searched_for(request.recompute), compares=compares).run(searched)
     if result.candidates:
-        best = improved(request, result, pricing)
+        best = improved(request, result, pricing, most_s)
         # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
         # chosen, so it is searched again with its alternatives; what was priced is still in the cache.
         if not compares and best.step_s <= most_s:

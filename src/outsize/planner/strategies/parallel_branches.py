@@ -72,15 +72,18 @@ ONE: Final = InFlightState(1, 1, 1, 1, Phase.BACKWARD, batch=0)
 TWO: Final = InFlightState(2, 1, 1, 1, Phase.BACKWARD, batch=0)
 
 
-def branched(plan: Plan, models: Models, cluster: Cluster, *, always: bool = False) -> Plan:
+def branched(
+    plan: Plan, models: Models, cluster: Cluster, *, always: bool = False, most_s: float = inf
+) -> Plan:
     """Returns the plan, or one with parallel branches; `always`: with a composed schedule, chain or not.
 
-    `models` map microbatches of a replica -> the model at that size.
+    `models` map microbatches of a replica -> the model at that size. Above `most_s` another plan wins, so no
+    schedule is composed there unless it is `always`.
     """
     no_branches = plan.axes.pp == 1 or plan.axes.group_size > 1
     if plan.expected is None or plan.form == "modules" or (no_branches and not always):
         return plan
-    best, limit_s = None, inf if always else plan.expected.step_s * (1 - WORTH)
+    best, limit_s = None, inf if always else min(most_s, plan.expected.step_s * (1 - WORTH))
     for count, model in sorted(models.items()):
         composed = _Composer(plan, count, *model, cluster, always).best(limit_s)
         if composed is not None:

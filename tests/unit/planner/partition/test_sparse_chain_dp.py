@@ -57,7 +57,7 @@ def test_runs_that_no_stage_can_be_do_not_matter(problem: Problem, limit_s: int)
     runs = Runs.within(total, float(limit_s)).between(windows)
     left = {*zip(runs.first.tolist(), runs.end.tolist(), strict=True)}
     for stage, (least, most) in enumerate(windows):
-        begins = {a for a in runs.first[runs.window(stage)].tolist()}
+        begins = set(runs.first[runs.window(stage)].tolist())
         assert begins == {a for a, _ in left if least <= a <= most}
     cuts = [(0, *inner, units) for inner in combinations(range(1, units), stages - 1)]
     used = {
