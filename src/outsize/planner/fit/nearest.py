@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from operator import itemgetter
 from typing import Final, Self, final
 
 from outsize.errors import NoFeasiblePlan
@@ -83,8 +84,7 @@ def no_feasible_plan(
     cluster: Cluster,
 ) -> NoFeasiblePlan:
     """Returns the error; the `asked` cases do not fit in any of the schedules, `spare` ones may help."""
-    tried = [_least_full(case, name, stages, cluster) for case in asked for name in schedules]
-    closest = min(tried, key=lambda cut: cut.share)
+    closest = _closest([(case, name) for case in asked for name in schedules], stages, cluster)
     if closest.share <= 1:  # What was asked for had several stages on each rank.
         policy = closest.case.activation_policy
         recompute = "" if policy.keeps_all else f" --recompute {policy.name}"
@@ -103,6 +103,23 @@ def no_feasible_plan(
         numbers=f"{parts_text(closest.memory)}; {_near_text(near, closest)}",
         next_step=steps,
     )
+
+
+def _closest(
+    attempts: Sequence[tuple[PricedModel, ScheduleName]], stages: int, cluster: Cluster
+) -> LeastFull:
+    """Returns the least full cut of all attempts, of equal ones that of the first; most are ruled out by a
+    bound of how full they are.
+    """
+    unit_bytes = [_unit_bytes(case) for case, _ in attempts]
+    best: tuple[float, int, LeastFull] | None = None
+    for place in sorted(range(len(attempts)), key=unit_bytes.__getitem__):
+        case, name = attempts[place]
+        if best is None or ChainFeasibility(case, name, stages, cluster).may_fill_less(best[0]):
+            cut = _least_full(case, name, stages, cluster)
+            best = min(((cut.share, place, cut), *([best] if best else ())), key=itemgetter(0, 1))
+    assert best is not None, "something was tried"
+    return best[2]
 
 
 def or_other_axes(refused: NoFeasiblePlan) -> NoFeasiblePlan:

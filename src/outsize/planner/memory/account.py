@@ -67,6 +67,8 @@ class Phase(IntEnum):
     HALF = 4
 
 
+# The bytes of so many runs in all states stay in a processor's cache while the largest is sought.
+IN_CACHE: Final = 4096
 _BACKWARDS = (Phase.BACKWARD, Phase.HALF)
 
 
@@ -247,22 +249,24 @@ def component_table(ranges: RangeTables, batch: int) -> NDArray[np.float64]:
 
 def peaks_of_components(sizes: NDArray[np.float64], states: Sequence[InFlightState]) -> NDArray[np.float64]:
     """Returns the peak bytes of each run in these states; exact, because whole numbers below 2^53 are."""
-    return (np.array([component_counts(state) for state in states], np.float64) @ sizes).max(axis=0)
+    peaks = np.empty(sizes.shape[1])
+    _peaks_into(peaks, np.array([component_counts(state) for state in states], np.float64), sizes)
+    return peaks
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class InFlightCounts:
     """Counts the components of a stage's peak states as `most` microbatches that wait for their backward, and
-    what differs from as many in each state.
+    what each state holds besides as many; states of `resting` are those in which none waits.
 
     Neighbouring stages mostly differ in `most` alone (under 1f1b by one), so the peak of a run as one of them
-    follows from that as another: `differences` give the peaks with none waiting, and each of `most` adds the
-    same bytes.
+    follows from that as another: each of `most` adds the same bytes to the peak of the others.
     """
 
     most: int
-    differences: tuple[tuple[int, ...], ...]
+    waiting: tuple[tuple[int, ...], ...]
+    resting: tuple[tuple[int, ...], ...]
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -270,18 +274,33 @@ class InFlightCounts:
         """Counts the components of some states."""
         counts = [component_counts(state) for state in states]
         most = max(row[_WAITING] for row in counts)
-        return cls(
-            most,
-            tuple((*row[:_WAITING], row[_WAITING] - most, *row[_WAITING + 1 :]) for row in counts),
-        )
+        waiting = [
+            (*row[:_WAITING], row[_WAITING] - most, *row[_WAITING + 1 :]) for row in counts if row[_WAITING]
+        ]
+        return cls(most, tuple(waiting), tuple(row for row in counts if not row[_WAITING]))
 
     def base_bytes(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the peak bytes of each run with `most` fewer microbatches that wait; exact."""
-        return (np.array(self.differences, np.float64) @ sizes).max(axis=0)
+        """Returns the peak bytes of each run while none waits, and of the other states with `most` fewer,
+        of shape (2, runs); exact.
+        """
+        bases = np.full((2, sizes.shape[1]), -np.inf)
+        for base, rows in zip(bases, (self.resting, self.waiting), strict=True):
+            if rows:
+                _peaks_into(base, np.array(rows, np.float64), sizes)
+        return bases
 
-    def peaks(self, base: NDArray[np.float64], sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    def peaks(self, bases: NDArray[np.float64], sizes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the peak bytes of runs from their `base_bytes`; both are of the same runs."""
-        return base + self.most * sizes[_WAITING]
+        return np.maximum(bases[0], bases[1] + self.most * sizes[_WAITING])
+
+
+def _peaks_into(peaks: NDArray[np.float64], counts: NDArray[np.float64], sizes: NDArray[np.float64]) -> None:
+    """Writes the largest bytes of each run among these counts of its components."""
+    held = np.flatnonzero(counts.any(axis=0))
+    counts = counts[:, held]
+    for start in range(0, sizes.shape[1], IN_CACHE):
+        some = slice(start, start + IN_CACHE)
+        np.max(counts @ sizes[held, some], axis=0, out=peaks[some])
 
 
 def component_counts(state: InFlightState) -> tuple[int, ...]:

@@ -37,6 +37,8 @@ from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 
 # Bisection stops at this share of the device's memory.
 PRECISE = 1e-3
+# A share times a memory may be rounded to less than the bytes that it is of.
+ROUNDED = 1 + 1e-9
 
 
 @final
@@ -59,6 +61,10 @@ class ChainFeasibility:
         if self._greedy(self._row, 1.0) is not None:
             return True
         return self._greedy(self._bare, 1.0) is not None and self._reaches_end(self._earliest())
+
+    def may_fill_less(self, share: float) -> bool:
+        """Returns whether a cut may fill its fullest device to this share at most; False is certain."""
+        return self._greedy(self._bare, share * ROUNDED) is not None
 
     def least_full_cut(self) -> tuple[int, ...]:
         """Returns a cut whose fullest device is nearly as little full as possible; it fits if any

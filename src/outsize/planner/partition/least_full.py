@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
-from typing import Final
-
-import numpy as np
+from dataclasses import replace
+from functools import cache
 
 from outsize.ir.cluster import Cluster
 from outsize.ir.plan import ScheduleName
-from outsize.planner.memory.account import InFlightState, component_table, peaks_of_components
+from outsize.planner.memory.account import InFlightCounts, component_table
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.range_tables import Bytes, Seconds
 from outsize.planner.partition.chain_dp import Price, partition
 from outsize.planner.partition.stage_prices import PricedModel
-
-# The peaks of so many different states of a stage are kept.
-FEW: Final = 8
 
 
 def least_full_cut(
@@ -29,32 +24,21 @@ def least_full_cut(
 
 
 def _fullness(case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> Price:
-    """Returns the price of a stage: the share of its memory that each run takes, infinite for runs that leave
-    another stage without a unit.
-    """
+    """Returns the price of a stage: the share of its memory that each run takes."""
     states = states_by_stage(schedule, stages, case.microbatches, stages)
+    in_flight = tuple(map(InFlightCounts.of, states))
     components = component_table(case.ranges, case.microbatches)
-    windows = list[slice]()
-    if len(set(states)) > FEW:  # Otherwise stages share their peaks.
-        shorter = case.units - stages + 1
-        windows = [slice(stage, stage + shorter + 1) for stage in range(stages)]
-    peaks = lru_cache(maxsize=FEW)(partial(_peaks, components))
+
+    @cache
+    def base_bytes(alike: InFlightCounts) -> Seconds:
+        flat = components.reshape(len(components), -1)
+        return alike.base_bytes(flat).reshape(2, *components.shape[1:])
 
     def price(stage: int) -> Seconds:
-        room_bytes = cluster.devices[stage].memory_bytes
-        if not windows:
-            return peaks(states[stage]) / room_bytes
-        window, full = windows[stage], np.full(components.shape[1:], np.inf)
-        full[window, window] = _peaks(components[:, window, window], states[stage]) / room_bytes
-        return full
+        base = base_bytes(replace(in_flight[stage], most=0))
+        return in_flight[stage].peaks(base, components) / cluster.devices[stage].memory_bytes
 
     return price
-
-
-def _peaks(components: Seconds, states: tuple[InFlightState, ...]) -> Seconds:
-    """Returns the peak bytes of runs from their components, of shape (components, firsts, ends)."""
-    flat = components.reshape(len(components), -1)
-    return peaks_of_components(flat, states).reshape(components.shape[1:])
 
 
 def _traffic(case: PricedModel) -> Bytes:

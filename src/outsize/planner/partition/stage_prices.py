@@ -409,7 +409,7 @@ class _Listing:
         parts, counts, window = self._parts(case), self._in_flight[stage], self.runs.window(stage)
         alike, base = self._base(case, stage)
         here = slice(window.start - alike.start, window.stop - alike.start)
-        return counts.peaks(base[here], parts[:, window])
+        return counts.peaks(base[:, here], parts[:, window])
 
     def _base(self, case: PricedModel, stage: int) -> tuple[slice, Seconds]:
         """Returns the window of all stages whose peaks differ by what waits alone, and what they share."""
@@ -418,7 +418,7 @@ class _Listing:
             windows = [
                 self.runs.window(other)
                 for other, counts in enumerate(self._in_flight)
-                if counts.differences == alike.differences
+                if (counts.waiting, counts.resting) == (alike.waiting, alike.resting)
             ]
             window = slice(min(w.start for w in windows), max(w.stop for w in windows))
             self._bases[id(case), alike] = window, alike.base_bytes(self._parts(case)[:, window])

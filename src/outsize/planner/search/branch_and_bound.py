@@ -75,7 +75,8 @@ class BranchAndBound:
     """Prices layouts by ascending lower bound until the next one cannot win.
 
     Of a few layouts all are priced, so that a plan can be compared with them, where it `compares` and their
-    cuts need not be arranged by kinds. Nothing that takes longer than `most_s` is priced then.
+    cuts need not be arranged by kinds. Nothing that takes longer than `most_s` is priced then. Where all are
+    known to lose to another plan, `any_fits` ends with the first that fits.
     """
 
     def __init__(
@@ -85,10 +86,12 @@ class BranchAndBound:
         *,
         compares: bool = True,
         most_s: float = inf,
+        any_fits: bool = False,
     ) -> None:
         self._pricing, self._recompute = pricing, tuple(recompute)
         self.floors = StepFloors(pricing, self._recompute)
         self._compares, self._most_s = compares, most_s
+        self._most_priced = 1 if any_fits else MOST_PRICED
         self._candidates: list[Candidate] = []
         self._rejected: list[Pipeline] = []
         self._slower: list[tuple[float, Layout]] = []
@@ -142,7 +145,7 @@ class BranchAndBound:
         """Moves the cut of the best layout, as the search does in its end, where that may show that nothing
         from this bound on can win; returns whether its step became shorter.
         """
-        if not self._candidates or self._prices_all:
+        if not self._candidates or self._prices_all or self._most_priced == 1:
             return False
         at = min(range(len(self._candidates)), key=lambda place: self._candidates[place].step_s)
         best = self._candidates[at]
@@ -172,7 +175,7 @@ class BranchAndBound:
         """Returns whether the search ends with the layouts that wait; a few are always priced."""
         if not self._candidates:
             return floor_s == inf or self._is_pruned(floor_s)
-        enough = len(self._candidates) >= MOST_PRICED and not self._prices_all
+        enough = len(self._candidates) >= self._most_priced and not self._prices_all
         return enough or self._is_pruned(floor_s)
 
     def _is_pruned(self, floor_s: float) -> bool:

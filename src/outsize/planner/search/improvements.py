@@ -65,24 +65,14 @@ class Improvement:
 def improved(request: PlanRequest, result: SearchResult, pricing: Pricing, most_s: float = inf) -> Candidate:
     """Returns the best candidate of a search, improved in all ways that help.
 
-    Above `most_s` it loses to another plan, and is an alternative at most: what cannot bring it below is not
-    tried.
+    Above `most_s` it loses to another plan, and is an alternative at most: nobody reads its stages then.
     """
     winner = Winner(request, result, pricing, pricing, choose(result.candidates))
-    if _never_below(result, pricing, most_s):
-        return winner.best
     for improvement in IMPROVEMENTS:
         loses = winner.best.step_s > most_s
         if improvement.helps(winner) and not (loses and improvement.neat):
             winner = improvement.better(winner)
     return winner.best
-
-
-def _never_below(result: SearchResult, pricing: Pricing, most_s: float) -> bool:
-    """Returns whether all steps of the layouts that were searched take longer, whatever their stages hold."""
-    if most_s == inf or pricing.unequal:
-        return False
-    return all(pricing.bounds.floor_without_memory_s(layout) > most_s for layout in result.layouts)
 
 
 def _moved(winner: Winner) -> Winner:

@@ -45,7 +45,7 @@ from outsize.ir.formatting import microbatches_text
 from outsize.ir.plan import Axes, Plan, ScheduleName
 from outsize.planner.evaluate.candidate import check_enough
 from outsize.planner.evaluate.pricing import Pricing
-from outsize.planner.evaluate.ranking import BITS, faster, no_pipeline
+from outsize.planner.evaluate.ranking import BITS, choose, faster, no_pipeline
 from outsize.planner.evaluate.unit_prices import Models
 from outsize.planner.fit.nearest import no_feasible_plan, or_other_axes
 from outsize.planner.layout.layout import Layout, counts_for
@@ -201,13 +201,15 @@ def _by_runs(request: PlanRequest, pricing: Pricing, most_s: float = inf, *, exp
     searched, compares = layouts if PIPELINES.helps(request, cluster) else (), most_s == inf
     if searched and not any(map(pricing.has_pieces, searched)):
         raise too_few_pieces(searched, pricing)
-    result = BranchAndBound(pricing, searched_for(request.recompute), compares=compares).run(searched)
+    loses = not compares and _lose(searched, pricing, most_s)
+    options = searched_for(request.recompute)
+    result = BranchAndBound(pricing, options, compares=compares, any_fits=loses).run(searched)
     if result.candidates:
-        best = improved(request, result, pricing, most_s)
+        best = choose(result.candidates) if loses else improved(request, result, pricing, most_s)
         # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
         # chosen, so it is searched again with its alternatives; what was priced is still in the cache.
         if not compares and best.step_s <= most_s:
-            result = BranchAndBound(pricing, searched_for(request.recompute)).run(searched)
+            result = BranchAndBound(pricing, options).run(searched)
         return written_plan(request, result, best, pricing)
     last = not request.inference and (len(cluster.devices) == 1 or request.weight_policy.on_host)
     plan = _hosted(request, asked, result, pricing) if last else None
@@ -223,6 +225,13 @@ def _by_runs(request: PlanRequest, pricing: Pricing, most_s: float = inf, *, exp
             next_step="outsize fit, which says what would have to change",
         )
     raise _nothing_fits(request, layouts, pricing)
+
+
+def _lose(layouts: Sequence[Layout], pricing: Pricing, most_s: float) -> bool:
+    """Returns whether every step of these layouts takes longer, whatever their stages hold."""
+    if pricing.unequal:
+        return False
+    return all(pricing.bounds.floor_without_memory_s(layout) > most_s for layout in layouts)
 
 
 def _asked(request: PlanRequest, models: Models) -> list[int]:
