@@ -6,6 +6,7 @@ peak is in one of them. Results are cached for each schedule.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -21,6 +22,8 @@ from outsize.schedules.families import family_of
 from outsize.schedules.lower import in_chain, lower
 from outsize.schedules.planned import planned
 
+States = tuple[InFlightState, ...]
+"""Holds the states of one stage that no other state of it covers."""
 # Five microbatches of a turn are simulated; each further one behaves as the third.
 SIMULATED_TURN: Final = 5
 
@@ -31,23 +34,54 @@ def states_by_stage(
 ) -> tuple[tuple[InFlightState, ...], ...]:
     """Returns the states of each stage in a chain; receives are at the same places for any real edges."""
     if family_of(schedule).like_last_stages:
-        states = tuple(_as_shorter_pipeline(schedule, stages, stage, microbatches) for stage in range(stages))
-    else:
-        states = _by_stage(
-            schedule, stages, microbatches_to_simulate(schedule, stages, microbatches, ranks), ranks
-        )
+        return _from_neighbours(partial(_as_shorter_pipeline, schedule, stages, microbatches), stages)
+    simulated = microbatches_to_simulate(schedule, stages, microbatches, ranks)
+    states = _by_stage(schedule, stages, simulated, ranks)
     return tuple(_with_batch(stage_states, microbatches) for stage_states in states)
 
 
-def _as_shorter_pipeline(
-    schedule: ScheduleName, stages: int, stage: int, microbatches: int
-) -> tuple[InFlightState, ...]:
+def _from_neighbours(simulated: Callable[[int], States], stages: int) -> tuple[States, ...]:
+    """Returns the states of each stage; most stages hold as many microbatches as the next one, or one more,
+    so few are simulated.
+
+    Microbatches in flight never rise along a chain, and fall by at most one a stage. So between two stages
+    that differ by none, or by one for each stage between them, and in nothing else, all stages follow; one in
+    the middle is simulated to check it.
+    """
+    states = {stage: simulated(stage) for stage in {0, 1, stages - 1} & {*range(stages)}}
+    spans = [(1, stages - 1)]
+    while spans:
+        first, last = spans.pop()
+        if last - first < 2:
+            continue
+        middle = (first + last) // 2
+        states[middle] = simulated(middle)
+        fewer = (_most(states[first]) - _most(states[last])) // (last - first)
+        between = {
+            stage: _with_fewer(states[first], fewer * (stage - first)) for stage in range(first, last + 1)
+        }
+        if all(between[stage] == states[stage] for stage in (middle, last)):
+            states |= between
+        else:
+            spans += [(first, middle), (middle, last)]
+    return tuple(states[stage] for stage in range(stages))
+
+
+def _most(states: States) -> int:
+    return max(state.in_flight for state in states)
+
+
+def _with_fewer(states: States, fewer: int) -> States:
+    """Returns the states with fewer microbatches in flight, where any are."""
+    return tuple(replace(s, in_flight=s.in_flight - fewer) if s.in_flight else s for s in states)
+
+
+def _as_shorter_pipeline(schedule: ScheduleName, stages: int, microbatches: int, stage: int) -> States:
     """Simulates a stage as the first or second one of a shorter pipeline with as many stages after it."""
     position = min(stage, 1)
     length = stages - stage + position
-    return _simulate_stage(
-        schedule, length, position, microbatches_to_simulate(schedule, length, microbatches, length)
-    )
+    simulated = microbatches_to_simulate(schedule, length, microbatches, length)
+    return _with_batch(_simulate_stage(schedule, length, position, simulated), microbatches)
 
 
 @lru_cache(maxsize=4096)
