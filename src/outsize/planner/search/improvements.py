@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Final, final
 
 from outsize.ir.answers.request import PlanRequest
@@ -52,25 +51,19 @@ class Improvement:
     helps   whether it may, as far as that is known before it is tried
     better  the winner with the change, or the same winner where nothing is better
     bound   what the step is never below, in words: `Candidate.floor_s` afterwards
-    neat    whether the step becomes no shorter, only its stages easier to read
     """
 
     name: str
     helps: Callable[[Winner], bool]
     better: Callable[[Winner], Winner]
     bound: str
-    neat: bool = False
 
 
-def improved(request: PlanRequest, result: SearchResult, pricing: Pricing, most_s: float = inf) -> Candidate:
-    """Returns the best candidate of a search, improved in all ways that help.
-
-    Above `most_s` it loses to another plan, and is an alternative at most: nobody reads its stages then.
-    """
+def improved(request: PlanRequest, result: SearchResult, pricing: Pricing) -> Candidate:
+    """Returns the best candidate of a search, improved in all ways that help."""
     winner = Winner(request, result, pricing, pricing, choose(result.candidates))
     for improvement in IMPROVEMENTS:
-        loses = winner.best.step_s > most_s
-        if improvement.helps(winner) and not (loses and improvement.neat):
+        if improvement.helps(winner):
             winner = improvement.better(winner)
     return winner.best
 
@@ -158,7 +151,6 @@ IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
         helps=_may_be_between_blocks,
         better=_between_blocks,
         bound="that of all cuts, also inside blocks",
-        neat=True,
     ),
     Improvement(
         name="activations wait on the host instead of being recomputed",

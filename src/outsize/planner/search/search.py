@@ -205,7 +205,7 @@ def _by_runs(request: PlanRequest, pricing: Pricing, most_s: float = inf, *, exp
     options = searched_for(request.recompute)
     result = BranchAndBound(pricing, options, compares=compares, any_fits=loses).run(searched)
     if result.candidates:
-        best = choose(result.candidates) if loses else improved(request, result, pricing, most_s)
+        best = choose(result.candidates) if loses else improved(request, result, pricing)
         # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
         # chosen, so it is searched again with its alternatives; what was priced is still in the cache.
         if not compares and best.step_s <= most_s:

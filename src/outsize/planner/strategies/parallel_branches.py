@@ -64,6 +64,8 @@ PRICED: Final = 4
 # In this many of the most promising placements each stage is tried on the other ranks.
 MOVED: Final = 3
 ALTERNATIVES: Final = 3
+# Further placements seldom make a step shorter by more than this.
+NEAR: Final = 1.05
 MOST_FORWARDS: Final = 1024
 MOST_UNITS: Final = 1500
 # Describes a stage between microbatches, and computing one with none or one more in flight.
@@ -77,15 +79,15 @@ def branched(
 ) -> Plan:
     """Returns the plan, or one with parallel branches; `always`: with a composed schedule, chain or not.
 
-    `models` map microbatches of a replica -> the model at that size. Above `most_s` another plan wins, so no
-    schedule is composed there unless it is `always`.
+    `models` map microbatches of a replica -> the model at that size. Above `most_s` another plan wins, so the
+    most promising placement alone is composed where it is not near.
     """
     no_branches = plan.axes.pp == 1 or plan.axes.group_size > 1
     if plan.expected is None or plan.form == "modules" or (no_branches and not always):
         return plan
-    best, limit_s = None, inf if always else min(most_s, plan.expected.step_s * (1 - WORTH))
+    best, limit_s = None, inf if always else plan.expected.step_s * (1 - WORTH)
     for count, model in sorted(models.items()):
-        composed = _Composer(plan, count, *model, cluster, always).best(limit_s)
+        composed = _Composer(plan, count, *model, cluster, always).best(limit_s, most_s)
         if composed is not None:
             best, limit_s = composed, composed.judged_s
     return plan if best is None else best.written(plan, plan.expected, always)
@@ -192,9 +194,9 @@ class _Composer:
         units = len(model[0].units)
         return Pricing({self._count: model}, self._cluster, self._plan.optimizer, most=units)
 
-    def best(self, limit_s: float) -> _PricedPlacement | None:
+    def best(self, limit_s: float, most_s: float) -> _PricedPlacement | None:
         """Returns the best placement; None where nothing can be composed, nothing fits, or no step is below
-        the limit.
+        the limit. Others than the most promising one are composed while `most_s` is near.
         """
         if len(self._graph.units) > MOST_UNITS or self._count * self._p > MOST_FORWARDS:
             return None
@@ -205,7 +207,9 @@ class _Composer:
         moved_stages = (moved for placement in islice(tried, MOVED) for moved in self._moved(placement))
         tried = islice(self._ranked(iter({**tried, **dict.fromkeys(moved_stages)})), TRIED)
         best = None
-        for placement in tried:
+        for number, placement in enumerate(tried):
+            if number and limit_s > NEAR * most_s:
+                break
             for candidate in self._priced(placement, limit_s):
                 best, limit_s = candidate, candidate.judged_s
         return best
