@@ -39,10 +39,19 @@ def collective_s(kind: Collective, size_bytes: int, ranks: Sequence[int], cluste
 
     Raises BadOption for a rank that the cluster does not have.
     """
-    if len(ranks) < 2 or size_bytes == 0:
-        return 0.0
-    group = _group(ranks, cluster)
-    return min(group.seconds(kind, size_bytes), group.by_levels_s(kind, size_bytes))
+    return collectives_among(ranks, cluster)(kind, size_bytes)
+
+
+def collectives_among(ranks: Sequence[int], cluster: Cluster) -> Callable[[Collective, int], float]:
+    """Returns the function kind, bytes -> `collective_s`, of many collectives among the same ranks."""
+    group = _group(ranks, cluster) if len(ranks) > 1 else None
+
+    def seconds(kind: Collective, size_bytes: int) -> float:
+        if group is None or size_bytes == 0:
+            return 0.0
+        return min(group.seconds(kind, size_bytes), group.by_levels_s(kind, size_bytes))
+
+    return seconds
 
 
 def messages_s(link: Link, size_bytes: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:

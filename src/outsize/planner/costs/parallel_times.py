@@ -28,21 +28,21 @@ users of all values). Oracle: tests/unit/planner/costs/test_parallel_times.py, f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Final, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outsize.axes.axis import Axis
-from outsize.axes.registry import EXPERT_HOLDERS, HOLDERS, ranks_along, those
+from outsize.axes.registry import EXPERT_HOLDERS, HOLDERS, ranks_along, size_of, those
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import MATMULS, ModelGraph, ShardedFraction, Work
 from outsize.ir.hardware.collectives import Collective
 from outsize.ir.plan import Axes
-from outsize.planner.costs.collectives import collective_s
+from outsize.planner.costs.collectives import collective_s, collectives_among
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import (
     WorkPasses,
@@ -158,6 +158,7 @@ class WeightCollectives:
     cluster: Cluster
     experts: float = 0.0
     _known: dict[tuple[Collective, int, tuple[Axis, ...]], float] = field(default_factory=dict)
+    _among: dict[tuple[Axis, ...], Callable[[Collective, int], float]] = field(default_factory=dict)
 
     def gather_s(self, weights_bytes: int) -> float:
         """Returns the seconds in which the weights of some units become whole (UNSHARD)."""
@@ -192,13 +193,13 @@ class WeightCollectives:
     def _reduce_s(self, size_bytes: int, holders: tuple[Axis, ...], *, last: bool) -> float:
         sharing = self._sharing(holders)
         scatter_s = self._scatter_s(size_bytes, sharing)
-        part_bytes = -(-size_bytes // len(self._ranks(sharing)))
+        part_bytes = -(-size_bytes // size_of(self._sizes, sharing))
         same = tuple(axis for axis in holders if axis not in sharing)
         return scatter_s + (self._seconds("all_reduce", part_bytes, same) if last else 0.0)
 
     def _scatter_s(self, gradients_bytes: int, sharing: tuple[Axis, ...]) -> float:
         """Returns the seconds in which each shard of the gradients is summed on its rank."""
-        device, shards = self.cluster.devices[0], len(self._ranks(sharing))
+        device, shards = self.cluster.devices[0], size_of(self._sizes, sharing)
         if shards == 1 or not default_of(device).sums_whole:
             return self._seconds("reduce_scatter", gradients_bytes, sharing)
         copied_bytes = gradients_bytes + gradients_bytes / shards
@@ -209,12 +210,15 @@ class WeightCollectives:
         """Returns the seconds of a collective among the ranks along some axes."""
         key = kind, size_bytes, along
         if key not in self._known:
-            self._known[key] = collective_s(kind, size_bytes, self._ranks(along), self.cluster)
+            if along not in self._among:
+                self._among[along] = collectives_among(ranks_along(self._sizes, along), self.cluster)
+            self._known[key] = self._among[along](kind, size_bytes)
         return self._known[key]
 
-    def _ranks(self, along: tuple[Axis, ...]) -> list[int]:
-        """Returns the ranks of the first group along some axes of the mesh."""
-        return ranks_along(self.layout.axes.model_dump(), along)
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Returns the sizes of the axes of the mesh."""
+        return self.layout.axes.model_dump()
 
 
 def _hiding(graph: ModelGraph) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -123,7 +123,11 @@ def _between_blocks(winner: Winner) -> Winner:
 
 
 def _on_host(winner: Winner) -> Winner:
-    other = or_offloaded(winner.best, winner.result.layouts, winner.searched)
+    # Copies that cost nothing save a second forward at most.
+    most_s = MOST_AGAIN * winner.best.step_s
+    slower = {each.layout for each in winner.result.candidates if each.step_s > most_s}
+    layouts = [layout for layout in winner.result.layouts if layout not in slower]
+    other = or_offloaded(winner.best, layouts, winner.searched)
     return winner if other is None else replace(winner, pricing=winner.searched, best=other)
 
 
