@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,19 @@ def decoder(name: str, **more: Any) -> Made:
     return transformer(f"{name}ForCausalLM", f"{name}Config", fields), (), batch_of("llama")
 
 
+def adapters() -> Made:
+    """A decoder with adapters of peft around every product of a layer: all other weights are frozen."""
+    model, args, kwargs = decoder("Llama")
+    peft = import_module("peft")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(
+                parameter, std=0.1
+            )  # It begins with zeros, of which the other factor learns nothing.
+    return model, args, kwargs
+
+
 DROPOUT = {"gpt2", "bert", "t5", "encoder"}
 # With --all alone: test_tensor_plans.py and test_sequence.py divide a llama, a BERT and the attention too.
 RARE = {"llama", "bert", "mixtral eager", "qwen3", "attention", "vit", "rotated"}
@@ -162,5 +176,6 @@ MODELS: dict[str, Callable[[], Made]] = {
     "attention": lambda: (nn.Sequential(Attention(), Attention()), (torch.randn(2, 6, 16),), {}),
     "rotated": lambda: (nn.Sequential(Rotated(), Rotated()), (torch.randn(2, 6, 16),), {}),
     "mlp": mlp,
+    "adapters": adapters,
     "energy": lambda: (Energy(), (torch.randn(5, 6),), {}),
 }

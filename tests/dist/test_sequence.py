@@ -15,7 +15,7 @@ ALONE = ("llama", "gpt2", "bert", "t5", "vit", "encoder")
 SINGLE = ("llama", "bert", "mixtral")  # torch's grouped matmul, of Mixtral, has no float64
 PIPED = ("llama", "t5")
 REPLICATED = "bert:2:sequence"
-OTHERS = ("attention", "rotated", "mlp", "qwen3", "mixtral eager", "energy")
+OTHERS = ("attention", "rotated", "mlp", "qwen3", "mixtral eager", "adapters", "energy")
 # With --all alone; the same models are in another row, or are divided as these are.
 RARE = {
     "ALONE": ("gpt2", "bert"),

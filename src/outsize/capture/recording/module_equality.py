@@ -1,8 +1,9 @@
 """Which modules of a model are built alike, and which attributes the code of one reads.
 
-Alike: the same class, the same attributes, children alike. Attributes with plain values in which modules of
-one class differ (`layer_idx`, dropout's `p`) do not count here; `watched` tells which of them are read. A
-module that is shared, scripted or hooked, or has such a part or a shared parameter, is like no other.
+Alike: the same class, the same attributes, children alike. Attributes with plain values, or containers, in
+which modules of one class differ (`layer_idx`, dropout's `p`) do not count here; `watched` tells which of
+them are read. A module that is shared, scripted or hooked, or has such a part or a shared parameter, is like
+no other.
 
 A whole number is lent as an `_Index`, which knows whether anybody has computed with it or compared it: that
 layer 7 fills `cache.layers[7]` makes it no other kind of layer than layer 8.
@@ -26,7 +27,8 @@ from outsize.program.objects import MODULE_TABLES, NUMBERS_AND_TEXT, PLAIN, Comp
 
 # Two are recorded to know one.
 _LEAST = 3
-_VALUES = (*NUMBERS_AND_TEXT, NoneType)
+# A layer of peft has its own name in a dict of settings.
+_VALUES = (*NUMBERS_AND_TEXT, NoneType, dict, list, tuple)
 _HOOKS = sorted(name for name in MODULE_TABLES if name.endswith("_hooks") or "_hooks_with" in name)
 _TORCH = "torch.nn.modules.module"
 _BUILT_ALIKE = Comparison(by_value=PLAIN, of_tensor=lambda _: Tensor, of_object=id)
@@ -77,7 +79,7 @@ def _shared(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _varying(modules: Iterable[nn.Module]) -> dict[type, set[str]]:
-    """By class: attributes with plain values that are not the same in all of its modules."""
+    """By class: attributes with plain values or containers that are not the same in all of its modules."""
     first: dict[tuple[type, str], Any] = {}
     names: dict[type, set[str]] = {}
     for module in modules:

@@ -55,6 +55,7 @@ class RangeTables:
 
     `weights` includes buffers and `casts`, the copies of weights in autocast's dtype, which exist until the
     optimizer's step; so does `buffers`, since they stay whole where weights are sharded or on the host.
+    `trained` is what an optimizer updates of the weights.
     `optimizer` includes master copies, `saved` includes the small storages
     (`saved_small`). `on_host` is what is on the host while a microbatch waits for its backward; it is no part
     of `saved`. `inputs` is what a device holds of one microbatch for the whole step: the batch, and what
@@ -63,6 +64,7 @@ class RangeTables:
 
     compute_s: Seconds
     weights: Bytes
+    trained: Bytes
     buffers: Bytes
     casts: Bytes
     replicas: Bytes
@@ -230,6 +232,7 @@ def bytes_of_units(graph: ModelGraph, profile: Profile, optimizer: OptimizerByte
     owned, buffers = _owned(graph, optimizer), _buffers(graph)
     return {
         "weights": owned.weights + buffers,
+        "trained": owned.trained,
         "buffers": buffers,
         "casts": _casts(graph),
         "gradients": owned.gradients,
@@ -257,9 +260,12 @@ def check_profile(graph: ModelGraph, profile: Profile) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """Holds bytes per unit of the weights that it owns, of their gradients, states and master copies."""
+    """Holds bytes per unit of the weights that it owns, of those that are trained, of their gradients, states
+    and master copies.
+    """
 
     weights: Bytes
+    trained: Bytes
     gradients: Bytes
     states: Bytes
     masters: Bytes
@@ -271,14 +277,15 @@ def owned_gradients(graph: ModelGraph, optimizer: OptimizerBytes) -> Bytes:
 
 
 def _owned(graph: ModelGraph, optimizer: OptimizerBytes) -> _Owned:
-    weights, gradients, states, masters = (np.zeros(len(graph.units), np.int64) for _ in range(4))
+    weights, trained, gradients, states, masters = (np.zeros(len(graph.units), np.int64) for _ in range(5))
     for owner, parameter in _owners(graph):
         held = optimizer.held(parameter)
         weights[owner] += held.weight
+        trained[owner] += held.weight if parameter.trainable else 0
         gradients[owner] += held.gradient
         states[owner] += held.state
         masters[owner] += held.master
-    return _Owned(weights, gradients, states, masters)
+    return _Owned(weights, trained, gradients, states, masters)
 
 
 def _owners(graph: ModelGraph) -> Iterator[tuple[int, Parameter]]:
@@ -292,6 +299,7 @@ def _weight_tables(graph: ModelGraph, profile: Profile, optimizer: OptimizerByte
     owned = _owned(graph, optimizer)
     return {
         "weights": _spans(owned.weights + _buffers(graph)),
+        "trained": _spans(owned.trained),
         "gradients": _spans(owned.gradients),
         "master": _spans(owned.masters),
         **_state_tables(graph, profile, optimizer, owned),

@@ -93,8 +93,8 @@ class UnshardedBytes:
 
 
 def _with_weight_shard(ranges: RangeTables, shards: int) -> RangeTables:
-    """Adds the shard of the weights that the optimizer updates."""
-    part = _share(ranges.weights - ranges.buffers, shards)
+    """Adds the shard of the weights that the optimizer updates; frozen ones have none."""
+    part = _share(ranges.trained, shards)
     return replace(ranges, optimizer=ranges.optimizer + part, master=ranges.master + part)
 
 
@@ -179,7 +179,7 @@ def context_parallel(ranges: RangeTables, shards: int, keys: KeyBytes) -> RangeT
 
 
 _DIVIDED = (
-    *("weights", "replicas", "gradients", "optimizer", "master", "update"),
+    *("weights", "trained", "replicas", "gradients", "optimizer", "master", "update"),
     *(
         "saved",
         "saved_small",

@@ -108,7 +108,7 @@ def test_sharing_the_states_changes_nothing_else(case: tuple[ModelGraph, Profile
         before, after = getattr(whole, field.name), getattr(parts, field.name)
         divided = field.name in ("optimizer", "master", "update")
         before = -(-before // ways) if divided else before
-        own = -(-(whole.weights - whole.buffers) // ways) if field.name in ("optimizer", "master") else 0
+        own = -(-whole.trained // ways) if field.name in ("optimizer", "master") else 0
         assert np.array_equal(after[inside], (before + own)[inside])
 
 
@@ -126,7 +126,7 @@ def test_ranks_that_share_sequences_share_states_as_replicas_do(
     tables = device_tables(whole, layout, no_keys(case[0]), gathered_bytes, ranked=False)
     before, after = (each.of_run(0, whole.units) for each in (whole, tables))
     parts = dp_shard * cp if dp_shard > 1 or is_zero_3 else 1
-    part = share(int(before.weights - before.buffers), parts) if parts > 1 and not is_zero_3 else 0
+    part = share(int(before.trained), parts) if parts > 1 and not is_zero_3 else 0
     assert after.optimizer == share(int(before.optimizer), parts) + part
     assert after.gradients == share(int(before.gradients), parts if is_zero_3 else 1)
 
@@ -176,6 +176,19 @@ def test_figures_of_the_zero_paper() -> None:
     held = [r.of_run(0, count) for r in levels]
     figures = [(h.weights + h.gradients + h.optimizer) / 1e9 for h in held]
     assert figures == pytest.approx([120, 31.4 + 15 / 64, 1.875], abs=0.01)
+
+
+def test_frozen_weights_have_no_part_that_an_optimizer_updates() -> None:
+    """The adapters of LoRA are the only weights that are updated, whose parts the ranks of ZeRO-1 have."""
+    weights = [
+        parameter("base", size_bytes=64_000).model_copy(update={"trainable": False}),
+        parameter("adapter", size_bytes=64),
+    ]
+    graph = graph_of([unit(0, ("base", "adapter"))], (), weights)
+    whole = RangeTables.of(graph, profile_of(graph, [1.0]), ADAMW)
+    before, after = (tables.of_run(0, 1) for tables in (whole, sharded(whole, 8, None)))
+    assert (before.trained, before.gradients) == (64, 64)
+    assert after.optimizer == share(int(before.optimizer), 8) + share(64, 8)
 
 
 def test_tensor_parallel_gathers_the_input_of_a_product() -> None:

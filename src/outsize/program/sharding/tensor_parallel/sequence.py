@@ -21,7 +21,8 @@ tests/unit/program/sharding/tensor_parallel/test_sequence_parts.py by hand.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import final
+from math import prod
+from typing import Final, final
 
 from torch import nn
 
@@ -32,6 +33,10 @@ from outsize.program.sharding.share import Share
 from outsize.program.sharding.tensor_parallel.calls import ByHeads, ByRows
 from outsize.program.sharding.tensor_parallel.styles import Derived
 from outsize.program.tape import Instruction, Tape, Weight
+
+# A product whose weight has an eighth of its input's elements or fewer is computed by tokens: its gradient is
+# less than what a gather of the input would send. Factors of adapters have hundredths.
+SMALL: Final = 8
 
 
 def in_sequence(tape: Tape, derived: Derived, model: nn.Module) -> Derived:
@@ -98,7 +103,7 @@ class _SequencePass:
 
     def _followed(self, call: RuleInput) -> RankStep:
         try:
-            step = follow(call, self._allowed(call))
+            step = self._small_product(call) or follow(call, self._allowed(call))
             shares = [share for share in step.out if share is not None]
             names = entering(call, step)
             sizes = {share.parts for share in (*shares, *call.divided().values())}
@@ -112,6 +117,19 @@ class _SequencePass:
         self._whole.update(leaf.name for leaf in step.cut if isinstance(leaf, Weight))
         self._shares.update((s, x) for s, x in zip(call.instruction.defines(), step.out, strict=True) if x)
         return step
+
+    def _small_product(self, call: RuleInput) -> RankStep | None:
+        """Returns the step of a product of each rank's own tokens, where its weight is small: ranks add up
+        its gradient, if it has one, as they do that of a norm. None for all else.
+        """
+        product = self._model.product(call.instruction)
+        if product is None or not self._alone((*call.instruction.reads(), *call.instruction.defines())):
+            return None
+        share, shape = call.share(product.input), call.shape(product.input)
+        few = SMALL * prod(self._model.weights[product.weight]) <= prod(shape)
+        if share is None or len(call.divided()) > 1 or share.dim == len(shape) - 1 or not few:
+            return None
+        return call.same(share)
 
     def _allowed(self, call: RuleInput) -> nn.Module | None:
         """Returns the instruction's module.

@@ -25,13 +25,16 @@ tests/unit/program/sharding/tensor_parallel/test_styles.py by hand.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 from typing import final
 
 from torch import nn
 
 from outsize.errors import NotCapturable
+from outsize.program.sharding.op_table import op_of
+from outsize.program.sharding.propagate import follow
 from outsize.program.sharding.rank_step import (
     NeedsParts,
     NotPropagated,
@@ -41,7 +44,8 @@ from outsize.program.sharding.rank_step import (
 from outsize.program.sharding.share import Share
 from outsize.program.sharding.tensor_parallel.calls import ByRows
 from outsize.program.sharding.tensor_parallel.roles import Role, SettledStyles, WeightRoles
-from outsize.program.tape import Instruction, Tape
+from outsize.program.tape import Instruction, Ref, Tape
+from outsize.program.tree import leaves
 
 
 @final
@@ -143,7 +147,8 @@ class _StylePass:
             self._part(parted, instruction)
             return
         except NotPropagated as lost:
-            step = self._without(call, f"{lost}, {instruction.name} at {instruction.where}")
+            place = f"{instruction.name} at {instruction.where}"
+            step = self._beside_smaller_sum(call, place) or self._without(call, f"{lost}, {place}")
             self._alone.update(dict.fromkeys(instruction.parameters(), instruction))
         self._alone.update(dict.fromkeys(self._used_whole(step, instruction), instruction))
         if step is None:
@@ -214,6 +219,48 @@ class _StylePass:
         if not gather:
             return None
         return call.same(None, gather=gather)
+
+    def _beside_smaller_sum(self, call: RuleInput, place: str) -> RankStep | None:
+        """Returns the step of a sharded value that meets a sum of ranks, which is whole, where the weights
+        behind the sum are at most half as large: these stay whole instead, and the sum will be sharded, too.
+
+            q_proj(x) + lora_B(lora_A(x))    A by columns and B by rows would leave q_proj whole
+        """
+        divided = call.divided()
+        whole = [operand for operand in call.operands() if operand not in divided]
+        behind = {operand: self._behind_sum(operand) for operand in whole if isinstance(operand, Ref)}
+        if len(divided) != 1 or not behind or not all(behind.values()) or self._known.fixed is not None:
+            return None
+        share, fewer = next(iter(divided.values())), frozenset[str]().union(*behind.values())
+        if 2 * self._size(fewer) > self._size(share.origins):  # Of equals the later one is made to fit.
+            return None
+        pretended = {operand.slot: replace(share, origins=frozenset()) for operand in behind}
+        try:
+            step = follow(replace(call, shares={**call.shares, **pretended}), None)
+        except (NotPropagated, NeedsParts):
+            return None
+        self._known.settle(fewer, f"what it makes is added to a larger divided product, {place}")
+        return step
+
+    def _behind_sum(self, value: Ref) -> frozenset[str]:
+        """Returns the weights that sharded the input of the product by rows whose result this is, perhaps
+        scaled; none where it is no such result.
+        """
+        tape = self._known.tape
+        while value.slot in tape.producer:
+            instruction = tape.instructions[tape.producer[value.slot]]
+            step = self._steps.get(instruction.index)
+            if step is not None:
+                name = step.call.product.weight if isinstance(step.call, ByRows) else ""
+                return self._weights.feeds.get(name, frozenset())
+            read = [leaf for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Ref)]
+            if instruction.is_leaf or len(read) != 1 or op_of(instruction).dims != "elementwise":
+                break
+            (value,) = read
+        return frozenset()
+
+    def _size(self, names: frozenset[str]) -> int:
+        return sum(prod(self._known.weights[name]) for name in names)
 
     def _insist_on_whole(self, divided: set[str] | frozenset[str], name: str) -> None:
         """Leaves a weight whole that an instruction wants whole and another one shards. Raises

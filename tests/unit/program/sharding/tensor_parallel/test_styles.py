@@ -53,6 +53,22 @@ def test_a_pair_is_found_by_its_values_whatever_the_names() -> None:
     assert [(d.size, found.degrees) for d in found.divided] == [(24, (2, 3, 4, 6, 8, 12, 24))]
 
 
+def test_of_two_products_that_are_added_the_smaller_one_is_made_to_fit() -> None:
+    """An adapter beside a layer: its first factor stays whole beside columns, its second one beside rows."""
+    styles, found = styles_of(
+        lambda m, x: m.down(y := (m.up(x) + m.b(m.a(x)) * 2).relu()) + m.d(m.c(y)) * 2,
+        up=nn.Linear(12, 24),
+        a=nn.Linear(12, 2),
+        b=nn.Linear(2, 24),
+        down=nn.Linear(24, 12),
+        c=nn.Linear(24, 2),
+        d=nn.Linear(2, 12),
+    )
+    assert styles == {"up": "column", "a": "whole", "b": "column", "down": "row", "c": "row", "d": "whole"}
+    assert why(found, "a").startswith("what it makes is added to a larger divided product, add at")
+    assert found.degrees == (2, 3, 4, 6, 8, 12, 24)
+
+
 def test_what_a_norm_over_features_takes_is_whole_and_the_place_is_named() -> None:
     styles, found = styles_of(
         lambda m, x: m.b(m.norm(m.a(x))), a=nn.Linear(12, 24), norm=nn.LayerNorm(24), b=nn.Linear(24, 12)
