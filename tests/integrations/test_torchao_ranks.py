@@ -66,7 +66,7 @@ def test_parts_of_layers_give_the_numbers_of_one_process(ranks: int, case: str, 
         assert rank[case]["trained"] < 1e-6
 
 
-def test_layers_with_other_scales_are_refused() -> None:
+def test_layers_with_other_scales_are_refused_before_a_plan_is_made() -> None:
     for rank in found(2):
         assert (
             "one scale for a tensor, and model.layers.0.self_attn.q_proj has others"

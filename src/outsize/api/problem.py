@@ -32,6 +32,7 @@ from outsize.planner.costs.roofline import roofline
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.program.sharding.context_parallel.rows import by_rows
 from outsize.program.sharding.expert_parallel.experts import insist_on_experts
+from outsize.program.sharding.scaled_linear import insist_on_scales_of_tensors
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import how_on, measure_sizes
 
@@ -236,6 +237,8 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
             by_rows(captured.tape, case.whole, tokens)
     if tp == 1 and not always:
         return with_experts(captured, case.whole, captured.graph) if experts > 1 else captured.graph
+    if tp > 1:
+        insist_on_scales_of_tensors(case.whole)
     graph = with_experts(captured, case.whole, with_styles(captured, case.whole))
     if graph.tensor is not None:
         graph.tensor.insist_on_degree(tp)

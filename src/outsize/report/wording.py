@@ -644,9 +644,12 @@ def _keep_tp_one(f: SlowLinks) -> str:
 
 @sentence.register
 def _other_kernels(f: OtherKernels) -> str:
+    seen = "casts take kernels of their own"
+    if f.waiting:
+        seen = f"devices wait for their host's launches {percent_text(f.waiting)} of their time"
     return (
-        f"devices wait for their host's launches {percent_text(f.waiting)} of their time: with the kernels "
-        f"{f.kernels} a step would take {seconds_text(f.other_step_s)}, not {seconds_text(f.step_s)}"
+        f"{seen}: with the kernels {f.kernels} a step would take {seconds_text(f.other_step_s)}, "
+        f"not {seconds_text(f.step_s)}"
     )
 
 

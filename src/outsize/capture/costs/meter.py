@@ -169,6 +169,8 @@ def _together(one: Work, other: Work) -> Work:
         launches=one.launches + other.launches,
         block_elements=one.block_elements + other.block_elements,
         instructions=one.instructions + other.instructions,
+        fused_bytes=one.fused_bytes + other.fused_bytes,
+        fused_launches=one.fused_launches + other.fused_launches,
     )
 
 

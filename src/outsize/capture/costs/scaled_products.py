@@ -161,13 +161,16 @@ class _Counted:
 
     def _casts(self, operands: tuple[Operand, ...]) -> Work:
         """Returns the kernels of casts of some operands."""
-        elements, cast = sum(map(self._call.elements, operands)), self._products.eager
+        elements = sum(map(self._call.elements, operands))
+        eager, fused = self._products.eager, self._products.fused
         return Work(
             family="cast",
             dtype=_COMPUTED,
             flops=0,
-            moved_bytes=round(cast.moved_bytes * elements),
-            launches=cast.launches * len(operands),
+            moved_bytes=round(eager.moved_bytes * elements),
+            launches=eager.launches * len(operands),
+            fused_bytes=round(fused.moved_bytes * elements),
+            fused_launches=fused.launches * len(operands),
         )
 
     def _product(

@@ -48,7 +48,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.advice.compilation import LEAST_WAITING, waiting_share
 from outsize.planner.costs.collectives import collective_s
 from outsize.planner.costs.kernel_stacks import EAGER, KernelStack, kernel_stack, stacks_of_runs
-from outsize.planner.costs.roofline import roofline
+from outsize.planner.costs.roofline import passes_of, roofline
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.dag.balance_gain import branches
 from outsize.planner.evaluate.pricing import Pricing
@@ -206,7 +206,7 @@ def _slow_links(view: _View) -> Iterator[SlowLinks]:
 
 def _other_kernels(view: _View) -> Iterator[OtherKernels]:
     """Prices the plan with each stack that this version runs, where the share of a device's work is launched
-    more slowly than it is computed.
+    more slowly than it is computed, or casts are more kernels than another stack has.
     """
     plan, device = view.plan, view.cluster.devices[0]
     estimated = all(cost.source == "roofline" for cost in view.profile.units)
@@ -214,7 +214,9 @@ def _other_kernels(view: _View) -> Iterator[OtherKernels]:
         return
     waiting = waiting_share(view.graph, device, plan.axes.product_parts * plan.axes.token_parts)
     if waiting < LEAST_WAITING:
-        return
+        if not _has_unfused_casts(view.graph):
+            return
+        waiting = 0.0  # Not the host is the cause.
     steps = dict[Kernels, float]()
     for other in stacks_of_runs():
         steps[other] = _step_s(view, kernel_stack(other))
@@ -230,6 +232,11 @@ def _other_kernels(view: _View) -> Iterator[OtherKernels]:
             other_step_s=other_step_s,
             waiting=waiting,
         )
+
+
+def _has_unfused_casts(graph: ModelGraph) -> bool:
+    works = (work for unit in graph.units for passed in passes_of(unit) for work in passed)
+    return any(work.launches > work.fused_launches > 0 for work in works)
 
 
 def _step_s(view: _View, stack: KernelStack) -> float:

@@ -23,9 +23,9 @@ are those of other systems, and are asked for (`Request(kernels=...)`).
 Products, attention, normalisations and convolutions stay what they are, but that images whose channels are
 last are not copied, and their convolutions of single pixels reach what other convolutions do, and that a
 transformer engine's products sum the gradients of their biases. A chain saves what crosses its border, and no
-copies of it. Deviations: a kernel ends with its unit, and what its product takes counts as if it took it.
-Complexity: O(units + users of all values). Oracle:
-tests/unit/planner/costs/test_kernel_stacks.py.
+copies of it. Casts to few bits with scales are the kernels that the record of their precision names
+(policies/precisions.py). Deviations: a kernel ends with its unit, and what its product takes counts as if it
+took it. Complexity: O(units + users of all values). Oracle: tests/unit/planner/costs/test_kernel_stacks.py.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ class KernelStack(Record):
         for work in works:
             if work.family == "reduction" and sums:
                 found.append(None)
+            elif work.fused_launches:
+                found.append(_fused_casts(work))
             elif work.family in _MERGED:
                 found.append(_shrunk(work, left, launches=0 if launched else 1))
                 launched = True
@@ -200,6 +202,12 @@ def _shrunk(work: Work, left: float, launches: int) -> Work:
     """Returns a share of a work; instructions load and store what the bytes say."""
     moved, issued = round(work.moved_bytes * left), round(work.instructions * left)
     return work.model_copy(update={"launches": launches, "moved_bytes": moved, "instructions": issued})
+
+
+def _fused_casts(work: Work) -> Work:
+    """Returns casts as the record of their precision says that a compiler or a library writes them."""
+    fused = {"moved_bytes": work.fused_bytes, "launches": work.fused_launches}
+    return work.model_copy(update=fused)
 
 
 def _relayed(work: Work) -> Work | None:

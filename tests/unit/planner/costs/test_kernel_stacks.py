@@ -22,6 +22,11 @@ COPY = Work(family="layout_copy", dtype="bfloat16", flops=0, moved_bytes=700, la
 PIXELS = Work(family="direct_convolution", dtype="bfloat16", flops=10**9, moved_bytes=5000)
 
 
+CASTS = Work(
+    family="cast", dtype="float32", flops=0, moved_bytes=3500, launches=26, fused_bytes=500, fused_launches=6
+)
+
+
 def graph_of(*passes: tuple[Work, ...], crossing: int = 1000) -> ModelGraph:
     """A unit that takes a value of `crossing` bytes and gives one of as many, between two others."""
 
@@ -163,3 +168,30 @@ def test_products_of_a_transformer_engine_sum_the_gradients_of_their_biases() ->
 
     assert families("fused") == ["matmul"]
     assert families("compiled") == ["matmul", "reduction"]
+
+
+def test_casts_are_the_kernels_that_the_record_of_their_precision_names() -> None:
+    unit = kernel_stack("compiled").of_graph(graph_of((CASTS, PRODUCT), (CASTS,))).units[1]
+    for cast in (unit.forward[0], unit.backward_input[0]):
+        assert (cast.moved_bytes, cast.launches) == (500, 6)
+    assert kernel_stack("graphs").of_graph(graph_of((CASTS,))).units[1].forward == (CASTS,)
+
+
+def test_a_plan_in_eight_bits_says_which_kernels_repair_its_casts() -> None:
+    """Eager casts are more than half of the step, and compiled ones make eight bits faster than sixteen."""
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
+    x = torch.zeros(8192, 4096)
+    how: Any = {"cluster": "1xh100-80gb", "loss_fn": nn.functional.mse_loss, "target": x, "microbatches": 1}
+
+    def step_s(**request: Any) -> float:
+        expected = outsize.plan(model, (x,), request=outsize.Request(**request), **how).expected
+        assert expected is not None
+        return expected.step_s
+
+    half, eager = step_s(precision="bf16"), step_s(precision="fp8")
+    compiled = step_s(precision="fp8", kernels="compiled")
+    assert compiled < half < eager
+    seen = api.outlook(model, (x,), request=outsize.Request(precision="fp8"), **how)
+    (advice,) = [each for each in seen.advice if each.code == "other-kernels"]
+    assert advice.other_step_s < half
+    assert "compiled" in advice.kernels
