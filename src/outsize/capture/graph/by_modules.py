@@ -86,12 +86,14 @@ def _by_modules(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: int | None, reason: str
 ) -> Captured:
     seen = {name: _ModuleCosts() for name in unit_modules(model)}
-    outputs = 0
-    if not any(p.is_meta for p in model.parameters()):
+    outputs, on_meta = 0, any(p.is_meta for p in model.parameters())
+    if not on_meta:
         generators = restored_python_generators(), torch.random.fork_rng(devices=[])
         with generators[0], generators[1], untouched(model, weights=True), without_writes(model.forward):
             outputs = _watched(model, seen, args, kwargs)
     note = f"runs by modules, without overlap, and microbatches count by samples: {reason}"
+    if on_meta:
+        note += "; of weights on meta neither its seconds nor its activations are known"
     tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim]
     graph = _graph(model, seen, samples or (tensors[0].shape[0] if tensors else 1), outputs, note)
     tape = Tape((), (), (), {}, None, None, (), current_modes(), (note,))

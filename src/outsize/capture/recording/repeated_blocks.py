@@ -347,7 +347,10 @@ def _below(names: list[str], fqn: str) -> slice:
 
 
 def _shape(tree: Any, order: dict[int, int]) -> Any:
-    """Returns structure and plain values of arguments; tensors are represented by their index in `order`."""
+    """Returns structure and plain values of arguments; tensors are represented by their index in `order`.
+
+    Raises Unlike for a container that is neither a list, a tuple nor a dict.
+    """
     if isinstance(tree, Tensor):
         return Tensor, order[id(tree)]
     if isinstance(tree, list | tuple):
@@ -355,6 +358,8 @@ def _shape(tree: Any, order: dict[int, int]) -> Any:
     if isinstance(tree, dict):
         return type(tree), *((key, _shape(item, order)) for key, item in tree.items())
     value = frozen(tree)
+    if isinstance(value, int) and id(tree) not in order:
+        raise Unlike  # It is a container of another kind, such as a UserDict that layers fill.
     return ("object", order[id(tree)]) if isinstance(value, int) else value
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -66,6 +68,18 @@ class Scaled(Block):
         return super().forward(x) / (self.number + 1)
 
 
+class Named(Block):
+    """Has settings of its own, its name among them, as layers of peft have."""
+
+    def __init__(self, number: int, *, reads: bool = False) -> None:
+        super().__init__(number)
+        self.settings, self.reads = {"name": f"blocks.{number}", "scale": 1.0 + number // 4}, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scaled, where it reads its settings."""
+        return super().forward(x * self.settings["scale"] if self.reads else x)
+
+
 class Counting(Block):
     """A counter of all blocks decides."""
 
@@ -124,6 +138,26 @@ class Cached(Chain):
         for block in self.blocks:
             x = block(x, holder)
         return torch.stack(holder.parts).sum() + self.head(x).sum()
+
+
+class Shared(Chain):
+    """Its blocks fill a container that is no dict of Python's, as layers of Gemma 4 do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each block sees what the ones before it have stored."""
+        stored = UserDict[str, Tensor]()
+        for block in self.blocks:
+            x = block(x, stored)
+        return self.head(x).sum()
+
+
+class Sharing(Block):
+    """Stores its result for the blocks behind it."""
+
+    def forward(self, x: Tensor, stored: Any) -> Tensor:
+        """Uses what is there."""
+        stored["last"] = super().forward(x + stored["last"] if "last" in stored else x)
+        return stored["last"]
 
 
 class Holder:
@@ -236,6 +270,28 @@ def test_equal_blocks_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, copied = _both(monkeypatch, lambda: record(model, (torch.zeros(2, 8),), {}))
     # The first has an input that is no activation; of the second and the third comes the proof.
     assert copied == (DEEP - 3) * 7
+
+
+def test_settings_that_nobody_reads_make_no_block_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Chain(Named)
+    quick, full, copied = _both(monkeypatch, lambda: record(model, (torch.zeros(2, 8),), {}))
+    _insist_on_equal(quick, full)
+    assert copied == (DEEP - 3) * 7
+
+
+def test_settings_that_are_read_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Chain(partial(Named, reads=True))
+    quick, full, copied = _both(monkeypatch, lambda: record(model, (torch.zeros(2, 8),), {}))
+    _insist_on_equal(quick, full)
+    assert not copied
+
+
+def test_blocks_that_share_a_container_of_another_kind_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KeyError before: the container was no object, and its parts were not looked at either."""
+    model = Shared(Sharing)
+    quick, full, copied = _both(monkeypatch, lambda: record(model, (torch.zeros(2, 8),), {}))
+    _insist_on_equal(quick, full)
+    assert not copied
 
 
 def test_what_blocks_store_is_stored_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
