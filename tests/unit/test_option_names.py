@@ -123,7 +123,9 @@ def test_units_are_timed_with_layers_of_torchao(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_device_that_lacks_a_precision_is_told_at_once(precision: Any, cluster: str, nearest: str) -> None:
-    with pytest.raises(BadOption, match=rf"'{precision}' needs products in float.*--precision {nearest}$"):
+    with pytest.raises(
+        BadOption, match=rf"'{precision}' needs .* has not; its peaks are of .*--precision {nearest}$"
+    ):
         outsize.plan(nn.Linear(32, 32), (torch.zeros(4, 32),), precision=precision, cluster=cluster)
 
 

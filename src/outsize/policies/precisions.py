@@ -106,6 +106,7 @@ class PrecisionPolicy:
     products    maps the type of a product's operands to the one in which a device multiplies them
     scaled      how linear layers multiply whose operands have scales; None where none does
     peak        the peak that an accelerator needs to have for it, by its name in devices.json; "" for any
+    needs       what that peak stands for, as an error says it
     on_cpu      a CPU computes so, if only to try it out
     nearest     the precision to take on a device that lacks the peak; None where all have it
     is_timed    `measure` times its units; otherwise they are estimated alone
@@ -120,6 +121,7 @@ class PrecisionPolicy:
     products: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     scaled: ScaledProducts | None = None
     peak: str = ""
+    needs: str = ""
     on_cpu: bool = True
     nearest: PrecisionName | None = None
     is_timed: bool = True
@@ -231,6 +233,7 @@ FP8: Final = PrecisionPolicy(
         swap="torchao.float8.convert_to_float8_training(model)",
     ),
     peak="float8",
+    needs="products in float8",
     nearest="bf16",
     help="bf16 with torchao's linear layers in float8, a scale for each tensor",
 )
@@ -246,6 +249,7 @@ FP8_BLOCK: Final = PrecisionPolicy(
         "Float8BlockScaling",
     ),
     peak="float8",
+    needs="products in float8",
     on_cpu=False,
     is_timed=False,
     nearest="bf16",
@@ -260,6 +264,7 @@ MXFP8: Final = PrecisionPolicy(
     ),
     # Devices that multiply in four bits apply scales of blocks in their tensor cores, also of eight bits.
     peak="float4",
+    needs="tensor cores that scale blocks (a peak for float4)",
     on_cpu=False,
     is_timed=False,
     nearest="fp8",
@@ -274,6 +279,7 @@ NVFP4: Final = PrecisionPolicy(
         "float4_e2m1fn", 1 / 2 + 1 / 16, 32, _in_both_orders(1 / 2 + 1 / 16, 2, reads=2), "NVFP4BlockScaling"
     ),
     peak="float4",
+    needs="tensor cores that scale blocks (a peak for float4)",
     on_cpu=False,
     is_timed=False,
     nearest="mxfp8",

@@ -54,7 +54,7 @@ def check_devices(precision: str, cluster: Cluster) -> None:
         if not policy.runs_on(peaks, accelerator=accelerator):
             nearest = nearest_on(policy, peaks, accelerator=accelerator)
             raise BadOption(
-                f"precision {precision!r} needs products in {policy.peak}, which {device.kind} has not",
+                f"precision {precision!r} needs {policy.needs}, which {device.kind} has not",
                 numbers=f"its peaks are of {', '.join(sorted(peaks))}",
                 next_step=f"--precision {nearest.name}",
             )
