@@ -10,23 +10,25 @@ fails and cuDNN takes another algorithm: P50 and P95 end at its memory. So P95 f
 
     context    of the driver, by kind of device; a workspace of cuBLAS for the thread of the forward and one
                for autograd's (torch's CublasHandlePool.cpp)
-    kept       free segments, at P50 and at P95. With convolutions `kept_tensors` times the largest tensor,
-               since many tensors are nearly as large and cuDNN's workspaces are up to 2.25 times as large as
-               those of an op; and cuDNN's code, where the context is without it. Without, `kept_shares` of
-               the peak
+    kept       free segments, at P50 and at P95. With convolutions `kept_tensors` times the largest tensor
+               that one with a workspace takes or gives, since many tensors are nearly as large and cuDNN's
+               workspaces are up to 2.25 times as large as those of an op; and cuDNN's code, where the context
+               is without it. Without, `kept_shares` of the peak
 
 Error model: 168 stages of benchmarks/memory (28 models x 3 plans, real steps; half of the models were held
 out) were measured, and 95 % of them hold at most `unseen` more than predicted. Replays of the same steps by
 benchmarks/memory/caching_allocator.py give `fragmented`, and replays of image models of the usual size
 (benchmarks/memory/reserved.py, half 0) what is kept. cuDNN's code is in ir/hardware/devices.json.
 Deviations: memory of NCCL is not counted; every CUDA device is taken to load the same libraries.
-Complexity: O(values) for the largest tensor. Oracle: tests/parity/test_memory_real.py, real steps;
+Complexity: O(users of all values). Oracle: tests/parity/test_memory_real.py, real steps;
 tests/unit/planner/memory/test_headroom.py replays the allocator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Final, Self, final
 
 from outsize.ir.base import Record
@@ -48,8 +50,8 @@ class Margins(Record):
 
     `unseen` is by how much real stages are above what is predicted (95 % of them), `fragmented` the share
     that the allocator reserves beyond the allocated bytes and one segment of each pool. Free segments on a
-    device with room are `kept_tensors` times the largest tensor where cuDNN tries algorithms, and
-    `kept_shares` of the peak elsewhere, at P50 and at P95.
+    device with room are `kept_tensors` times the largest tensor around a convolution where cuDNN tries
+    algorithms, and `kept_shares` of the peak elsewhere, at P50 and at P95.
     """
 
     unseen: float
@@ -60,15 +62,17 @@ class Margins(Record):
 
 MARGINS: Final = Margins.model_validate(DataFile.beside(__file__).constants())
 
-# Direct convolutions have no workspace: on an H100 Swin, ConvNeXt, ViT and MobileNet hold 0.2 to 0.6 GiB
-# beside their peak and context, ResNets 1.0 to 1.7 GiB (benchmarks/one-gpu).
+# What a convolution with a workspace takes and gives sets what is kept: on an H200 a MobileNetV2 keeps twice
+# its largest tensor and six times that of its first convolution, a ResNet six times its largest, which is
+# both (benchmarks/one-gpu). Depthwise convolutions and those of single pixels, which are products, have none:
+# Swin, ConvNeXt and ViT hold 0.2 to 0.6 GiB beside their peak and context.
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Says what a device's stages do with its allocator: their largest tensor, and whether they convolve with
-    a workspace.
+    """Says what a device's stages do with its allocator: the largest tensor that a convolution with a
+    workspace takes or gives, and whether there is one.
     """
 
     largest_bytes: int = 0
@@ -77,18 +81,28 @@ class Load:
     @classmethod
     def of(cls, graph: ModelGraph, first: int, end: int, shards: int = 1) -> Self:
         """Finds the load of the units first..end-1, of whose tensors a device has one of `shards` parts."""
-        values = (v for v in graph.values if first <= v.producer < end)
-        made = (v.storage_bytes or v.size_bytes for v in values)
-        weights = (p.size_bytes for p in graph.owned_parameters(first, end - 1))
-        works = (work for unit in graph.units[first:end] for work in unit.forward)
-        return cls(
-            -(-max((*made, *weights), default=0) // shards),
-            any(work.family == "convolution" for work in works),
+        units = frozenset(_with_workspace(graph, first, end))
+        if not units:
+            return cls()
+        around = (
+            v.storage_bytes or v.size_bytes
+            for v in graph.values
+            if v.producer in units or not units.isdisjoint(v.consumers)
         )
+        return cls(-(-max(around, default=0) // shards), convolves=True)
 
     def with_stage(self, other: Self) -> Self:
         """Returns the load of a device that has the stages of both."""
         return type(self)(max(self.largest_bytes, other.largest_bytes), self.convolves or other.convolves)
+
+
+def _with_workspace(graph: ModelGraph, first: int, end: int) -> Iterator[int]:
+    """Yields the units first..end-1 whose convolutions read several pixels for one."""
+    pixels = {p.name: prod(p.shape[2:]) for p in graph.parameters}
+    for unit in graph.units[first:end]:
+        convolves = any(work.family == "convolution" for work in unit.forward)
+        if convolves and any(pixels.get(name, 1) > 1 for name in unit.parameters):
+            yield unit.index
 
 
 @final
