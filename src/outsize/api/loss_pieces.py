@@ -9,10 +9,10 @@ that the search itself relaxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, final
+from math import inf
+from typing import Final, Protocol, final
 
 from outsize.api.problem import SearchedPlan
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError
@@ -29,11 +29,19 @@ from outsize.train.measure.training_case import TrainingCase
 WORTH: Final = 0.05
 
 
+class Solve(Protocol):
+    """Makes the plan of a request; one that takes longer than `loses_s` is not taken."""
+
+    def __call__(self, case: TrainingCase, request: PlanRequest, loses_s: float = inf) -> SearchedPlan:
+        """Returns the plan with what it was searched in; raises as `search`."""
+        ...
+
+
 def with_best_loss(
     case: TrainingCase,
     request: PlanRequest,
     cluster: Cluster,
-    solve: Callable[[TrainingCase, PlanRequest], SearchedPlan],
+    solve: Solve,
 ) -> SearchedPlan:
     """Returns what `solve` finds for the loss in one piece, or in several where that is better.
 
@@ -60,29 +68,33 @@ def with_best_loss(
         return searched
     try:
         # On the axes of the plan it takes a fraction of the time of a search of all.
-        with_pieces = _Pieces(case, request.on(plan.axes), sizes, solve).solved(module_pieces=1)
+        most_s = plan.expected.step_s / BITS
+        with_pieces = _Pieces(case, request.on(plan.axes), sizes, solve, most_s).solved(module_pieces=1)
     except OutsizeError:
         return searched
     assert with_pieces.plan.expected is not None
-    is_faster = with_pieces.plan.expected.step_s * BITS < plan.expected.step_s
+    is_faster = with_pieces.plan.expected.step_s < most_s
     return with_pieces if is_faster else searched
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class _Pieces:
-    """Is a request whose loss may be computed in pieces of these sizes; `solve` makes its plan."""
+    """Is a request whose loss may be computed in pieces of these sizes; `solve` makes its plan, which is of
+    use below `most_s`.
+    """
 
     case: TrainingCase
     request: PlanRequest
     sizes: LossBytes
-    solve: Callable[[TrainingCase, PlanRequest], SearchedPlan]
+    solve: Solve
+    most_s: float = inf
 
     def solved(self, module_pieces: int) -> SearchedPlan:
         """Returns what the search finds with so many pieces of wide modules; raises as it does."""
         pieces = {"loss_pieces": self.sizes.pieces, "module_pieces": module_pieces}
         case = self.case.in_pieces(self.sizes.pieces, module_pieces)
-        return _told(self.solve(case, self.request.model_copy(update=pieces)), self.sizes)
+        return _told(self.solve(case, self.request.model_copy(update=pieces), self.most_s), self.sizes)
 
     def found(self, module_pieces: int) -> SearchedPlan | None:
         """Returns the same; None where there is no plan, or modules have no pieces."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any, Unpack
 
 from torch import nn
@@ -157,10 +158,11 @@ def plan_case(
     cluster = kernel_stack(request.kernels).on(cluster)
     _insist_on_common_casts(request, cluster)
 
-    def solve(case: TrainingCase, request: PlanRequest) -> SearchedPlan:
+    def solve(case: TrainingCase, request: PlanRequest, loses_s: float = inf) -> SearchedPlan:
         models = profiler.models(case, request, cluster)
         smallest = functools.partial(profiler.add_smallest, models, case, request, cluster)
-        return SearchedPlan(search(request, models, cluster, smallest, explains=explains), request, models)
+        plan = search(request, models, cluster, smallest, explains=explains, loses_s=loses_s)
+        return SearchedPlan(plan, request, models)
 
     found = with_best_loss(case, request, cluster, solve)
     return replace(found, plan=pricing.with_step_memory(found.plan, *found.model, cluster))

@@ -73,7 +73,7 @@ from outsize.schedules.families import CHUNKED, COMPOSED, CUSTOM, DEFAULT
 class Attempt:
     """Is a request whose meshes were searched: `mesh` is the best of them, None where none fits.
 
-    `smallest` captures the model at its smallest microbatches.
+    `smallest` captures the model at its smallest microbatches. Above `loses_s` a plan loses to another one.
     """
 
     request: PlanRequest
@@ -81,12 +81,15 @@ class Attempt:
     meshes: SearchResult
     mesh: Plan | None
     smallest: Callable[[], Models]
+    loses_s: float = inf
 
     @property
     def most_s(self) -> float:
-        """Returns the seconds above which a pipeline loses to the mesh."""
+        """Returns the seconds above which a pipeline loses to the mesh, or to another plan."""
         mesh = self.mesh
-        return inf if mesh is None or mesh.expected is None else BITS * mesh.expected.step_s
+        if mesh is None or mesh.expected is None:
+            return self.loses_s
+        return min(self.loses_s, BITS * mesh.expected.step_s)
 
 
 def search(
@@ -96,18 +99,20 @@ def search(
     smallest: Callable[[], Models] = dict,
     *,
     explains: bool = True,
+    loses_s: float = inf,
 ) -> Plan:
     """Returns the fastest plan that fits; `candidates` map microbatches -> model at batch / microbatches
     samples.
 
     `smallest` returns the model at its smallest microbatches, which are tried before the host. Unless it
     `explains`, what pipelines lack that do not fit is not looked for: neither the plan nor NoFeasiblePlan
-    says it. Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
+    says it. Above `loses_s` the caller takes another plan, so pipelines there are not compared with
+    others. Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
     than stages, or when nothing was captured for the microbatches asked for.
     """
     pricing = Pricing(candidates, cluster, request.optimizer, idle=request.may_idle)
     meshes = _meshes(request, pricing)
-    attempt = Attempt(request, pricing, meshes, _best_mesh(request, meshes, pricing), smallest)
+    attempt = Attempt(request, pricing, meshes, _best_mesh(request, meshes, pricing), smallest, loses_s)
     # Devices may be left out in meshes alone, so where that matters pipelines have prices of their own.
     pipelines = Pricing(candidates, cluster, request.optimizer) if cluster.unequal else pricing
     try:
