@@ -157,8 +157,10 @@ class WeightCollectives:
     layout: Layout
     cluster: Cluster
     experts: float = 0.0
-    _known: dict[tuple[Collective, int, tuple[Axis, ...]], float] = field(default_factory=dict)
-    _among: dict[tuple[Axis, ...], Callable[[Collective, int], float]] = field(default_factory=dict)
+    _known: dict[tuple[Collective, int, tuple[Axis, ...]], float] = field(default_factory=dict, init=False)
+    _among: dict[tuple[Axis, ...], Callable[[Collective, int], float]] = field(
+        default_factory=dict, init=False
+    )
 
     def gather_s(self, weights_bytes: int) -> float:
         """Returns the seconds in which the weights of some units become whole (UNSHARD)."""

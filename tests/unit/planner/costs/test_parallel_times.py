@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planner_graphs import chain, graph_of, parameter, profile_of, value
@@ -381,3 +383,12 @@ def test_groups_across_nodes_wait_for_the_network() -> None:
     assert WeightCollectives(across, slow).reduce_s(1000, last=True) > 2 * 1000 / 4, (
         "half of a quarter at 1 B/s, there and back"
     )
+
+
+def test_a_copy_on_other_links_has_prices_of_its_own() -> None:
+    axes = Axes(dp_shard=16)
+    layout = Layout(axes, 1, "1f1b", 1, axes.replicas)
+    quick = WeightCollectives(layout, parse_cluster("2x8xh100"))
+    first_s, slow = quick.gather_s(10**9), parse_cluster("2x8xh100@eth100")
+    assert first_s < replace(quick, cluster=slow).gather_s(10**9)
+    assert replace(quick, cluster=slow).gather_s(10**9) == WeightCollectives(layout, slow).gather_s(10**9)
