@@ -70,10 +70,12 @@ class Profiler:
         kernels: Kernels,
         axes: Axes | None = None,
         always: bool = False,
+        sizes: Sequence[int] = (),
     ) -> Callable[[int], ModelGraph]:
         """Returns the function that records the graph of a size, `styled`, with the works of a stack.
 
-        Where units are timed, each size is recorded whole for it anyhow.
+        `sizes` are those that will be asked for, as far as they are known. Where units are timed, each size
+        is recorded whole for it anyhow.
         """
 
         stack = kernel_stack(kernels)
@@ -82,7 +84,7 @@ class Profiler:
             return stack.of_graph(styled(case, captured, Axes() if axes is None else axes, always))
 
         adds = always or bool(axes is not None and axes.used_of(PARTS))
-        recorded = case.sized_graphs(graph_of, adds=adds).at if self.measured is not True else None
+        recorded = case.sized_graphs(graph_of, sizes, adds=adds).at if self.measured is not True else None
         if recorded is None:
             return lambda samples: case.with_lasting(graph_of(case.captured(samples)))
         return lambda samples: case.with_lasting(recorded(samples))
@@ -107,7 +109,8 @@ class Profiler:
             profile = roofline(whole.graph, cluster.devices[0])
             optimizer = optimizer_bytes(request.optimizer)
             opens_meshes = not exceeds_all_devices(whole.graph, profile, optimizer, cluster)
-        graph_at = self.graphs(case, request.kernels, request.mesh(1), opens_meshes)
+        sizes = [-(-size // count) for count in counts]
+        graph_at = self.graphs(case, request.kernels, request.mesh(1), opens_meshes, sizes)
         for count in counts:
             graph = case.taken(-(-size // count), needed, graph_at)
             if graph is not None:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from outsize.ir.graph import Work
+from outsize.ir.graph import SMALL_BYTES, Work
 from outsize.program.python_reads import NumberDecision, PythonRead
 from outsize.program.tree import leaves
 
@@ -83,20 +83,22 @@ class Cost:
     """Holds costs from the fake pass: FLOPs, bytes read and written, bytes that autograd saves.
 
     The first two are of the forward. A storage that several instructions save counts in the first, and is in
-    `saved_storages` of all of them; `saved_small_bytes` are in storages below SMALL_BYTES. `workspace_bytes`
+    `saved_storages` of all of them; `saved_sizes` are the bytes of those of its storages that may be small.
+    `workspace_bytes`
     is how much more than at its end the instruction holds at its peak; `backward_workspace_bytes` is the same
     for its backward, without what the forward has saved (below zero where the gradients are less than what is
     freed before). `waiting_bytes` are the gradients that a split backward stores for its weights.
     `weight_sum_bytes` of the workspace of the backward are sums of gradients of weights.
     `cast_bytes` are the copies of weights in autocast's dtype, which are made once per step and counted
-    nowhere else. The three tuples are its work by family. `on_accelerator` has the costs on an accelerator
-    where those are others.
+    nowhere else. The three tuples are its work by family; `exact_instructions` are, by pass and work, the
+    numbers whose rounded ones its instructions add up, where these are known. `on_accelerator` has the costs
+    on an accelerator where those are others.
     """
 
     flops: int = 0
     moved_bytes: int = 0
     saved_bytes: int = 0
-    saved_small_bytes: int = 0
+    saved_sizes: tuple[int, ...] = ()
     workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     waiting_bytes: int = 0
@@ -105,8 +107,14 @@ class Cost:
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()
+    exact_instructions: tuple[tuple[tuple[float, ...], ...], ...] = ()
     saved_storages: frozenset[int] = frozenset()
     on_accelerator: Cost | None = None
+
+    @property
+    def saved_small_bytes(self) -> int:
+        """Returns the saved bytes in storages below SMALL_BYTES."""
+        return sum(size for size in self.saved_sizes if size < SMALL_BYTES)
 
 
 @final

@@ -146,23 +146,32 @@ def fused_cost(
     statistics_bytes = rows * LOGSUMEXP_BYTES
     result_bytes = out.numel() * out.dtype.itemsize + statistics_bytes
     dtype = str(out.dtype).removeprefix("torch.")
+    counted, counted_back = (
+        attention_instructions(flops * 5 // 2 if backward else flops, query, key, backward=backward)
+        for backward in (False, True)
+    )
     forward = Work(
         family="attention",
         dtype=dtype,
         flops=flops,
         moved_bytes=sizes + result_bytes,
         launches=1,
-        instructions=attention_instructions(flops, query, key, backward=False),
+        instructions=int(counted),
     )
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
-        return Cost(flops=flops, moved_bytes=forward.moved_bytes, forward=(forward,))
+        return Cost(
+            flops=flops,
+            moved_bytes=forward.moved_bytes,
+            forward=(forward,),
+            exact_instructions=(((counted.exact,),), (), ()),
+        )
     backward = Work(
         family="attention",
         dtype=dtype,
         flops=flops * 5 // 2,
         moved_bytes=2 * result_bytes + 2 * sizes,
         launches=1,
-        instructions=attention_instructions(flops * 5 // 2, query, key, backward=True),
+        instructions=int(counted_back),
     )
     return Cost(
         flops=flops,
@@ -171,5 +180,6 @@ def fused_cost(
         backward_workspace_bytes=result_bytes - statistics_bytes + sizes,
         forward=(forward,),
         backward_input=(backward,),
+        exact_instructions=(((counted.exact,),), ((counted_back.exact,),), ()),
         saved_storages=saved,
     )

@@ -16,6 +16,7 @@ Oracle: tests/unit/capture/costs/test_costs_truth.py, real forwards and backward
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -53,7 +54,7 @@ from outsize.capture.costs.thread_instructions import (
     statistics_again,
 )
 from outsize.errors.interruptions import suppressed
-from outsize.ir.graph import CONVOLUTIONS, SMALL_BYTES, OpFamily, Work
+from outsize.ir.graph import CONVOLUTIONS, OpFamily, Work
 from outsize.program.tape import Cost
 
 _CAST = torch.ops.aten._to_copy.default
@@ -96,6 +97,7 @@ class WorkSums:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[OpFamily, str], list[int]] = {}
+        self._exact: dict[tuple[OpFamily, str], list[float]] = {}  # What instructions were rounded from.
 
     def add(
         self,
@@ -109,6 +111,9 @@ class WorkSums:
         """Adds the work of one more op."""
         more = flops, moved_bytes, launches, limits.block_elements, limits.instructions
         self._plus((family, dtype), more)
+        if limits.instructions:
+            exact = getattr(limits.instructions, "exact", limits.instructions)
+            self._exact.setdefault((family, dtype), []).append(float(exact))
 
     def _plus(self, key: tuple[OpFamily, str], more: Iterable[int]) -> None:
         sums = self._sums.setdefault(key, [0] * 5)
@@ -119,10 +124,13 @@ class WorkSums:
         """Adds all sums of others."""
         for key, sums in others._sums.items():
             self._plus(key, sums)
+            self._exact.setdefault(key, []).extend(others._exact.get(key, ()))
 
     def without(self, taken: WorkSums) -> WorkSums:
         """Returns these sums less others that are part of them."""
         left = WorkSums()
+        for key, exact in self._exact.items():
+            left._exact[key] = list((Counter(exact) - Counter(taken._exact.get(key, ()))).elements())
         for key, sums in self._sums.items():
             left._plus(key, (a - b for a, b in zip(sums, taken._sums.get(key, (0,) * 5), strict=True)))
         return left
@@ -149,6 +157,11 @@ class WorkSums:
             for (family, dtype), (flops, moved, launches, block_elements, instructions) in self._sums.items()
             if launches or moved
         )
+
+    def exact_instructions(self) -> tuple[tuple[float, ...], ...]:
+        """Returns by work, in their order, the numbers whose rounded ones its instructions add up."""
+        kept = (key for key, (_, moved, launches, *_) in self._sums.items() if launches or moved)
+        return tuple(tuple(self._exact.get(key, ())) for key in kept)
 
 
 def summed(works: Iterable[Work]) -> tuple[Work, ...]:
@@ -269,24 +282,20 @@ class CostMeter:
     def stop(self) -> Cost:
         """Ends the instruction and returns its costs."""
         saved_bytes, kept_storages = sum(self._fresh.values()), frozenset(self._kept)
-        small_bytes = sum(size for size in self._fresh.values() if size < SMALL_BYTES)
+        sizes = tuple(self._fresh.values())
         self._worst_backward = max(self._worst_backward, self._last[0])
         if self._taken is not None:
-            saved_bytes, small_bytes = (
-                self._taken.saved_bytes + saved_bytes,
-                self._taken.saved_small_bytes + small_bytes,
-            )
             return replace(
                 self._taken,
-                saved_bytes=saved_bytes,
-                saved_small_bytes=small_bytes,
+                saved_bytes=self._taken.saved_bytes + saved_bytes,
+                saved_sizes=self._taken.saved_sizes + sizes,
                 saved_storages=kept_storages,
             )
         cost = Cost(
             flops=self._flops,
             moved_bytes=self._moved_bytes,
             saved_bytes=saved_bytes,
-            saved_small_bytes=small_bytes,
+            saved_sizes=sizes,
             workspace_bytes=self._storages.excess_bytes(),
             backward_workspace_bytes=self._worst_backward - saved_bytes if self._worst_backward else 0,
             waiting_bytes=self._waiting,
@@ -294,6 +303,9 @@ class CostMeter:
             forward=self._forward.works(),
             backward_input=self._input.works(),
             backward_weight=self._weight.works(),
+            exact_instructions=tuple(
+                s.exact_instructions() for s in (self._forward, self._input, self._weight)
+            ),
             saved_storages=kept_storages,
         )
         return replace(cost, on_accelerator=self._fused or self._with_mask(cost))
@@ -309,7 +321,6 @@ class CostMeter:
         sizes = {key: min(size, self._noise.get(key, size)) for key, size in self._fresh.items()}
         if sizes == self._fresh:
             return None
-        small_bytes = sum(size for size in sizes.values() if size < SMALL_BYTES)
         sums = self._forward, self._input
         forward, backward = (s.without(noise) for s, noise in zip(sums, self._noise_work, strict=True))
         for key, size in self._fresh.items():
@@ -321,9 +332,10 @@ class CostMeter:
             cost,
             moved_bytes=cost.moved_bytes + forward.moved_bytes - self._forward.moved_bytes,
             saved_bytes=sum(sizes.values()),
-            saved_small_bytes=small_bytes,
+            saved_sizes=tuple(sizes.values()),
             forward=forward.works(),
             backward_input=backward.works(),
+            exact_instructions=tuple(s.exact_instructions() for s in (forward, backward, self._weight)),
         )
 
     def count(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:

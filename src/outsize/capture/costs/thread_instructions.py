@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 from torch import Tensor
 
@@ -109,6 +109,20 @@ class InstructionCounts(Record):
 
 COUNTS: Final = InstructionCounts.model_validate(DataFile.beside(__file__).constants())
 
+
+@final
+class Rounded(int):
+    """A whole number that knows what it was rounded from, by which that of another batch is known."""
+
+    exact: float
+
+    def __new__(cls, exact: float) -> Self:
+        """Rounds the number."""
+        made = super().__new__(cls, round(exact))
+        made.exact = exact
+        return made
+
+
 Count = Callable[[Sequence[Any], Sequence[Tensor], Tensor, int], float]
 """Counts for (arguments of the op, its tensors, its first result, the argument whose gradient is computed, or
 FORWARD)."""
@@ -123,7 +137,7 @@ def instructions_of(
     FLOPs and bytes bound.
     """
     count = _COUNTS.get(name.removesuffix("_"))
-    return round(count(args, tensors, out, argument)) if count is not None else 0
+    return Rounded(count(args, tensors, out, argument)) if count is not None else 0
 
 
 def indexed_elements(tensors: Sequence[Tensor], out: Tensor, argument: int = FORWARD) -> int:
@@ -136,11 +150,11 @@ def indexed_elements(tensors: Sequence[Tensor], out: Tensor, argument: int = FOR
     return (COUNTS.indexed_element + COUNTS.added_element * summed) * out.numel()
 
 
-def attention_instructions(flops: int, query: Tensor, key: Tensor, *, backward: bool) -> int:
+def attention_instructions(flops: int, query: Tensor, key: Tensor, *, backward: bool) -> Rounded:
     """Returns the instructions of fused attention of so many FLOPs, whose blocks are whole."""
     queries, keys = query.shape[-2], key.shape[-2]
     rows, columns = (-(-count // COUNTS.block) * COUNTS.block for count in (queries, keys))
-    return round(COUNTS.attention_flop[backward] * flops * rows * columns / max(1, queries * keys))
+    return Rounded(COUNTS.attention_flop[backward] * flops * rows * columns / max(1, queries * keys))
 
 
 def bias_instructions(out: Tensor) -> int:
@@ -286,4 +300,4 @@ _COUNTS: Final = {name: count for count, names in _NAMES.items() for name in nam
 
 def channel_instructions(tensors: Sequence[Tensor], out: Tensor, argument: int = FORWARD) -> int:
     """Returns the instructions of a batch normalisation that has a block of threads for each channel."""
-    return round(_channel_norm((), tensors, out, argument))
+    return Rounded(_channel_norm((), tensors, out, argument))

@@ -24,7 +24,7 @@ from typing import Final, final
 
 from torch import nn
 
-from outsize.ir.graph import SMALL_BYTES, Work
+from outsize.ir.graph import Work
 from outsize.program.loss_in_pieces.modules import wide_modules
 from outsize.program.loss_in_pieces.pieces import LossInPieces
 from outsize.program.loss_in_pieces.region import RowRegion, find_region
@@ -148,7 +148,7 @@ def _cost(tape: Tape, region: RowRegion, pieces: int) -> Cost:
         flops=sum(c.flops for c in costs),
         moved_bytes=sum(c.moved_bytes for c in costs) + more,
         saved_bytes=sum(given),
-        saved_small_bytes=sum(size for size in given if size < SMALL_BYTES),
+        saved_sizes=tuple(given),
         workspace_bytes=-(-held[0] // pieces),
         backward_workspace_bytes=-(-max(held) // pieces) + kept + rows + weights + sums,
         weight_sum_bytes=sums,

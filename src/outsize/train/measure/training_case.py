@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from outsize.capture.fakes.precision import casting, check_devices, in_precision, inputs_in_precision
-from outsize.capture.graph.build import Captured, multiplied_in, on_accelerators, with_pieces
+from outsize.capture.graph.build import Captured, build_graph, multiplied_in, on_accelerators, with_pieces
 from outsize.capture.graph.by_modules import capture_model
+from outsize.capture.graph.scaled import ScaledSizes
 from outsize.capture.graph.shortened import SizedGraphs, Stacks
 from outsize.capture.models.generation import cache_bytes, forward_arguments, generates
 from outsize.capture.models.output_shapes import output_on_meta
@@ -27,6 +29,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.policies.precisions import FP32, precision_policy
 from outsize.program.objects import copy_attributes
+from outsize.program.tape import Tape
 from outsize.program.tree import map_tensors
 from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.to_device import device_of_model
@@ -65,6 +68,7 @@ class TrainingCase:
     module_pieces: int = 1
     known: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
     known_short: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
+    known_scaled: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
     known_models: dict[tuple[int, str], tuple[nn.Module, nn.Module]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -154,7 +158,7 @@ class TrainingCase:
         batch = self.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
         loss = _copied(self.loss_fn, device) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
         module = _copied(self.module, device)
-        return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, known={}, known_short={})
+        return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, known={}, known_short={}, known_scaled={})
 
     def in_pieces(self, loss: int, modules: int = 1) -> TrainingCase:
         """Returns the case with its loss, and its wide modules, in so many pieces of rows, as far as they can
@@ -166,7 +170,7 @@ class TrainingCase:
 
     def captured(self, samples: int) -> Captured:
         """Returns the model captured at `samples` samples."""
-        key = self.precision, self.accelerated, self.loss_pieces, self.module_pieces, samples
+        key = _key(self, samples)
         if key not in self.known:
             products = precision_policy(self.precision).products
             self.known[key] = multiplied_in(products, self._made(samples))
@@ -178,13 +182,14 @@ class TrainingCase:
         It is that of the whole model, or of the shortened one where its layers stood for those of the whole
         at this size (`sized_graphs`).
         """
-        key = self.precision, self.accelerated, self.loss_pieces, self.module_pieces, samples
-        short = self.known_short.get(key) if key not in self.known else None
-        return short or self.captured(samples)
+        key = _key(self, samples)
+        other = self.known_short.get(key) or self.known_scaled.get(key) if key not in self.known else None
+        return other or self.captured(samples)
 
     def _made(self, samples: int) -> Captured:
-        if max(self.loss_pieces, self.module_pieces) > 1:
-            whole = self.in_pieces(1).captured(samples)
+        if not _in_one_piece(self):
+            one = self.in_pieces(1)
+            whole = one.known_scaled.get(_key(one, samples)) or one.captured(samples)
             with self._casting():
                 return with_pieces(whole, self.whole, self.loss_pieces, self.module_pieces)
         return self._accelerated(samples) if self.accelerated else self._recorded(samples)
@@ -207,27 +212,33 @@ class TrainingCase:
         with self._casting():
             return capture_model(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, samples)
 
-    def sized_graphs(self, graph_of: Callable[[Captured], ModelGraph], *, adds: bool = False) -> SizedGraphs:
+    def sized_graphs(
+        self, graph_of: Callable[[Captured], ModelGraph], sizes: Sequence[int] = (), *, adds: bool = False
+    ) -> SizedGraphs:
         """Returns the graphs of the model at any size; of a stack of equal layers one size is recorded whole.
 
         `graph_of` is called while the model is as it was recorded; `adds` says whether it adds anything to
-        the graph that was captured.
+        the graph that was captured. Of `sizes`, which will be asked for, some are derived from others.
         """
         stacks = Stacks.in_model(self.module)
         short_case = dataclasses.replace(self, known=self.known_short)
+        # The example may have one tensor in two places, which has no other size.
+        row = [size for size in sizes if size != self.batch.size] if _in_one_piece(self) else []
+        at_whole = ScaledSizes(self.captured, partial(_built, self, self.known_scaled), row).at
+        at_short = ScaledSizes(short_case.captured, partial(_built, self, self.known_short), row).at
 
         def short(samples: int) -> ModelGraph:
             with stacks.shortened(self.module):
-                return graph_of(short_case.captured(samples))
+                return graph_of(at_short(samples))
 
         def bare(samples: int) -> tuple[ModelGraph, ModelGraph]:
             whole = self.captured(samples).graph
             with stacks.shortened(self.module):
-                return whole, short_case.captured(samples).graph
+                return whole, at_short(samples).graph
 
         return SizedGraphs(
             stacks,
-            lambda samples: graph_of(self.captured(samples)),
+            lambda samples: graph_of(at_whole(samples)),
             short,
             self._recorded_sizes,
             bare if adds else None,
@@ -298,6 +309,23 @@ class TrainingCase:
         with suppressed():  # any other error is shown when the model is recorded
             return not _runs(self.module, batch)
         return False
+
+
+def _key(case: TrainingCase, samples: int) -> _Key:
+    return case.precision, case.accelerated, case.loss_pieces, case.module_pieces, samples
+
+
+def _in_one_piece(case: TrainingCase) -> bool:
+    return max(case.loss_pieces, case.module_pieces) == 1
+
+
+def _built(case: TrainingCase, known: dict[_Key, Captured], tape: Tape, samples: int) -> Captured:
+    """Returns what a derived tape captures, and keeps it; it tells costs, and is never run."""
+    key = _key(case, samples)
+    if key not in known:
+        products = precision_policy(case.precision).products
+        known[key] = multiplied_in(products, build_graph(tape, case.whole, samples))
+    return known[key]
 
 
 def _copied(module: nn.Module, device: torch.device) -> Any:
