@@ -114,7 +114,7 @@ def _ends(samples: int, asked: Sequence[int]) -> tuple[int, int]:
     return min((size for size in asked if size > 1 and samples % size == 0), default=samples), high
 
 
-def scaled(tapes: tuple[Tape, Tape, Tape], sizes: Sizes) -> Callable[[int], Tape] | None:
+def scaled(tapes: Sequence[Tape], sizes: Sizes) -> Callable[[int], Tape] | None:
     """Returns the function from a size to its tape; None where the tapes differ in more than lines."""
     lines = _Lines(sizes)
     try:
@@ -127,7 +127,7 @@ def scaled(tapes: tuple[Tape, Tape, Tape], sizes: Sizes) -> Callable[[int], Tape
     return lambda samples: replace(tapes[0], **{name: maker(samples) for name, maker in varying.items()})
 
 
-def _each(parts: Parts, name: str) -> Parts:
+def _each(parts: Sequence[Any], name: str) -> Parts:
     return getattr(parts[0], name), getattr(parts[1], name), getattr(parts[2], name)
 
 
@@ -190,7 +190,7 @@ class _Lines:
             return self._fields(parts, list(kind.model_fields), lambda one, new: kind(**{**dict(one), **new}))
         raise _Unlike
 
-    def _cost(self, parts: tuple[Cost, Cost, Cost]) -> Maker | None:
+    def _cost(self, parts: Parts) -> Maker | None:
         """Returns the function to the cost; the numbers before rounding are those of recordings alone."""
         first = parts[0]
         names = [field.name for field in dataclasses.fields(Cost) if field.name not in _ROUNDED]

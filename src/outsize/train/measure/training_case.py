@@ -158,7 +158,9 @@ class TrainingCase:
         batch = self.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
         loss = _copied(self.loss_fn, device) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
         module = _copied(self.module, device)
-        return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, known={}, known_short={}, known_scaled={})
+        return dataclasses.replace(
+            self, module=module, batch=batch, loss_fn=loss, known={}, known_short={}, known_scaled={}
+        )
 
     def in_pieces(self, loss: int, modules: int = 1) -> TrainingCase:
         """Returns the case with its loss, and its wide modules, in so many pieces of rows, as far as they can
