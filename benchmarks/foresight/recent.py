@@ -85,6 +85,8 @@ def question_of(row: Row) -> Question:
             raise Skip("the layout is not said")
     if "precision not read" in row["notes"]:
         raise Skip("the precision is not said")
+    if row["hidden"] and not row["seq_len"]:
+        raise Skip("the length of sequences is not said")
     sizes, kind = _sizes(row), kind_of(row)
     dp = int(row["dp"] or 1)
     microbatch, batch = int(row["micro_batch"]), int(row["global_batch"])
@@ -197,20 +199,20 @@ def _request(row: Row, gpu: str, microbatches: int) -> dict[str, Any]:
         "precision": _precision(row),
         "optimizer": "adamw",
     }
+    asked["schedule"] = "1f1b"
     if pp > 1:
         chunks = int(row["vpp"] or 1)
-        asked |= {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {"schedule": "1f1b"}
+        asked |= {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {}
     if tp > 1:
         said = "sequence parallel" in row["recompute"] or "MLPerf" not in row["system"]
         asked["sequence_parallel"] = said and ep == 1
     if sharded or zero:
         asked["weights"] = "sharded" if sharded else "resident"
-    label = row["recompute"]
-    asked["recompute"] = (
-        "full" if label.startswith("full") else "selective" if label.startswith("select") else "none"
-    )
-    if "21 layers" in label:
-        asked["recompute"] = "selective"
+    # Where a row recomputes nothing, a plan keeps what fits, and recomputes the rest rather than refuse.
+    for start, recompute in (("full, ", "selective"), ("full", "full"), ("selective", "selective")):
+        if row["recompute"].startswith(start):
+            asked["recompute"] = recompute
+            break
     if "LoRA" in row["model"]:
         asked["lora"] = outsize.Lora(16, ["q_proj", "k_proj", "v_proj", "o_proj"])
     if stack := _stack(row):

@@ -164,23 +164,22 @@ def _deepseek(sizes: Sizes) -> Built:
 
 
 def _gpt(sizes: Sizes) -> Built:
+    """GPT-3 as OPT with GELU: the same layers, of linear ones, which precisions of eight bits know."""
     found = import_transformers()
-    config = found.GPT2Config(
-        n_layer=sizes.layers,
-        n_embd=sizes.hidden,
-        n_head=sizes.heads,
-        n_positions=sizes.length,
+    config = found.OPTConfig(
+        num_hidden_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        word_embed_proj_dim=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        ffn_dim=sizes.ffn,
+        max_position_embeddings=sizes.length,
         vocab_size=sizes.vocabulary,
-        activation_function="gelu_pytorch_tanh",
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        attn_implementation="sdpa",
-        bos_token_id=0,
-        eos_token_id=0,
+        activation_function="gelu",
+        dropout=0.0,
+        attention_dropout=0.0,
         use_cache=False,
     )
-    return _language(config, found.GPT2LMHeadModel, sizes)
+    return _language(config, found.OPTForCausalLM, sizes)
 
 
 class _MaskedBert(nn.Module):
