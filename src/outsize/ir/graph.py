@@ -47,8 +47,9 @@ class Work(Record):
     `block_elements` are read and written by each block of threads of a kernel that has one for each channel;
     0 for kernels that fill a device. `instructions` are those that all threads of an accelerator's kernels
     issue, where they are what takes longest (capture/costs/thread_instructions.py); 0 where they are not.
-    `fused_bytes` and `fused_launches` are what is left of casts where a compiler or a library writes their
-    kernels; 0 for other work, of which a stack of kernels finds that out itself.
+    `fused_flops`, `fused_bytes` and `fused_launches` are what is left of casts, and of products of which a
+    result is thrown away, where a compiler or a library writes their kernels; 0 for other work, of which a
+    stack of kernels finds that out itself.
     """
 
     family: OpFamily
@@ -58,6 +59,7 @@ class Work(Record):
     launches: int = 1
     block_elements: int = 0
     instructions: int = 0
+    fused_flops: int = 0
     fused_bytes: int = 0
     fused_launches: int = 0
 

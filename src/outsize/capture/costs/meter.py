@@ -182,6 +182,7 @@ def _together(one: Work, other: Work) -> Work:
         launches=one.launches + other.launches,
         block_elements=one.block_elements + other.block_elements,
         instructions=one.instructions + other.instructions,
+        fused_flops=one.fused_flops + other.fused_flops,
         fused_bytes=one.fused_bytes + other.fused_bytes,
         fused_launches=one.fused_launches + other.fused_launches,
     )

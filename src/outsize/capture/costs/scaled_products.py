@@ -29,6 +29,8 @@ from outsize.program.tape import Cost
 # The type in which kernels of casts compute, and the bytes of an element that they cast.
 _COMPUTED: Final = "float32"
 _HALF: Final = 2
+# How many casts of one backward are for the gradient of the input; they come first.
+_OF_INPUT: Final = 2
 
 
 @final
@@ -113,7 +115,7 @@ class _Counted:
     def forward(self) -> Iterator[Work]:
         """Yields the work of the forward."""
         call, products = self._call, self._products
-        yield self._casts(products.forward_casts)
+        yield self._casts(products.forward_casts, products.forward_casts)
         yield self._product(products.forward, ("input", "weight"), "gradient")
         if call.has_bias and products.adds_bias:
             moved_bytes = _HALF * (2 * call.elements("gradient") + call.made)
@@ -122,14 +124,16 @@ class _Counted:
     def backward(self) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
         """Returns the work that belongs to the gradient of the input, and that to the weight's.
 
-        One function for both computes both, whoever needs them; a schedule cannot divide it.
+        One function for both computes both, whoever needs them; a schedule cannot divide it. A compiler, or a
+        library, leaves out the product and the casts of a gradient that nobody needs, as of frozen weights.
         """
         products, call = self._products, self._call
-        casts = (self._casts(products.backward_casts),)
+        casts = (self._casts(products.backward_casts, self._needed_casts()),)
         of_input = self._product(products.backward, ("gradient", "weight"), "input")
         of_weight = self._product(products.backward, ("gradient", "input"), "weight", rows_added=True)
         if products.one_backward:
-            return (*casts, _sum(of_input, of_weight)), ()
+            kept = [of_input] * call.of_input + [of_weight] * call.of_weight
+            return (*casts, _sum(of_input, of_weight).model_copy(update=_left(kept))), ()
         if not call.of_input:
             return (), (*casts, of_weight)
         return (*casts, of_input), (of_weight,) if call.of_weight else ()
@@ -144,7 +148,7 @@ class _Counted:
         makes, too.
         """
         call = self._call
-        first = self._products.backward_casts[: 2 if self._products.one_backward else None]
+        first = self._products.backward_casts[: _OF_INPUT if self._products.one_backward else None]
         peak, held = self._casting(first, _HALF * call.elements("gradient"))
         held += _HALF * call.elements("input")
         later_peak, held = self._casting(self._products.backward_casts[len(first) :], held)
@@ -159,9 +163,16 @@ class _Counted:
             held += self._products.item_bytes * elements
         return peak, held
 
-    def _casts(self, operands: tuple[Operand, ...]) -> Work:
-        """Returns the kernels of casts of some operands."""
-        elements = sum(map(self._call.elements, operands))
+    def _needed_casts(self) -> tuple[Operand, ...]:
+        """Returns the casts of the backward for gradients that somebody needs."""
+        casts, call = self._products.backward_casts, self._call
+        if not self._products.one_backward:
+            return casts
+        return (*(casts[:_OF_INPUT] if call.of_input else ()), *(casts[_OF_INPUT:] if call.of_weight else ()))
+
+    def _casts(self, operands: tuple[Operand, ...], needed: tuple[Operand, ...]) -> Work:
+        """Returns the kernels of casts of some operands, of which a compiler writes those that are needed."""
+        elements, written = (sum(map(self._call.elements, each)) for each in (operands, needed))
         eager, fused = self._products.eager, self._products.fused
         return Work(
             family="cast",
@@ -169,8 +180,8 @@ class _Counted:
             flops=0,
             moved_bytes=round(eager.moved_bytes * elements),
             launches=eager.launches * len(operands),
-            fused_bytes=round(fused.moved_bytes * elements),
-            fused_launches=fused.launches * len(operands),
+            fused_bytes=round(fused.moved_bytes * written),
+            fused_launches=fused.launches * len(needed),
         )
 
     def _product(
@@ -182,7 +193,17 @@ class _Counted:
             call = replace(call, rows=-(-call.rows // padded) * padded)
         read_bytes = self._products.item_bytes * sum(map(call.elements, read))
         moved_bytes = round(read_bytes) + _HALF * call.elements(written)
-        return Work(family="matmul", dtype=dtype, flops=call.flops, moved_bytes=moved_bytes)
+        work = Work(family="matmul", dtype=dtype, flops=call.flops, moved_bytes=moved_bytes)
+        return work.model_copy(update=_left([work]))
+
+
+def _left(works: Sequence[Work]) -> dict[str, int]:
+    """Returns what a compiler leaves of products: those that somebody needs."""
+    return {
+        "fused_flops": sum(work.flops for work in works),
+        "fused_bytes": sum(work.moved_bytes for work in works),
+        "fused_launches": sum(work.launches for work in works),
+    }
 
 
 def _sum(one: Work, other: Work) -> Work:

@@ -144,7 +144,7 @@ class KernelStack(Record):
             if work.family == "reduction" and sums:
                 found.append(None)
             elif work.fused_launches:
-                found.append(_fused_casts(work))
+                found.append(_written_anew(work))
             elif work.family in _MERGED:
                 found.append(_shrunk(work, left, launches=0 if launched else 1))
                 launched = True
@@ -204,9 +204,11 @@ def _shrunk(work: Work, left: float, launches: int) -> Work:
     return work.model_copy(update={"launches": launches, "moved_bytes": moved, "instructions": issued})
 
 
-def _fused_casts(work: Work) -> Work:
-    """Returns casts as the record of their precision says that a compiler or a library writes them."""
-    fused = {"moved_bytes": work.fused_bytes, "launches": work.fused_launches}
+def _written_anew(work: Work) -> Work:
+    """Returns casts, and products beside them, as the record of their precision says that a compiler or a
+    library writes them.
+    """
+    fused = {"flops": work.fused_flops, "moved_bytes": work.fused_bytes, "launches": work.fused_launches}
     return work.model_copy(update=fused)
 
 

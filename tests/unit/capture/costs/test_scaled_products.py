@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from outsize.ir.graph import MATMULS, Unit, Work
-from outsize.policies.precisions import precision_policies
+from outsize.policies.precisions import precision_policies, precision_policy
 from outsize.train.measure.training_case import TrainingCase, as_batch
 
 X, W, Y, FLOPS = 3072, 8192, 6144, 786_432
@@ -150,6 +150,22 @@ def test_one_function_computes_both_gradients_whoever_needs_them(layer: nn.Modul
     assert product(unit_of(layer, "fp8"), "backward_input")[0][1] == 2 * FLOPS
     assert product(unit_of(layer, "mxfp8"), "backward_input")[0][1] == FLOPS
     assert product(unit_of(layer, "mxfp8"), "backward_weight") == ()
+
+
+def test_a_compiler_leaves_out_what_frozen_weights_do_not_need(layer: nn.Module) -> None:
+    """Of four casts and two products those for the gradient of the input are left: of its own gradient and
+    of the weight, each 5 bytes an element in 3 kernels, and a product that reads both in a byte.
+    """
+    layer.weight.requires_grad_(False)
+    unit = unit_of(layer, "fp8")
+    (cast,) = [work for work in unit.backward_input if work.family == "cast"]
+    fused = precision_policy("fp8").scaled.fused  # pyright: ignore[reportOptionalMemberAccess]
+    assert cast.fused_launches == 2 * fused.launches
+    assert cast.fused_bytes == round(fused.moved_bytes * (Y + W))
+    (found,) = [work for work in unit.backward_input if work.family == "matmul"]
+    assert (found.flops, found.launches) == (2 * FLOPS, 2)
+    assert (found.fused_flops, found.fused_launches) == (FLOPS, 1)
+    assert found.fused_bytes == Y + W + 2 * X
 
 
 def test_a_bias_is_a_kernel_of_its_own_where_the_record_says_so() -> None:
