@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from outsize.capture.costs.real_runs import TooLarge, limited
 from outsize.capture.costs.weight_casts import known_casts
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes
+from outsize.capture.fakes.grouped_products import grouped_products
 from outsize.capture.fakes.lru_caches import Caches
 from outsize.capture.fakes.untouched import untouched
 from outsize.capture.guards.constants import Origins
@@ -240,6 +241,7 @@ def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torc
     with (
         stood_in(use.place for use in uses if use.place is not None) as copies,
         fake_mode as mode,
+        grouped_products(),
         hidden_fakes(),
         quiet_fakes(),
         FakeModel(model, mode, device, everywhere=everywhere) as fakes,
