@@ -11,7 +11,7 @@ from typing import Any, Final, Self, final
 from torch import nn
 
 from outsize.api.options import CaseOptions, ParallelizeOptions
-from outsize.api.records import Checkpoint, Clip, Compile, Loss, Ranks, Request
+from outsize.api.records import OF_A_SEARCH, Checkpoint, Clip, Compile, Loss, Ranks, Request
 from outsize.errors import BadOption
 from outsize.errors.arguments import path_of, shown
 from outsize.ir.plan import Plan
@@ -105,7 +105,7 @@ class AskedRun:
             )
         self.request.insist_on_none(
             "parallelize",
-            ("inference", "lora", "objective"),
+            ("inference", "lora", "objective", *OF_A_SEARCH),
             "outsize.plan(model, ..., request=...), and parallelize(model, ..., plan=that plan)",
         )
         if self.plan is None:

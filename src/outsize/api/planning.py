@@ -51,6 +51,7 @@ from outsize.planner.costs.roofline import roofline
 from outsize.planner.fit import fit as fitting
 from outsize.planner.fit.from_plan import as_asked, with_plan
 from outsize.planner.search import evaluate_plan as pricing
+from outsize.planner.search.incumbents import Incumbents, Limits
 from outsize.planner.search.search import search
 from outsize.policies.precisions import FP32, precision_policy
 from outsize.run.stage.to_device import no_common_casts
@@ -123,7 +124,7 @@ def plan(
       These fields are options by themselves as well, each given once: `cluster`, `batch_size`,
       `microbatches`, `stages`, `schedule`, `optimizer`, `precision`, `recompute`, `weights`, `axes`, `exact`,
       `measured`. The rare ones are fields alone: `bn`, `sequence_parallel`, `loss_pieces`,
-      `module_pieces`, `objective`, `inference`, `lora` and `progress`.
+      `module_pieces`, `objective`, `inference`, `lora`, `time_limit_s`, `on_better` and `progress`.
     - `axes`: {"tp": 2, "dp_shard": 4}, sizes of the mesh; other axes are searched, but with "others": 1.
       "all" (the default) searches every axis that runs; "pp" searches none.
     - `exact`: True keeps to layouts whose results are bit-identical to one device's.
@@ -136,9 +137,10 @@ def plan(
     Raises BadOption, NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """
     asked = asked_in(options)
+    incumbents = Incumbents(asked.time_limit_s, asked.on_better)
     case = adapted_case(model, args, kwargs, options, asked)
     request = asked_of(case, asked)
-    return plan_case(case, request, asked_cluster(asked), Profiler.of(asked)).plan
+    return plan_case(case, request, asked_cluster(asked), Profiler.of(asked), incumbents=incumbents).plan
 
 
 def plan_case(
@@ -148,20 +150,38 @@ def plan_case(
     profiler: Profiler,
     *,
     explains: bool = True,
+    incumbents: Incumbents | None = None,
 ) -> SearchedPlan:
     """Returns the best plan, with what it was searched in; `search` says what is tried in which order.
 
-    Unless it `explains`, nothing says what pipelines lack that do not fit. Raises as `search`.
+    Unless it `explains`, nothing says what pipelines lack that do not fit. `incumbents` are told of the best
+    plan so far, and end the search with it where its time is over. Raises as `search`.
     """
+    limits = Limits(explains=explains, incumbents=incumbents or Incumbents())
     if request.objective == "cost":
-        return _cheapest_case(case, request, cluster, profiler)
+        found = _cheapest_case(case, request, cluster, profiler, limits)
+    else:
+        found = _fastest_case(case, request, cluster, profiler, limits)
+    return replace(found, plan=limits.incumbents.told(found.plan))
+
+
+def _fastest_case(
+    case: TrainingCase, request: PlanRequest, cluster: Cluster, profiler: Profiler, limits: Limits
+) -> SearchedPlan:
+    """Returns the plan with the shortest step."""
     cluster = kernel_stack(request.kernels).on(cluster)
     _insist_on_common_casts(request, cluster)
 
     def solve(case: TrainingCase, request: PlanRequest, loses_s: float = inf) -> SearchedPlan:
+        if limits.incumbents.end_search():
+            raise NoFeasiblePlan(
+                "the time limit is over, and there is a plan already",
+                numbers="nothing more is searched",
+                next_step="a longer time_limit_s (--time-limit)",
+            )
         models = profiler.models(case, request, cluster)
         smallest = functools.partial(profiler.add_smallest, models, case, request, cluster)
-        plan = search(request, models, cluster, smallest, explains=explains, loses_s=loses_s)
+        plan = search(request, models, cluster, smallest, replace(limits, loses_s=loses_s))
         return SearchedPlan(plan, request, models)
 
     found = with_best_loss(case, request, cluster, solve)
@@ -169,11 +189,11 @@ def plan_case(
 
 
 def _cheapest_case(
-    case: TrainingCase, request: PlanRequest, cluster: Cluster, profiler: Profiler
+    case: TrainingCase, request: PlanRequest, cluster: Cluster, profiler: Profiler, limits: Limits
 ) -> SearchedPlan:
     """Returns the plan that costs least per sample; its models have the costs of the whole cluster."""
     fastest = request.model_copy(update={"objective": "time"})
-    searched = cheapest(cluster, lambda part: plan_case(case, fastest, part, profiler))
+    searched = cheapest(cluster, lambda part: _fastest_case(case, fastest, part, profiler, limits))
     cluster = kernel_stack(request.kernels).on(cluster)
     there, models = case.under(request.precision).on(cluster), searched.models.items()
     whole = {count: (graph, profiler.profile(there, graph, cluster)) for count, (graph, _) in models}
@@ -197,11 +217,12 @@ def outlook(
     those of `plan`. Raises as `plan` and `price`.
     """
     asked, chosen = asked_in(options), options.get("plan")
+    incumbents = Incumbents(asked.time_limit_s, asked.on_better)
     case, profiler = adapted_case(model, args, kwargs, options, asked), Profiler.of(asked)
     if chosen is not None:
         return _priced(chosen, case, profiler)
     request, cluster = asked_of(case, asked), asked_cluster(asked)
-    searched = plan_case(case, request, cluster, profiler)
+    searched = plan_case(case, request, cluster, profiler, incumbents=incumbents)
     cluster = kernel_stack(request.kernels).on(cluster)
     seen = outlooking.outlook(searched.plan, *searched.model, cluster)
     if not options.get("curves", False):

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import nn
 
 from outsize.api.options import CaseOptions, FitOptions, request_of
-from outsize.api.records import Lora, Loss, Request
+from outsize.api.records import OF_A_SEARCH, Lora, Loss, Request
 from outsize.axes.registry import PARTS
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.experts import with_experts
@@ -181,6 +181,7 @@ def asked_in(options: FitOptions, function: str = "plan") -> Request:
         asked.insist_on_none(
             "fit", ("measured", "progress"), "leave it out: what a device holds is not timed"
         )
+        asked.insist_on_none("fit", OF_A_SEARCH, "leave it out: outsize.plan follows it")
     return asked
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from outsize.ir.plan import BatchNormMode, Kernels, Precision, ScheduleName
     from outsize.ir.profile import ProfileSet
     from outsize.ir.schedule import Schedule
+    from outsize.planner.search.incumbents import Listener
     from outsize.policies.activations import Recompute
     from outsize.policies.weights import Weights
     from outsize.train.batch.loss_weights import Counting
@@ -56,6 +57,7 @@ _LATER: Final = {
     "ScheduleName": "outsize.ir.plan",
     "ProfileSet": "outsize.ir.profile",
     "Schedule": "outsize.ir.schedule",
+    "Listener": "outsize.planner.search.incumbents",
     "Recompute": "outsize.policies.activations",
     "Weights": "outsize.policies.weights",
     "Counting": "outsize.train.batch.loss_weights",
@@ -67,6 +69,8 @@ OTHERS: Final = "others"
 AxisSizes = AxisSearch | Mapping[str, int | None]
 """Says the axes of a mesh: {"tp": 2, "dp_shard": 4}, where "others": 1 lets the search add none; "all" or
 "pp"."""
+# The fields of a Request that are about its search, which only `plan` follows.
+OF_A_SEARCH: Final = ("time_limit_s", "on_better")
 # How many shapes keep their recorded programs; train/variants/variant.py has the same number.
 CAPTURES: Final = 32
 
@@ -369,6 +373,23 @@ class Request(OptionRecord):
     microbatch sizes that it covers are considered. By default units are estimated."""
     progress: Annotated[Progress | None, "print"] = None
     """`progress(done, total)` is called while units are timed."""
+    time_limit_s: Annotated[float | None, "60"] = None
+    """After so many seconds the search ends with the best plan so far, whose gap says how far it may be from
+    the best, and whose `why` that the limit ended it; without a plan by then, with the first one that it
+    finds."""
+    on_better: Annotated[Listener | None, "print"] = None
+    """`on_better(found)` is called with each plan of the search that is better than all before: its `axes`,
+    `step_s`, `gap`, and `after_s`, the seconds of the search."""
+
+    def __post_init__(self) -> None:
+        """Raises BadOption for a time limit that is none, and for values of another type."""
+        super().__post_init__()
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise BadOption(
+                f"time_limit_s={shown(self.time_limit_s)} makes no sense",
+                numbers="it takes a number of seconds above 0",
+                next_step="time_limit_s=60 (--time-limit 60)",
+            )
 
     @classmethod
     def typed(cls, name: str) -> str:

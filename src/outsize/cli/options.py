@@ -248,6 +248,14 @@ ObjectiveOption = Annotated[
         "a cluster file, on the devices that are to be rented for it.",
     ),
 ]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(
+        "--time-limit",
+        metavar="SECONDS",
+        help="End the search after so long with the best plan so far, or else with the first it finds.",
+    ),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="Use this plan instead of making one.")
 ]

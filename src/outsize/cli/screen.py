@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from outsize.errors import OutsizeError, visible, visible_lines
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 Progress = Callable[[int, int], None]
+# A line that is improved in place is no longer, so that it stays one line.
+_MOST_COLUMNS: Final = 79
 
 
 @final
@@ -66,17 +68,26 @@ class Screen:
         self.emit({"error": error_document(error)})
 
     @contextlib.contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Shows a spinner with `what` on a terminal; under --json, what the model prints goes to stderr."""
+    def working(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Shows a spinner with `what` on a terminal; under --json, what the model prints goes to stderr.
+
+        The block may call `tell(text)`, whose line takes the place of `what`: on a terminal without --json.
+        """
         from outsize.report.tables.table_style import Shown
 
         console = self._console(stderr=True)
         with contextlib.ExitStack() as stack:
             if self.as_json:
                 stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-            if console.is_terminal:
-                stack.enter_context(console.status(Shown(what)))
-            yield
+            if not console.is_terminal:
+                yield _untold
+                return
+            status, width = (
+                stack.enter_context(console.status(Shown(what))),
+                min(_MOST_COLUMNS, console.width),
+            )
+            spinner = len("x ")
+            yield _untold if self.as_json else lambda text: status.update(Shown(text[: width - spinner]))
 
     @contextlib.contextmanager
     def bar(self, what: str) -> Iterator[Progress]:
@@ -96,6 +107,10 @@ class Screen:
 
         # A name such as `[/x]` or `:fire:` is shown as it is.
         return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def _untold(_: str) -> None:
+    """Shows nothing of a line that is for a terminal."""
 
 
 def warn_on_one_line() -> None:

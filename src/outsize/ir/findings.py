@@ -93,6 +93,16 @@ class CutsBetweenBlocks(Finding):
 
 
 @final
+class TimeLimitEnded(Finding):
+    """Says that the search was ended by the time limit that was asked for, and the plan is its best so
+    far.
+    """
+
+    code: Literal["time-limit-ended"] = "time-limit-ended"
+    limit_s: float
+
+
+@final
 class CheapestDevices(Finding):
     """Says that a plan was chosen by money per sample: it needs `devices` of the cluster, and the others need
     not be rented. `fastest` is the plan with the shortest step of all parts of the cluster.
@@ -507,6 +517,7 @@ Reason = Annotated[
     | StepMemory
     | CutsBetweenBlocks
     | CheapestDevices
+    | TimeLimitEnded
     | UntrainedStages
     | DeviceKindUse
     | MemoryShortage

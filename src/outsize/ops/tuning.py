@@ -14,6 +14,7 @@ from torch import nn
 from outsize.api.options import TuneOptions, reads_options, request_of
 from outsize.api.planning import Args, Kwargs
 from outsize.api.problem import Profiler, asked_in, case_of, cluster_of
+from outsize.api.records import OF_A_SEARCH
 from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.capture.measure.units import Progress
 from outsize.device.accelerators import CPU, device_type
@@ -71,6 +72,7 @@ def tune(
             next_step="outsize.plan(model, args, request=outsize.Request(inference=True))",
         )
     asked.insist_on_none("tune", ("lora", "measured"), "leave it out: tune times the model as it is")
+    asked.insist_on_none("tune", OF_A_SEARCH, "leave it out: outsize.plan follows it")
     where = None if asked.cluster is None else cluster_of(asked.cluster)
     kind = device_type() if where is None or where.devices[0].kind != "cpu" else CPU
     world = join(kind)

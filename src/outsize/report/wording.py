@@ -88,6 +88,7 @@ from outsize.ir.findings import (
     StepMemory,
     SumOrder,
     TensorParallel,
+    TimeLimitEnded,
     TuningEnd,
     UnitsRecomputed,
     UntrainedStages,
@@ -106,6 +107,7 @@ from outsize.ir.formatting import (
     seconds_text,
     stages_text,
 )
+from outsize.planner.search.incumbents import Incumbent
 from outsize.policies.weights import Weights, weight_policy
 
 UNITS_NAMED: Final = 3
@@ -189,6 +191,19 @@ def _sizes(largest: Iterable[tuple[str, int]]) -> str:
 def _cuts_between_blocks(f: CutsBetweenBlocks) -> str:
     longer = f"{(f.step_s / f.fastest_step_s - 1) * 100:.1f} %"
     return f"stages are cut between blocks; cuts inside of them would save {longer} of a step"
+
+
+@sentence.register
+def _time_limit_ended(f: TimeLimitEnded) -> str:
+    return (
+        f"the search ended at its time limit of {seconds_text(f.limit_s)}, and this is its best plan so far"
+    )
+
+
+def incumbent_text(found: Incumbent) -> str:
+    """Returns the line of the best plan so far: `12.4 s  pp 4 x tp 4: 4.56 s a step, ...`."""
+    line = f"{found.after_s:.1f} s  {axes_text(found.axes.used)}: {seconds_text(found.step_s)} a step"
+    return line if found.gap is None else f"{line}, {found.gap * 100:.1f} % above the least bound"
 
 
 @sentence.register

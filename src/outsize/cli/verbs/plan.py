@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from outsize.api.options import OutlookOptions
+    from outsize.api.records import Request
     from outsize.planner.advice.overview import Outlook
 
 Out = Annotated[
@@ -87,6 +88,7 @@ def plan(
     lora_rank: options.LoraRank = None,
     lora_targets: options.LoraTargets = None,
     objective: options.ObjectiveOption = "time",
+    time_limit: options.TimeLimit = None,
     measure: options.Measure = False,
     profile: Profile = None,
     out: Out = None,
@@ -117,10 +119,10 @@ def plan(
         weights=weights,
         objective=None if objective == "time" else objective,
     )
-    options.check_not_planned(edited, "--check", {**mesh.sizes, **asked.given()})
+    options.check_not_planned(edited, "--check", {**mesh.sizes, **asked.given(), "time_limit": time_limit})
     lora = Lora(lora_rank, options.targets_in(lora_targets))
+    asked = replace(asked, inference=inference or None, loop=loop or None, lora=lora, time_limit_s=time_limit)
     wanted: OutlookOptions = {
-        "request": replace(asked, inference=inference or None, loop=loop or None, lora=lora),
         "optimizer": optimizer,
         "precision": precision,
         "cluster": cluster,
@@ -139,22 +141,25 @@ def plan(
         else:
             _list_units(screen, adapted, cluster, bool(measure))
         return
-    seen = _outlook(screen, inputs, wanted)
+    seen = _outlook(screen, inputs, asked, wanted)
     if seen.plan.form == "modules" and not (meta or measure):
         with screen.working("building the weights of a model that runs by modules"):
             built = with_weights(model, input, size, seed, seen.graph.parameter_bytes)
-        seen = seen if built is None else _outlook(screen, built, wanted)
+        seen = seen if built is None else _outlook(screen, built, asked, wanted)
     _deliver(screen, seen, out)
     if report is not None:
         _write_report(report, seen)
 
 
-def _outlook(screen: Screen, inputs: ModelInput, wanted: OutlookOptions) -> Outlook:
+def _outlook(screen: Screen, inputs: ModelInput, asked: Request, wanted: OutlookOptions) -> Outlook:
+    """Returns the plan with what is shown of it; the best one so far is told while it is searched."""
     from outsize import api
+    from outsize.report.wording import incumbent_text
 
-    options_with_loss: OutlookOptions = {**wanted, **inputs.loss}
-    with screen.working("planning"):
-        return api.outlook(*inputs.call, **options_with_loss)
+    with screen.working("planning") as tell:
+        request = replace(asked, on_better=lambda found: tell(incumbent_text(found)))
+        told: OutlookOptions = {"request": request, **wanted, **inputs.loss}
+        return api.outlook(*inputs.call, **told)
 
 
 def _list_styles(screen: Screen, inputs: ModelInput, tp: int) -> None:

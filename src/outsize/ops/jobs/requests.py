@@ -11,6 +11,7 @@ from outsize.api.elastic import REFUSALS, request_like
 from outsize.api.options import OutlookOptions, reads_options
 from outsize.api.planning import Args, Kwargs, plan_case
 from outsize.api.problem import Profiler, adapted_case, asked_in, asked_of, cluster_of
+from outsize.api.records import OF_A_SEARCH
 from outsize.errors import BadOption, BadPlan, OutsizeError, UnsupportedPlan
 from outsize.ir.answers.job import JobRequest, JobSize, JobSizeLeftOut
 from outsize.ir.answers.request import PlanRequest
@@ -38,6 +39,7 @@ def job_request(
     the error of the fewest nodes where no number of them has a plan.
     """
     asked, given = asked_in(options), options.get("plan")
+    asked.insist_on_none("job_request", OF_A_SEARCH, "leave it out: outsize.plan follows it")
     case, profiler = adapted_case(model, args, kwargs, options, asked), Profiler.of(asked)
     node = node_of(cluster_of(asked.cluster or ("local" if given is None else given.cluster)))
     request = asked_of(case, asked) if given is None else request_like(given)

@@ -4,8 +4,9 @@ Layouts wait in a queue (bounds/best_first.py) by a lower bound of their step (b
 bounds/chain.py), first a bound that needs only sums. The layout with the least bound has it sharpened until
 another one's is less; a layout whose bound is sharp and still the least is priced: exact partition, memory
 account, simulation. The best cut is moved (evaluate/local_search.py) before layouts are priced whose bound is
-near its step. The loop ends when the next bound exceeds the best step, or enough layouts were priced; no plan
-beats the least of all bounds, of layouts that were priced and that were not.
+near its step. The loop ends when the next bound exceeds the best step, enough layouts were priced, or the
+time that was asked for is over (incumbents.py); no plan beats the least of all bounds, of layouts that were
+priced and that were not.
 
 Source: best-first branch and bound, Land and Doig, Econometrica 28(3), 1960. Complexity: O(layouts x log
 layouts) and the layouts that are priced. Oracle: tests/unit/planner/search/test_joint.py prices all.
@@ -29,6 +30,7 @@ from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, StagePrices
 from outsize.planner.partition.stage_weights import Demand
+from outsize.planner.search.incumbents import Incumbents
 from outsize.planner.search.step_floors import StepFloors
 from outsize.policies.activations import Recompute
 
@@ -76,7 +78,8 @@ class BranchAndBound:
 
     Of a few layouts all are priced, so that a plan can be compared with them, where it `compares` and their
     cuts need not be arranged by kinds. Nothing that takes longer than `most_s` is priced then. Where all are
-    known to lose to another plan, `any_fits` ends with the first that fits.
+    known to lose to another plan, `any_fits` ends with the first that fits. `incumbents` are told of each
+    candidate that is better, and end the search when its time is over.
     """
 
     def __init__(
@@ -87,11 +90,13 @@ class BranchAndBound:
         compares: bool = True,
         most_s: float = inf,
         any_fits: bool = False,
+        incumbents: Incumbents | None = None,
     ) -> None:
         self._pricing, self._recompute = pricing, tuple(recompute)
         self.floors = StepFloors(pricing, self._recompute)
         self._compares, self._most_s = compares, most_s
         self._most_priced = 1 if any_fits else MOST_PRICED
+        self._incumbents = incumbents or Incumbents()
         self._candidates: list[Candidate] = []
         self._rejected: list[Pipeline] = []
         self._slower: list[tuple[float, Layout]] = []
@@ -151,8 +156,14 @@ class BranchAndBound:
         best = self._candidates[at]
         if floor_s < SOON * best.step_s:
             return False
-        self._candidates[at] = polished(best, self._pricing)
+        self._candidates[at] = moved = polished(best, self._pricing)
+        self._tell(moved, floor_s)
         return self._candidates[at] is not best
+
+    def _tell(self, found: Candidate, floor_s: float) -> None:
+        """Tells of a candidate; the layouts that wait have this lower bound at least."""
+        least_s = min(found.step_s, floor_s, *self._floors)
+        self._incumbents.found(found.layout.axes, found.step_s, least_s)
 
     def _result(self, waiting: Sequence[tuple[float, Layout]]) -> SearchResult:
         floors = (*self._floors, *(floor_s for floor_s, _ in waiting))
@@ -174,9 +185,11 @@ class BranchAndBound:
     def _is_finished(self, floor_s: float) -> bool:
         """Returns whether the search ends with the layouts that wait; a few are always priced."""
         if not self._candidates:
-            return floor_s == inf or self._is_pruned(floor_s)
-        enough = len(self._candidates) >= self._most_priced and not self._prices_all
-        return enough or self._is_pruned(floor_s)
+            finished = floor_s == inf or self._is_pruned(floor_s)
+        else:
+            enough = len(self._candidates) >= self._most_priced and not self._prices_all
+            finished = enough or self._is_pruned(floor_s)
+        return finished or self._incumbents.end_search()
 
     def _is_pruned(self, floor_s: float) -> bool:
         """Returns whether a layout with this lower bound is pruned, because it cannot win."""
@@ -228,6 +241,7 @@ class BranchAndBound:
             least_s, pipeline = min(least_s, candidate_floor_s), tables[0].pipeline
         if best is not None:
             self._candidates.append(best)
+            self._tell(best, floor_s)
         if least_s < inf:
             self._floors.append(least_s)
         elif pipeline is not None:

@@ -17,6 +17,7 @@ from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import choose
 from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult, polished
+from outsize.planner.search.incumbents import Incumbents
 from outsize.planner.strategies.activation_offload import may_offload, or_offloaded
 from outsize.planner.strategies.recompute_and_cut import may_recompute_units, selective
 from outsize.policies.activations import searched_for
@@ -59,13 +60,29 @@ class Improvement:
     bound: str
 
 
-def improved(request: PlanRequest, result: SearchResult, pricing: Pricing) -> Candidate:
-    """Returns the best candidate of a search, improved in all ways that help."""
+def improved(
+    request: PlanRequest, result: SearchResult, pricing: Pricing, incumbents: Incumbents | None = None
+) -> Candidate:
+    """Returns the best candidate of a search, improved in all ways that help while there is time."""
     winner = Winner(request, result, pricing, pricing, choose(result.candidates))
     for improvement in IMPROVEMENTS:
-        if improvement.helps(winner):
-            winner = improvement.better(winner)
+        if not improvement.helps(winner):
+            continue
+        if incumbents is not None and incumbents.end_search():
+            return _as_found(winner)
+        winner = improvement.better(winner)
     return winner.best
+
+
+def _as_found(winner: Winner) -> Candidate:
+    """Returns the winner as it is, with a floor that holds also for the choices of units that were not
+    tried.
+    """
+    best = winner.best
+    if not may_recompute_units(best):
+        return best
+    least_s = winner.searched.bounds.floor_without_memory_s(best.layout)
+    return replace(best, floor_s=min(best.floor_s, least_s))
 
 
 def _moved(winner: Winner) -> Winner:

@@ -20,7 +20,8 @@ fits, a table as well (RELAXATIONS, below).
 The gap says how far the plan is from the least lower bound: no allowed layout and cut makes a step shorter by
 more than that, except interleaved layouts that were not chosen, for which the balanced cut counts. It
 includes what the bounds leave out: links, and memory where a layout was not tried. There is no randomness and
-no clock: equal input, equal plan.
+no clock: equal input, equal plan. Only a time limit that is asked for ends a search by the clock
+(incumbents.py), and the plan says so.
 
 Source: plan enumeration with a cost model as in PipeDream (arXiv 1806.03377, sec. 3.1) and Alpa (arXiv
 2201.12023, sec. 5), best first with a bound (Land and Doig 1960). Complexity: layouts x O(p n^2), for those
@@ -56,6 +57,7 @@ from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult
 from outsize.planner.search.caveats import order_reasons
 from outsize.planner.search.custom_schedule import with_schedule
 from outsize.planner.search.improvements import improved
+from outsize.planner.search.incumbents import Incumbents, Limits
 from outsize.planner.search.layouts import MESHES, ON_HOST, PIPELINES, interleaved, no_layout, too_few_pieces
 from outsize.planner.search.relaxations import Relaxation, relaxed
 from outsize.planner.search.written_plan import written_plan
@@ -73,7 +75,7 @@ from outsize.schedules.families import CHUNKED, COMPOSED, CUSTOM, DEFAULT
 class Attempt:
     """Is a request whose meshes were searched: `mesh` is the best of them, None where none fits.
 
-    `smallest` captures the model at its smallest microbatches. Above `loses_s` a plan loses to another one.
+    `smallest` captures the model at its smallest microbatches.
     """
 
     request: PlanRequest
@@ -81,15 +83,15 @@ class Attempt:
     meshes: SearchResult
     mesh: Plan | None
     smallest: Callable[[], Models]
-    loses_s: float = inf
+    limits: Limits
 
     @property
     def most_s(self) -> float:
         """Returns the seconds above which a pipeline loses to the mesh, or to another plan."""
         mesh = self.mesh
         if mesh is None or mesh.expected is None:
-            return self.loses_s
-        return min(self.loses_s, BITS * mesh.expected.step_s)
+            return self.limits.loses_s
+        return min(self.limits.loses_s, BITS * mesh.expected.step_s)
 
 
 def search(
@@ -97,31 +99,33 @@ def search(
     candidates: Models,
     cluster: Cluster,
     smallest: Callable[[], Models] = dict,
-    *,
-    explains: bool = True,
-    loses_s: float = inf,
+    limits: Limits | None = None,
 ) -> Plan:
     """Returns the fastest plan that fits; `candidates` map microbatches -> model at batch / microbatches
     samples.
 
-    `smallest` returns the model at its smallest microbatches, which are tried before the host. Unless it
-    `explains`, what pipelines lack that do not fit is not looked for: neither the plan nor NoFeasiblePlan
-    says it. Above `loses_s` the caller takes another plan, so pipelines there are not compared with
-    others. Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
-    than stages, or when nothing was captured for the microbatches asked for.
+    `smallest` returns the model at its smallest microbatches, which are tried before the host. Where `limits`
+    end the search, the plan is the best so far. Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and
+    BadOption when there are fewer devices than stages, or when nothing was captured for the microbatches
+    asked for.
     """
+    limits = limits or Limits()
     pricing = Pricing(candidates, cluster, request.optimizer, idle=request.may_idle)
-    meshes = _meshes(request, pricing)
-    attempt = Attempt(request, pricing, meshes, _best_mesh(request, meshes, pricing), smallest, loses_s)
+    meshes = _meshes(request, pricing, limits.incumbents)
+    mesh = _best_mesh(request, meshes, pricing, limits.incumbents)
+    if mesh is not None and limits.incumbents.end_search():
+        return mesh
+    attempt = Attempt(request, pricing, meshes, mesh, smallest, limits)
     # Devices may be left out in meshes alone, so where that matters pipelines have prices of their own.
     pipelines = Pricing(candidates, cluster, request.optimizer) if cluster.unequal else pricing
     try:
         given_plan = _with_given_axes(
-            request.without_axis_search, pipelines, attempt.most_s, explains=explains
+            request.without_axis_search, pipelines, replace(limits, loses_s=attempt.most_s)
         )
     except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
-        return _instead(attempt, refused)
-    return given_plan if attempt.mesh is None else faster(given_plan, attempt.mesh)
+        # Pipelines whose search was ended are not known to fit nowhere.
+        return _instead(attempt, refused) if mesh is None or not limits.incumbents.ended else mesh
+    return given_plan if mesh is None else faster(given_plan, mesh)
 
 
 def _instead(attempt: Attempt, refused: OutsizeError) -> Plan:
@@ -140,29 +144,26 @@ def _instead(attempt: Attempt, refused: OutsizeError) -> Plan:
 # -- pipelines on the given axes ---------------------------------------------------------------------------
 
 
-def _with_given_axes(
-    request: PlanRequest, pricing: Pricing, most_s: float = inf, *, explains: bool = True
-) -> Plan:
-    """Searches only the axes that were given, and parallel branches where the graph has any.
-
-    A plan that takes longer than `most_s` is not compared with others. What stages lack where nothing fits is
-    said where it `explains`.
-    """
+def _with_given_axes(request: PlanRequest, pricing: Pricing, limits: Limits) -> Plan:
+    """Searches only the axes that were given, and parallel branches where the graph has any."""
+    most_s, whole = limits.loses_s, replace(limits, loses_s=inf)
     if request.schedule == CUSTOM.name:
-        run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), pricing)
+        run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), pricing, whole)
         model = pricing.units.models[run_plan.microbatches * run_plan.axes.replicas]
         return with_schedule(run_plan, request.actions, *model, pricing.cluster)
     is_open = request.schedule is None and request.chunks is None
     free = is_open and not request.has_group_axes and not request.inference
     if request.schedule != COMPOSED.name and not free:
-        return _by_runs(request, pricing, most_s, explains=explains)
+        return _by_runs(request, pricing, limits)
     named = request.model_copy(update={"schedule": None})
-    plan = _by_runs(named, pricing, most_s, explains=explains)
+    plan = _by_runs(named, pricing, limits)
     composed = _composed(request, plan, pricing, most_s)
     if composed is plan or _takes_longer(composed, most_s) or not _takes_longer(plan, most_s):
         return composed
+    if limits.incumbents.end_search():
+        return composed
     # Composed it may be chosen after all, so it needs the alternatives that a plan above `most_s` is without.
-    return _composed(request, _by_runs(named, pricing), pricing)
+    return _composed(request, _by_runs(named, pricing, whole), pricing)
 
 
 def _takes_longer(plan: Plan, most_s: float) -> bool:
@@ -189,13 +190,13 @@ def _composed(request: PlanRequest, plan: Plan, pricing: Pricing, most_s: float 
     return composed.model_copy(update={"why": (*composed.why, *sums, *products)})
 
 
-def _by_runs(request: PlanRequest, pricing: Pricing, most_s: float = inf, *, explains: bool = True) -> Plan:
+def _by_runs(request: PlanRequest, pricing: Pricing, limits: Limits) -> Plan:
     """Returns the fastest plan whose stages are runs of the model's own order.
 
-    Where it takes longer than `most_s` its layout is not compared with others. Raises NoFeasiblePlan, which
-    says what would fit where it `explains`.
+    Raises NoFeasiblePlan, which says what would fit where that is to be explained.
     """
     models, cluster = pricing.units.models, pricing.cluster
+    most_s, incumbents = limits.loses_s, limits.incumbents
     if request.weight_policy.on_host:
         check_hosted(request, [graph for graph, _ in models.values()], cluster)
         check_recompute(request.recompute, request.weights)
@@ -208,22 +209,24 @@ def _by_runs(request: PlanRequest, pricing: Pricing, most_s: float = inf, *, exp
         raise too_few_pieces(searched, pricing)
     loses = not compares and _lose(searched, pricing, most_s)
     options = searched_for(request.recompute)
-    result = BranchAndBound(pricing, options, compares=compares, any_fits=loses).run(searched)
+    result = BranchAndBound(pricing, options, compares=compares, any_fits=loses, incumbents=incumbents).run(
+        searched
+    )
     if result.candidates:
-        best = choose(result.candidates) if loses else improved(request, result, pricing)
+        best = choose(result.candidates) if loses else improved(request, result, pricing, incumbents)
         # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
         # chosen, so it is searched again with its alternatives; what was priced is still in the cache.
-        if not compares and best.step_s <= most_s:
-            result = BranchAndBound(pricing, options).run(searched)
+        if not compares and best.step_s <= most_s and not incumbents.end_search():
+            result = BranchAndBound(pricing, options, incumbents=incumbents).run(searched)
         return written_plan(request, result, best, pricing)
     last = not request.inference and (len(cluster.devices) == 1 or request.weight_policy.on_host)
-    plan = _hosted(request, asked, result, pricing) if last else None
+    plan = _hosted(request, asked, result, pricing, incumbents) if last else None
     if plan is not None:
         return plan
     named = request.schedule or (CHUNKED.name if request.chunks else None)
     if named is not None and not request.weight_policy.on_host and not layouts:
         raise no_layout(named, request, asked, cluster)
-    if not explains:
+    if incumbents.ended or not limits.explains:
         raise NoFeasiblePlan(
             "no pipeline fits these devices",
             numbers=f"cluster {cluster.name!r} has {len(cluster.devices)} devices",
@@ -288,10 +291,10 @@ def _nothing_fits(request: PlanRequest, layouts: Sequence[Layout], pricing: Pric
 # -- meshes of all open axes -------------------------------------------------------------------------------
 
 
-def _meshes(request: PlanRequest, pricing: Pricing) -> SearchResult:
+def _meshes(request: PlanRequest, pricing: Pricing, incumbents: Incumbents) -> SearchResult:
     """Prices the meshes of all axes that the request leaves open."""
     cluster = pricing.cluster
-    search_loop = BranchAndBound(pricing, searched_for(request.recompute))
+    search_loop = BranchAndBound(pricing, searched_for(request.recompute), incumbents=incumbents)
     if not MESHES.helps(request, cluster):
         return search_loop.run(())
     if request.schedule == COMPOSED.name:
@@ -308,24 +311,28 @@ def _meshes(request: PlanRequest, pricing: Pricing) -> SearchResult:
     return replace(result, floor_s=min(result.floor_s, least_s))
 
 
-def _best_mesh(request: PlanRequest, meshes: SearchResult, pricing: Pricing) -> Plan | None:
+def _best_mesh(
+    request: PlanRequest, meshes: SearchResult, pricing: Pricing, incumbents: Incumbents
+) -> Plan | None:
     """Returns the plan of the best mesh, its schedule composed where that is asked for."""
     if not meshes.candidates:
         return None
     if request.schedule != COMPOSED.name:
-        return _plan(request, meshes, pricing)
+        return _plan(request, meshes, pricing, incumbents)
     named = request.model_copy(update={"schedule": None})
-    return _composed(request, _plan(named, meshes, pricing), pricing)
+    return _composed(request, _plan(named, meshes, pricing, incumbents), pricing)
 
 
-def _plan(request: PlanRequest, result: SearchResult, pricing: Pricing) -> Plan:
-    return written_plan(request, result, improved(request, result, pricing), pricing)
+def _plan(request: PlanRequest, result: SearchResult, pricing: Pricing, incumbents: Incumbents) -> Plan:
+    return written_plan(request, result, improved(request, result, pricing, incumbents), pricing)
 
 
 # -- weights on the host -----------------------------------------------------------------------------------
 
 
-def _hosted(request: PlanRequest, models: Models, result: SearchResult, pricing: Pricing) -> Plan | None:
+def _hosted(
+    request: PlanRequest, models: Models, result: SearchResult, pricing: Pricing, incumbents: Incumbents
+) -> Plan | None:
     """Returns a plan with weights on the host in the fastest degree of offload, on one device or on several
     in round-robin.
     """
@@ -334,22 +341,27 @@ def _hosted(request: PlanRequest, models: Models, result: SearchResult, pricing:
     def on_one_device() -> Plan | None:
         layouts = tuple(ON_HOST.layouts(request, models, cluster)) if ON_HOST.helps(request, cluster) else ()
         degrees = [
-            _streamed([layout for layout in layouts if layout.weights == w], pricing, own)
+            _streamed([layout for layout in layouts if layout.weights == w], pricing, own, incumbents)
             for w in HOSTED
             if (own := weight_policy(w).allowed(options))
         ]
         results = [replace(degree, rejected=result.rejected) for degree in degrees if degree.candidates]
-        made = [_plan(request, degree, pricing) for degree in results]
+        made = [_plan(request, degree, pricing, incumbents) for degree in results]
         plans = [in_blocks(plan, *models[plan.microbatches], cluster) for plan in made]
         return fastest(plans, models, cluster) if plans else None
 
     return or_round_robin(on_one_device, request, models, cluster, options)
 
 
-def _streamed(layouts: Sequence[Layout], pricing: Pricing, options: Sequence[Recompute]) -> SearchResult:
+def _streamed(
+    layouts: Sequence[Layout], pricing: Pricing, options: Sequence[Recompute], incumbents: Incumbents
+) -> SearchResult:
     """Prices layer by layer, and microbatch by microbatch only where that does not fit."""
-    result = BranchAndBound(pricing, options).run([layout for layout in layouts if layerwise(layout)])
-    return result if result.candidates else BranchAndBound(pricing, options).run(layouts)
+    by_layers = BranchAndBound(pricing, options, incumbents=incumbents)
+    result = by_layers.run([layout for layout in layouts if layerwise(layout)])
+    if result.candidates:
+        return result
+    return BranchAndBound(pricing, options, incumbents=incumbents).run(layouts)
 
 
 # -- where no pipeline fits --------------------------------------------------------------------------------
@@ -361,12 +373,14 @@ def _finer(attempt: Attempt) -> Plan | None:
     for count, model in attempt.smallest().items():
         finer = asked.model_copy(update={"microbatches": count})
         with suppress(NoFeasiblePlan):
-            return _with_given_axes(finer, Pricing({count: model}, cluster, asked.optimizer), explains=False)
+            pricing = Pricing({count: model}, cluster, asked.optimizer)
+            return _with_given_axes(finer, pricing, replace(attempt.limits, explains=False, loses_s=inf))
     return None
 
 
 def _on_hosts(attempt: Attempt) -> Plan | None:
-    return _hosted(attempt.request, attempt.pricing.units.models, attempt.meshes, attempt.pricing)
+    incumbents, models = attempt.limits.incumbents, attempt.pricing.units.models
+    return _hosted(attempt.request, models, attempt.meshes, attempt.pricing, incumbents)
 
 
 RELAXATIONS: Final[tuple[Relaxation[Attempt, Plan], ...]] = (

@@ -120,3 +120,15 @@ def test_the_cheapest_plan_names_the_devices_to_rent(outsize: Outsize, folder: P
     why = json.loads(answer.out)["why"][0]
     assert (why["code"], why["devices"], why["of_devices"]) == ("cheapest-devices", 1, 2)
     assert "least money per sample" in " ".join(outsize(*call).out.split())
+
+
+def test_a_time_limit_ends_the_search_with_a_plan_that_says_so(outsize: Outsize, folder: Path) -> None:
+    call = ("plan", "toy:build", "--cluster", "2xcpu", "--time-limit")
+    answer = outsize(*call, "0.000001", "--json")
+    assert (answer.code, answer.err) == (0, "")
+    assert "time-limit-ended" in {why["code"] for why in json.loads(answer.out)["why"]}
+    (folder / "plan.json").write_text(answer.out)
+    refused = outsize("plan", "toy:build", "--check", "plan.json", "--time-limit", "5")
+    assert refused.code == 2
+    assert "--time-limit cannot be used together with --check" in refused.err
+    assert "time_limit_s=-1.0 makes no sense" in outsize(*call, "-1").err
