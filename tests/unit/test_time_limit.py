@@ -33,11 +33,12 @@ def planned(**asked: Any) -> outsize.Plan:
 def test_a_plan_says_that_its_limit_ended_the_search() -> None:
     plan = planned(time_limit_s=AT_ONCE_S)
     (said,) = findings(plan, TimeLimitEnded)
-    assert said.limit_s == AT_ONCE_S
+    assert plan.expected is not None
+    assert (said.limit_s, said.gap) == (AT_ONCE_S, plan.expected.gap)
     assert outsize.Plan.model_validate_json(plan.to_json()) == plan
-    assert sentence(TimeLimitEnded(limit_s=20)) == (
-        "the search ended at its time limit of 20.0 s, and this is its best plan so far"
-    )
+    ended = "the search ended at its time limit of 20.0 s, with its best plan so far"
+    assert sentence(TimeLimitEnded(limit_s=20)) == ended
+    assert sentence(TimeLimitEnded(limit_s=20, gap=0.353)) == f"{ended}, 35.3 % above the least bound"
 
 
 def test_a_limit_that_is_not_reached_is_not_told() -> None:

@@ -94,12 +94,13 @@ class CutsBetweenBlocks(Finding):
 
 @final
 class TimeLimitEnded(Finding):
-    """Says that the search was ended by the time limit that was asked for, and the plan is its best so
-    far.
+    """Says that the search was ended by the time limit that was asked for, and the plan is its best so far,
+    with this gap to the least bound of what was to be searched (None where no bound is known).
     """
 
     code: Literal["time-limit-ended"] = "time-limit-ended"
     limit_s: float
+    gap: float | None = None
 
 
 @final

@@ -195,9 +195,8 @@ def _cuts_between_blocks(f: CutsBetweenBlocks) -> str:
 
 @sentence.register
 def _time_limit_ended(f: TimeLimitEnded) -> str:
-    return (
-        f"the search ended at its time limit of {seconds_text(f.limit_s)}, and this is its best plan so far"
-    )
+    ended = f"the search ended at its time limit of {seconds_text(f.limit_s)}, with its best plan so far"
+    return ended if f.gap is None else f"{ended}, {f.gap * 100:.1f} % above the least bound"
 
 
 def incumbent_text(found: Incumbent) -> str:

@@ -85,7 +85,9 @@ class Incumbents:
         """Returns the plan, which says so where the time limit has ended its search."""
         if not self._ended or self._limit_s is None:
             return plan
-        return plan.model_copy(update={"why": (*plan.why, TimeLimitEnded(limit_s=self._limit_s))})
+        gap = None if plan.expected is None else plan.expected.gap
+        ended = TimeLimitEnded(limit_s=self._limit_s, gap=gap)
+        return plan.model_copy(update={"why": (*plan.why, ended)})
 
 
 @final
