@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import singledispatch
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from outsize.axes.registry import GROUP, STAGES, axes_typed
 from outsize.axes.replicate import REPLICATE
@@ -107,8 +107,10 @@ from outsize.ir.formatting import (
     seconds_text,
     stages_text,
 )
-from outsize.planner.search.incumbents import Incumbent
 from outsize.policies.weights import Weights, weight_policy
+
+if TYPE_CHECKING:
+    from outsize.planner.search.incumbents import Incumbent  # `--help` loads this file, and no planner
 
 UNITS_NAMED: Final = 3
 HINTS_SHOWN: Final = 2
