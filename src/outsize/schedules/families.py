@@ -275,6 +275,11 @@ def _depth_in_flight(depth: int, microbatches: int) -> int:
     return min(depth, microbatches)
 
 
+def _of_each_chunk(depth: int, ranks: int, microbatches: int) -> int:
+    """Returns what a rank has of each chunk before a backward of its last one: p of those before."""
+    return min(2 * depth - 1, ranks, microbatches)
+
+
 # -- the critical path through a stage (planner/bounds/step_time.py) ------------------------------------
 
 
@@ -403,6 +408,7 @@ INTERLEAVED: Final = register(
         preference=3,
         in_flight=_depth_in_flight,
         path_s=_work_alone_s,
+        of_each_chunk=_of_each_chunk,
         searched=_not_on_cpu,
         chunk_counts=_several,
         bound_is_work=True,

@@ -70,6 +70,10 @@ class Family:
     searched            (on CPUs, with measured times) -> whether the search tries it unasked
     asked_by_name       whether the command line offers it
     in_flight           (stages from here to the last one, microbatches) -> most microbatches in flight
+    of_each_chunk       (stages from here to the last rank, ranks, microbatches) -> how many microbatches each
+                        of a rank's stages has in flight at one moment, at least; where ranks divide the
+                        microbatches and these are three times as many, it has all gradients of weights then;
+                        None where no such law is known
     path_s              a lower bound of the step on the critical path through one stage
     chain               the same for a chain of stages; None where no such law is known
     bound_is_work       no lower bound of a step is known but that the ranks share the work
@@ -102,6 +106,7 @@ class Family:
     chunk_counts: ChunkCounts
     asked_by_name: bool = True
     chain: ChainLaw | None = None
+    of_each_chunk: Callable[[int, int, int], int] | None = None
     bound_is_work: bool = False
     forwards_lead: bool = False
     even_cut_is_best: bool = False

@@ -13,6 +13,7 @@ from typing import Final, final
 from outsize.ir.cluster import Device
 from outsize.planner.bounds.chain import Queue, Room
 from outsize.planner.bounds.collectives import CollectiveBounds
+from outsize.planner.bounds.interleaved import InterleavedBound, RankShape
 from outsize.planner.bounds.memory import MemoryBounds
 from outsize.planner.bounds.step_time import StepBound
 from outsize.planner.costs.cache import Cache
@@ -24,7 +25,16 @@ from outsize.planner.heterogeneous.assignment import first_of, numbers
 from outsize.planner.heterogeneous.bounds import Crossing, Fleet, Groups
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import OptimizerBytes, style_of
-from outsize.policies.activations import KEEP, WHOLE_STAGE, Recompute, any_offloads, saves_memory, whole_stage
+from outsize.policies.activations import (
+    KEEP,
+    WHOLE_STAGE,
+    Recompute,
+    any_offloads,
+    by_units,
+    saves_memory,
+    whole_stage,
+)
+from outsize.schedules.families import family_of
 
 # A layout whose lower bound exceeds another's likely step by this factor is unlikely to win.
 BEYOND: Final = 1.08
@@ -118,6 +128,20 @@ class LayoutBounds:
         """
         room_bytes = self._groups.room_bytes(layout.group)
         return self._memory.recompute_s(layout, self._units.work(layout), room_bytes)
+
+    def interleaved_s(self, layout: Layout, recompute: Sequence[Recompute]) -> float:
+        """Returns a lower bound of any cut of an interleaved layout in these options, with the stages of each
+        rank in its memory; 0 where it is not known what they hold.
+        """
+        law, room = family_of(layout.schedule).of_each_chunk, self._room(layout, recompute)
+        if law is None or room is None or layout.actions:
+            return 0.0
+        m, pp = layout.microbatches, layout.axes.pp
+        held = tuple(law(pp - rank, pp, m) for rank in range(pp))
+        shape = RankShape(layout.chunks, m, held, graded=m % pp == 0 and m >= 3 * pp)
+        # Only a single device for each stage recomputes some of its units.
+        some = layout.group == 1 and by_units(recompute)
+        return InterleavedBound(self._units.work(layout), room, shape, by_unit=some).floor_s()
 
     def balanced_s(self, layout: Layout) -> float:
         """Returns the step of a balanced cut of an interleaved layout: a lower bound would rank it first."""

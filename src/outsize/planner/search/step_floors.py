@@ -3,6 +3,7 @@
     least_s      sums of all work                    of each layout, before anything is sorted
     bound        sharpened step by step              of those that come first in the queue
     likely_s     the balanced cut                    of interleaved layouts, whose cuts are balanced
+    any_cut_s    the memory of each rank     of an interleaved layout that was chosen, for its gap
     below_s      over orders of unequal devices      of layouts of such devices, up to a limit
 
 Each is of the pipeline (evaluate/layout_bounds.py), whose seconds the collectives of replicas overlap with
@@ -53,6 +54,12 @@ class StepFloors:
     def bound(self, layout: Layout) -> StepBound:
         """Returns a lower bound of the pipeline's seconds that can be sharpened."""
         return self._pricing.bounds.bound(layout, self._recompute)
+
+    def any_cut_s(self, layout: Layout) -> float:
+        """Returns a lower bound of any cut of an interleaved layout; the search prices a balanced one."""
+        bounds = self._pricing.bounds
+        pipeline_s = max(bounds.least_s(layout), bounds.interleaved_s(layout, self._recompute))
+        return self.together_s(layout, pipeline_s)
 
     def likely_s(self, layout: Layout) -> float:
         """Returns the step of a balanced cut with its collectives; infinite where nothing can fit."""

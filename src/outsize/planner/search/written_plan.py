@@ -21,9 +21,10 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.layout.tensor_parallel import tensor_reasons
 from outsize.planner.search.branch_and_bound import SearchResult
 from outsize.planner.search.caveats import beyond_reasons, order_reasons, slow_options
+from outsize.planner.search.step_floors import StepFloors
 from outsize.planner.strategies.activation_offload import offload_reasons, offloaded
 from outsize.planner.strategies.selective_recompute import by_blocks, counted, selective_reasons, written
-from outsize.policies.activations import KEEP
+from outsize.policies.activations import KEEP, searched_for
 
 REJECTIONS: Final = 6
 # A smaller gap is below the error of a prediction.
@@ -98,7 +99,8 @@ def _expected(request: PlanRequest, best: Candidate, result: SearchResult, prici
     floor_s = min(result.floor_s, best.floor_s or inf)
     # The other cuts of an interleaved layout are not among those that were priced.
     if best.layout.chunks > 1:
-        floor_s = min(floor_s, pricing.bounds.least_s(best.layout))
+        floors = StepFloors(pricing, searched_for(request.recompute))
+        floor_s = min(floor_s, floors.any_cut_s(best.layout))
     gap = max(0.0, best.step_s / floor_s - 1) if floor_s > 0 and not offloaded(best) else None
     return figures.model_copy(
         update={
