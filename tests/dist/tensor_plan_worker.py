@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -28,6 +29,7 @@ from outsize.ir.cluster import parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Action
+from outsize.ir.units.names import compress_units
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.evaluate_plan import timeline
 from outsize.program.tape import Tape
@@ -127,7 +129,20 @@ def plan_of(model: nn.Module, batch: Batch, case: Case) -> Plan:
         recompute=case.recompute,
         sequence_parallel=case.sequence,
     )
-    return outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch))
+    plan = outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch))
+    return some_recomputed(plan, model, batch) if case.recompute == "selective" else plan
+
+
+def some_recomputed(plan: Plan, model: nn.Module, batch: Batch) -> Plan:
+    """A plan where memory would ask for nothing: of three units two are recomputed, also within layers."""
+    graph = outsize.capture(model, batch.args, batch.kwargs, loss_fn=loss_of)
+    names, bounds = [unit.name for unit in graph.units], plan.bounds(graph)
+    chosen = [[unit for unit in range(*run) if unit % 3] for run in pairwise(bounds)]
+    stages = (
+        stage.model_copy(update={"recompute": "selective", "recomputed": compress_units(names, units)})
+        for stage, units in zip(plan.stages, chosen, strict=True)
+    )
+    return plan.model_copy(update={"stages": tuple(stages)})
 
 
 def loss(batch: Batch) -> dict[str, Any]:

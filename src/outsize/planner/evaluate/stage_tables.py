@@ -21,7 +21,7 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
 from outsize.planner.memory.range_tables import owned_gradients, owners_update
 from outsize.planner.memory.recomputed_blocks import block_ranges
-from outsize.planner.memory.sharded import KeyBytes, UnshardedBytes, device_tables
+from outsize.planner.memory.sharded import GatheredBytes, KeyBytes, UnshardedBytes, device_tables
 from outsize.planner.offload.host_traffic import hosted
 from outsize.planner.partition.feasibility import none_fits
 from outsize.planner.partition.stage_prices import PricedModel
@@ -114,7 +114,7 @@ class StageTables:
         whole, seconds = self._undivided_case(layout, device), self._units.seconds(layout, device)
         if activation_policy(recompute).lists_units:
             whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
-        styled, gathered = self._units.graph(layout).tensor is not None, self._gathered(layout)
+        styled, gathered = self._units.graph(layout).tensor is not None, self._unsharded(layout)
         ranges = device_tables(whole.ranges, layout, self._keys(layout, recompute), gathered, styled)
         if self._optimizer.couples and layout.shards > 1:
             ranges = replace(ranges, update=owners_update(whole.graph, self._optimizer, layout.shards))
@@ -130,13 +130,28 @@ class StageTables:
         whole = np.add.reduceat(per_unit, starts), np.maximum.reduceat(sums, starts)
         return KeyBytes(*whole, kept=activation_policy(recompute).keeps_all)
 
-    def _gathered(self, layout: Layout) -> UnshardedBytes | None:
+    def _unsharded(self, layout: Layout) -> UnshardedBytes | None:
         """Returns what is gathered for a moment, where weights are sharded."""
         if not layout.weight_policy.shards_weights:
             return None
         graph, _ = self._units.of_rank(layout)
         left = layout.axes.product_parts if graph.tensor is None else 1
         return UnshardedBytes.of(graph, self._optimizer, self.ends(layout), left)
+
+    def gathered(self, layout: Layout, device: Device) -> GatheredBytes | None:
+        """Returns what is whole for a moment beside a microbatch, where weights are sharded."""
+        if layout.shards == 1 or not layout.weight_policy.shards_weights:
+            return None
+        sharded = self.case(layout, device, KEEP.name).ranges
+        return GatheredBytes.of(sharded, self._undivided_case(layout, device).ranges)
+
+    def whole_of_rank(self, layout: Layout) -> bool:
+        """Returns whether a microbatch has the same bytes on a device as in the graph of its rank: tables of
+        ranks that share tokens, or layers of a graph that does not say what is divided, are shares.
+        """
+        axes = layout.axes
+        ranked = axes.product_parts == 1 or self._units.graph(layout).tensor is not None
+        return axes.token_parts == 1 and ranked
 
     def _undivided_case(self, layout: Layout, device: Device) -> PricedModel:
         """Returns the case of the model as one tensor-parallel rank runs it: bytes are divided from here."""

@@ -47,8 +47,8 @@ class UnitPrices:
         return self._of_expert_rank(layout)[0]
 
     def whole(self, layout: Layout, device: Device) -> tuple[ModelGraph, Profile, UnitSeconds]:
-        """Returns the model unit by unit, with its seconds on such a device."""
-        return *self._of_expert_rank(layout), self.seconds(layout, device)
+        """Returns the model unit by unit as one rank has it, with its seconds on such a device."""
+        return *self.of_rank(layout), self.seconds(layout, device)
 
     def of_rank(self, layout: Layout) -> Model:
         """Returns the model as one tensor-parallel rank has it."""

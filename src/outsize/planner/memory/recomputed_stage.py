@@ -19,9 +19,10 @@ tensor by tensor and, where no unit is recomputed, equals activations.py; benchm
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, Self, final
 
 import numpy as np
@@ -133,18 +134,38 @@ class StageBytes:
         return tuple(i for i, s in enumerate(self.stores) if s.made >= 0 and s.last < self.units)
 
     @cached_property
+    def alive(self) -> tuple[int, ...]:
+        """Returns for each unit the bytes of the inner storages that are made by then and still used."""
+        inner = [self.stores[place] for place in self.inner]
+        return tuple(_sum_of_spans(self.units, ((s.made, s.last + 1, s.size_bytes) for s in inner)).tolist())
+
+    @cached_property
     def leaving(self) -> tuple[int, ...]:
         """Returns for each unit the bytes of the values made up to it that will be sent."""
         sent = [s for s in self.stores if s.made >= 0 and s.last >= self.units]
         return tuple(_sum_of_spans(self.units, ((s.made, self.units, s.size_bytes) for s in sent)).tolist())
 
     @cached_property
-    def _made_by(self) -> list[list[StageStorage]]:
-        made_by: list[list[StageStorage]] = [[] for _ in range(self.units)]
-        for store in self.stores:
-            if store.made >= 0:
-                made_by[store.made].append(store)
-        return made_by
+    def _first_kept(self) -> list[list[Run]]:
+        """Returns for each unit the memories (made by, bytes) that are kept for it and for none before."""
+        kept: list[list[Run]] = [[] for _ in range(self.units)]
+        for store in (s for s in self.stores if s.made >= 0 and s.keepers):
+            kept[store.keepers[0]].append((store.made, store.size_bytes))
+        return kept
+
+    @cached_property
+    def _held_for(self) -> list[list[tuple[int, int, int, int]]]:
+        """Returns for each unit the memories (made by, first unit, end, bytes) that it uses, and the units at
+        which a second forward holds them for it and for none before, until autograd saves them.
+        """
+        held_for: list[list[tuple[int, int, int, int]]] = [[] for _ in range(self.units)]
+        for store in (s for s in self.stores if s.made >= 0):
+            since = min(store.keepers, default=self.units)
+            for before, unit in pairwise((store.made - 1, *(u for u in store.used if u >= store.made))):
+                first, end = max(before + 1, store.made), min(unit + 1, since)
+                if first < end:
+                    held_for[unit].append((store.made, first, end, store.size_bytes))
+        return held_for
 
     def held(self, chosen: Collection[int]) -> MicrobatchBytes:
         """Returns the bytes of the stage when the units `chosen` are recomputed."""
@@ -168,25 +189,31 @@ class StageBytes:
         )
 
     def segment(self, a: int, b: int) -> SegmentBytes:
-        """Returns what the segment holds in its second forward and in its backward, besides what is kept.
+        """Returns what the segment holds in its second forward and in its backward, besides what is kept."""
+        return list(self.segments_from(a, b))[-1]
+
+    def segments_from(self, a: int, most: int) -> Iterator[SegmentBytes]:
+        """Yields the same for all segments that begin with unit a, the shortest first, up to end `most`.
 
         The second forward ends with the last tensor that is saved: tensors made only for other segments do
-        not exist.
+        not exist. So a unit more adds what it saves, and what is held for it since it was made or last used.
         """
-        made = [s for u in range(a, b) for s in self._made_by[u]]
-        since = [min((u for u in s.keepers if u < b), default=b) for s in made]
-        until = [max((u for u in s.used if u < b), default=-1) for s in made]
-        saved, again, backward, first_backward = 0, 0, NOTHING, NOTHING
-        for k in range(a, b):
-            saved += self.own[k] + sum(s.size_bytes for s, at in zip(made, since, strict=True) if at == k)
-            spans = zip(made, since, until, strict=True)
-            alive = sum(s.size_bytes for s, at, end in spans if s.made <= k <= end and at > k)
-            again = max(again, saved + alive + self.workspace[k])
-            backward = max(backward, saved + self.backward[k])
-            first_backward = max(first_backward, saved + self.first_backward[k])
-        return SegmentBytes(
-            max(backward, again + self.passing[b]), max(first_backward, again + self.first_passing[b])
-        )
+        saved_bytes, held = 0, list[int]()
+        again, backward, first_backward = 0, NOTHING, NOTHING
+        for k in range(a, most):
+            saved_bytes += self.own[k] + sum(size for made, size in self._first_kept[k] if made >= a)
+            held.append(saved_bytes + self.workspace[k])
+            again = max(again, held[-1])
+            for made, first, end, size_bytes in self._held_for[k]:
+                for unit in range(first, end) if made >= a else ():
+                    held[unit - a] += size_bytes
+                    again = max(again, held[unit - a])
+            backward = max(backward, saved_bytes + self.backward[k])
+            first_backward = max(first_backward, saved_bytes + self.first_backward[k])
+            yield SegmentBytes(
+                max(backward, again + self.passing[k + 1]),
+                max(first_backward, again + self.first_passing[k + 1]),
+            )
 
 
 def _saved_from(store: StageStorage, start_of: Mapping[int, int], never: int) -> int:

@@ -39,6 +39,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import OptimizerBytes
 from outsize.planner.memory.range_tables import Bytes, RangeTables, largest, owned_gradients
+from outsize.planner.memory.recomputed_stage import MicrobatchBytes
 from outsize.schedules.refine import pieces_of
 
 
@@ -90,6 +91,29 @@ class UnshardedBytes:
         weights = np.array([sum(size[name] for name in names) for names in used], np.int64)
         gradients = owned_gradients(graph, optimizer)
         return cls(_share(weights, shards), _share(gradients, shards), pieces_of(graph), ends)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class GatheredBytes:
+    """Holds for all runs what a device with shards of weights has for a moment beyond what a microbatch needs
+    where weights are whole; in a `backward` it lacks the other devices' gradients.
+    """
+
+    forward: Bytes
+    backward: Bytes
+
+    @classmethod
+    def of(cls, sharded: RangeTables, whole: RangeTables) -> Self:
+        """Compares the tables of a device with those of whole weights."""
+        return cls(sharded.forward - whole.forward, sharded.backward - whole.backward)
+
+    def beside(self, held: MicrobatchBytes, run: tuple[int, int]) -> MicrobatchBytes:
+        """Returns the same moments of a run on a device with shards."""
+        forward, backward = int(self.forward[run]), int(self.backward[run])
+        return MicrobatchBytes(
+            held.saved_bytes, held.forward + forward, held.backward + backward, held.first_backward + backward
+        )
 
 
 def _with_weight_shard(ranges: RangeTables, shards: int) -> RangeTables:

@@ -163,7 +163,7 @@ IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
     ),
     Improvement(
         name="stages recompute some of their units",
-        helps=lambda winner: may_recompute_units(winner.best),
+        helps=lambda winner: may_recompute_units(winner.best, winner.pricing),
         better=_some_recomputed,
         bound="that of all cuts with any choice of units",
     ),

@@ -58,15 +58,15 @@ SHARING: Final = 12
 WORTH: Final = 1e-3
 
 
-def may_recompute_units(best: Candidate) -> bool:
+def may_recompute_units(best: Candidate, pricing: Pricing) -> bool:
     """Returns whether stages of this layout may recompute some of their units: both to keep and to recompute
-    all of them is open.
+    all of them is open, and the bytes of each unit are known.
     """
     layout = best.layout
     open_options = {*WHOLE_STAGE} <= {case.recompute for case in best.pipeline.options[0]}
     # A stage that recomputes some units cannot split its backward.
     splits = family_of(layout.schedule).splits_backward
-    return layout.group == 1 and not layout.hosted and open_options and not splits
+    return pricing.stages.whole_of_rank(layout) and not layout.hosted and open_options and not splits
 
 
 def selective(best: Candidate, pricing: Pricing, optimizer: str) -> Candidate:
@@ -74,7 +74,7 @@ def selective(best: Candidate, pricing: Pricing, optimizer: str) -> Candidate:
     nothing is better.
     """
     layout = best.layout
-    if not may_recompute_units(best):
+    if not may_recompute_units(best, pricing):
         return best
     if layout.chunks > 1:
         return _one_by_one(best, pricing, optimizer)

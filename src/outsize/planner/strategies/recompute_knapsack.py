@@ -12,9 +12,11 @@ cannot matter counts as the largest that never does.
 
 Bound: at a price of p seconds for a saved byte, the cheapest continuation of a state is a shortest path; its
 cost above p x the bytes that may still be saved is a lower bound of the remaining seconds (a Lagrangian
-relaxation, Fisher, Management Science 27(1), 1981). p is bisected; its shortest paths are also the first
-complete choices, and where the computed microbatch does not fit besides them, p is raised until it does. A
-choice whose bound reaches the best known one is dropped.
+relaxation, Fisher, Management Science 27(1), 1981). p is where two paths cost the same of which one keeps too
+much (Handler and Zang, Networks 10(4), 1980); shortest paths are also the first complete choices, and where
+the computed microbatch does not fit besides them, p is raised until it does. Layers that are alike are chosen
+alike at any price, so the beginning of one of the two paths is joined with the end of the other. A choice
+whose bound reaches the best known one is dropped.
 
 It is exact among segments of at most LONGEST units, unless there were more states or choices than MOST: then
 the bound says by how much (`least_s`). Complexity: states x segments x choices; exponential at worst, as the
@@ -28,16 +30,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, final
 
-from outsize.ir.units.recompute_segments import Run
 from outsize.planner.memory.recomputed_stage import SegmentBytes, StageBytes
 
 LONGEST: Final = 12
 WIDTH: Final = 6
 MOST: Final = 200
 MOST_STATES: Final = 64
-# Above HIGHEST seconds per byte only bytes count; HALVINGS is the precision of the price.
-HIGHEST: Final = 1e6
-HALVINGS: Final = 24
+# Sums of seconds that differ by a smaller share are equal but for rounding.
+SAME: Final = 1e-12
 # These number what the computed microbatch does, as indices of the worst moments.
 FORWARD, BACKWARD, FIRST_BACKWARD, NOTHING = range(4)
 
@@ -86,15 +86,21 @@ class _Arc:
     segment: bool
 
 
+_Path = list[_Arc]
+_Remaining = list[dict[State, tuple[float, _Arc | None]]]
+"""Holds the cheapest path to the end from each state of each unit, and its first step."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """Describes choices for the first units, linked backward."""
+    """Describes choices for the units before `end`, linked backward; the last began with unit `start`."""
 
     seconds: float
     saved_bytes: int
     worst: tuple[int, int, int]
     start: int = 0
+    end: int = 0
     segment: bool = False
     before: _Partial | None = None
 
@@ -121,16 +127,17 @@ class _Paths:
     def __init__(self, stage: StageBytes, forward_s: Sequence[float]) -> None:
         self._stage, self._forward_s = stage, tuple(forward_s)
         inner, stores = stage.inner, stage.stores
-        self._segments = dict[Run, tuple[SegmentBytes, float]]()
+        self._segments: list[list[tuple[SegmentBytes, float]] | None] = [None] * stage.units
         self._used_by: list[list[int]] = [[] for _ in range(stage.units)]
+        self._kept_for: list[list[int]] = [[] for _ in range(stage.units)]
         for i in inner:
             for unit in stores[i].used:
                 self._used_by[unit].append(i)
-        alive = [
-            sum(stores[i].size_bytes for i in inner if stores[i].made <= k <= stores[i].last)
-            for k in range(stage.units)
+            for unit in stores[i].keepers:
+                self._kept_for[unit].append(i)
+        self._forward = [
+            sum(sizes) for sizes in zip(stage.alive, stage.leaving, stage.workspace, strict=True)
         ]
-        self._forward = [a + b + c for a, b, c in zip(alive, stage.leaving, stage.workspace, strict=True)]
         self.arcs: list[dict[State, list[_Arc]]] = [{} for _ in range(stage.units + 1)]
         self.arcs[0][START] = []
         self.complete = True
@@ -141,11 +148,9 @@ class _Paths:
                 for arc in self.arcs[k][state]:
                     self.arcs[arc.end].setdefault(arc.state, [])
 
-    def priced(
-        self, second_per_byte: float, *, seconds: float = 1.0
-    ) -> list[dict[State, tuple[float, _Arc | None]]]:
+    def priced(self, second_per_byte: float, *, seconds: float = 1.0) -> _Remaining:
         """Returns the cheapest path to the end from each state, and its first step."""
-        cheapest: list[dict[State, tuple[float, _Arc | None]]] = [{} for _ in self.arcs]
+        cheapest: _Remaining = [{} for _ in self.arcs]
         cheapest[-1] = dict.fromkeys(self.arcs[-1], (0.0, None))
         for k in reversed(range(len(self.arcs) - 1)):
             for state, arcs in self.arcs[k].items():
@@ -160,7 +165,7 @@ class _Paths:
     def _from(self, k: int, state: State) -> Iterator[_Arc]:
         saved, just_ended = state
         stage, block = self._stage, self._stage.block
-        saved_here = saved | {i for i in stage.inner if k in stage.stores[i].keepers}
+        saved_here = saved.union(self._kept_for[k])
         size = stage.own[k] + self._size(saved_here - saved)
         worst = self._held_forward(k, saved_here), stage.backward[k], stage.first_backward[k]
         yield _Arc(k + 1, 0.0, size, worst, (self._used_from(k + 1, saved_here), False), segment=False)
@@ -175,9 +180,7 @@ class _Paths:
         """Builds the step of a segment; `saved_with_reads`: the saved storages and those that the segment
         reads.
         """
-        if (k, end) not in self._segments:
-            self._segments[k, end] = self._stage.segment(k, end), sum(self._forward_s[k:end])
-        acting, seconds = self._segments[k, end]
+        acting, seconds = self._segments_from(k)[end - k - 1]
         forward = max(self._held_forward(u, saved_with_reads) for u in range(k, end))
         return _Arc(
             end,
@@ -187,6 +190,15 @@ class _Paths:
             (self._used_from(end, saved_with_reads), True),
             segment=True,
         )
+
+    def _segments_from(self, k: int) -> list[tuple[SegmentBytes, float]]:
+        """Returns the bytes and the seconds of the segments that begin with unit k, the shortest first."""
+        if (known := self._segments[k]) is None:
+            ends = range(k + 1, min(self._stage.units, k + LONGEST) + 1)
+            parts = self._stage.segments_from(k, ends[-1])
+            known = [(part, sum(self._forward_s[k:end])) for part, end in zip(parts, ends, strict=True)]
+            self._segments[k] = known
+        return known
 
     def _size(self, places: Iterable[int]) -> int:
         return sum(self._stage.stores[i].size_bytes for i in places)
@@ -217,7 +229,7 @@ class _KnapsackSearch:
         self._remaining = paths.priced(0.0)
         self._proven = paths.complete
         if self._least[0][START][0] <= self._most_saved_bytes:
-            self._bisect()
+            self._price_bytes()
 
     def choice(self) -> Choice | None:
         """Returns the best choice, None where there is none."""
@@ -263,35 +275,80 @@ class _KnapsackSearch:
     def _known_s(self) -> float:
         return inf if self._best is None else self._best.seconds * (1 - 1e-12)
 
-    def _bisect(self) -> None:
+    def _price_bytes(self) -> None:
         """Finds the price at which the cheapest path keeps about as much as allowed, and one at which it
         fits.
         """
-        self._price = self._least_price(lambda path: path.saved_bytes <= self._most_saved_bytes)
-        self._remaining = self._paths.priced(self._price)
+        low, high = self._followed(self._remaining), self._followed(self._least)
+        low, high, self._price, self._remaining = self._at_price(
+            low, high, lambda path: path.saved_bytes <= self._most_saved_bytes
+        )
         # The computed microbatch does not fit besides what is kept.
-        if not self._fits(self._cheapest_path(self._price)):
-            self._least_price(self._fits)
+        if not self._fits(self._begun(high)[-1]):
+            low, high, _, _ = self._at_price(high, self._followed(self._least), self._fits)
+        self._join(low, high)
 
-    def _least_price(self, enough: Callable[[_Partial], bool]) -> float:
-        """Returns about the least price whose path is `enough`; each path that fits is a complete choice."""
-        low, high = 0.0, 1.0
-        while not enough(self._cheapest_path(high)) and high < HIGHEST:
-            low, high = high, high * 16
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2 if low else high / 16
-            low, high = (low, middle) if enough(self._cheapest_path(middle)) else (middle, high)
-        return high
+    def _at_price(
+        self, low: _Path, high: _Path, enough: Callable[[_Partial], bool]
+    ) -> tuple[_Path, _Path, float, _Remaining]:
+        """Returns two paths that are both cheapest at one price, of which the second is `enough`, that price,
+        and the cheapest paths at it; the paths are equal where `low` is enough.
 
-    def _cheapest_path(self, price: float) -> _Partial:
-        """Returns the cheapest path at this price, and records it if it fits."""
-        remaining, partial, k, state = self._paths.priced(price), self._first, 0, START
+        What a path costs is a line over the price. Where the lines of two paths cross, another path is
+        cheaper, and takes the place of one of them; or none is, and this is the price.
+        """
+        a, b = self._begun(low)[-1], self._begun(high)[-1]
+        if enough(a):
+            return low, low, self._price, self._remaining
+        while True:
+            freed_bytes = a.saved_bytes - b.saved_bytes
+            price = max(0.0, b.seconds - a.seconds) / freed_bytes if freed_bytes > 0 else 0.0
+            remaining = self._paths.priced(price)
+            path = self._followed(remaining)
+            middle = self._begun(path)[-1]
+            reached_s = a.seconds + price * a.saved_bytes
+            if middle.seconds + price * middle.saved_bytes >= reached_s * (1 - SAME):
+                return low, high, price, remaining
+            if enough(middle):
+                high, b = path, middle
+            else:
+                low, a = path, middle
+
+    def _followed(self, remaining: _Remaining) -> _Path:
+        """Returns the cheapest path."""
+        path, k, state = list[_Arc](), 0, START
         while (arc := remaining[k][state][1]) is not None:
-            partial = _extended(partial, k, arc)
+            path.append(arc)
             k, state = arc.end, arc.state
-        if k == self._n and self._fits(partial):
-            self._consider([partial])
-        return partial
+        return path
+
+    def _begun(self, path: _Path, first: _Partial | None = None) -> list[_Partial]:
+        """Returns the choices along a path, after its first 0, 1, 2, ... steps; the last is recorded if it is
+        complete and fits.
+        """
+        begun, k = [first or self._first], first.end if first else 0
+        for arc in path:
+            begun.append(_extended(begun[-1], k, arc))
+            k = arc.end
+        if k == self._n and self._fits(begun[-1]):
+            self._consider(begun[-1:])
+        return begun
+
+    def _join(self, low: _Path, high: _Path) -> None:
+        """Tries choices that begin as one path and end as the other, with as much of `low` as fits.
+
+        At one price layers that are alike are chosen alike: all or none. So some are as in one path.
+        """
+        for begin, end in ((low, high), (high, low)):
+            begun, places = self._begun(begin), {node: place for place, node in enumerate(_nodes(end))}
+            joints = [(at, places[node]) for at, node in enumerate(_nodes(begin)) if node in places]
+            joints = joints if begin is low else joints[::-1]
+            first, last = 0, len(joints) - 1
+            while first <= last:
+                middle = (first + last) // 2
+                at, place = joints[middle]
+                tried = self._begun(end[place:], begun[at])[-1]
+                first, last = (middle + 1, last) if self._fits(tried) else (first, middle - 1)
 
     def _bound_s(self, seconds: float, saved_bytes: int, k: int, state: State) -> float:
         """Returns the least seconds of a complete choice that begins with these seconds and bytes."""
@@ -332,7 +389,12 @@ class _KnapsackSearch:
 def _extended(partial: _Partial, k: int, arc: _Arc) -> _Partial:
     saved_bytes, (a, b, c), (x, y, z) = partial.saved_bytes + arc.saved_bytes, partial.worst, arc.worst
     worst = max(a, saved_bytes + x), max(b, saved_bytes + y), max(c, saved_bytes + z)
-    return _Partial(partial.seconds + arc.extra_s, saved_bytes, worst, k, arc.segment, partial)
+    return _Partial(partial.seconds + arc.extra_s, saved_bytes, worst, k, arc.end, arc.segment, partial)
+
+
+def _nodes(path: _Path) -> list[tuple[int, State]]:
+    """Returns the units and states between the steps of a path, its ends included."""
+    return [(0, START), *((arc.end, arc.state) for arc in path)]
 
 
 def _undominated(partials: Sequence[_Partial]) -> list[_Partial]:

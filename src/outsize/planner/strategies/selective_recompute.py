@@ -24,6 +24,7 @@ from outsize.planner.memory.in_flight_states import states_by_rank, states_by_st
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import Bytes, RangeTables, owned_gradients
 from outsize.planner.memory.recomputed_stage import MicrobatchBytes, StageBytes
+from outsize.planner.memory.sharded import GatheredBytes
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.strategies.recompute_knapsack import (
     BACKWARD,
@@ -57,7 +58,7 @@ OWN = (
 class UnitLevelModel:
     """Holds the model of a search unit by unit; its tables may be of pieces, whose `ends` are given.
 
-    `gradients`: bytes for the weights that each unit owns.
+    `gradients`: bytes for the weights that each unit owns. `gathered` is set where weights are sharded.
     """
 
     graph: ModelGraph
@@ -65,6 +66,7 @@ class UnitLevelModel:
     seconds: UnitSeconds
     gradients: Bytes
     ends: tuple[int, ...]
+    gathered: GatheredBytes | None = None
 
     @classmethod
     def of(cls, pricing: Pricing, pipeline: Pipeline, stage: int, optimizer: str) -> Self:
@@ -75,7 +77,8 @@ class UnitLevelModel:
         def built() -> Self:
             graph, profile, seconds = pricing.units.whole(layout, device)
             gradients = owned_gradients(graph, optimizer_bytes(optimizer))
-            return cls(graph, profile, seconds, gradients, ends)
+            gathered = pricing.stages.gathered(layout, device)
+            return cls(graph, profile, seconds, gradients, ends, gathered)
 
         return pricing.once(("unit by unit", layout, ends, device.kind, optimizer), built)
 
@@ -83,12 +86,16 @@ class UnitLevelModel:
     def stage(self) -> Callable[[Run], StageBytes]:
         """Returns the function run of pieces -> bytes of the stage with it; it keeps the last results."""
         graph, profile, gradients, ends = self.graph, self.profile, self.gradients, self.ends
+        sharded = self.gathered is not None
 
         # It does not hold the model that holds it: a cycle would keep all tables until Python looks for one.
         def stage(run: Run) -> StageBytes:
             first, end = ends[run[0]], ends[run[1]]
             own: list[int] = gradients[first:end].tolist()
-            return StageBytes.of(graph, profile, own, (first, end))
+            whole = StageBytes.of(graph, profile, own, (first, end))
+            # The first backward is bounded by a later one, as in memory/sharded.py.
+            later = {"first_backward": whole.backward, "first_passing": whole.passing}
+            return replace(whole, **later) if sharded else whole
 
         return lru_cache(maxsize=64)(stage)
 
@@ -97,11 +104,12 @@ class UnitLevelModel:
         """Returns the function (tables without recompute, run, chosen units) -> tables with this run's own
         bytes, and the seconds of units that are recomputed; it keeps the last results.
         """
-        seconds, ends, stage = self.seconds, self.ends, self.stage  # See `stage`.
+        seconds, ends, stage, gathered = self.seconds, self.ends, self.stage, self.gathered  # See `stage`.
 
         def case(saving: PricedModel, run: Run, chosen: Units) -> PricedModel:
             first, end = ends[run[0]], ends[run[1]]
             held = stage(run).held({unit - first for unit in chosen if first <= unit < end})
+            held = held if gathered is None else gathered.beside(held, run)
             return _with_chosen(saving, run, held, _recompute_s(seconds, ends, chosen))
 
         return lru_cache(maxsize=64)(case)
@@ -255,8 +263,17 @@ def shared_choice(candidate: Candidate, stage: int, fine: UnitLevelModel) -> Cho
 def _best(fine: UnitLevelModel, run: Run, limits: Sequence[Limit], room: int) -> Choice | None:
     first, end = fine.ends[run[0]], fine.ends[run[1]]
     forward_s: list[float] = fine.seconds.forward[first:end].tolist()
+    if (gathered := fine.gathered) is not None:
+        limits = [_with_gathered(at, gathered, run) for at in limits]
     cheapest = choose(fine.stage(run), forward_s, limits, room)
     return replace(cheapest, units=frozenset(first + unit for unit in cheapest.units)) if cheapest else None
+
+
+def _with_gathered(limit: Limit, gathered: GatheredBytes, run: Run) -> Limit:
+    if limit.phase == NOTHING:
+        return limit
+    beside = gathered.forward if limit.phase == FORWARD else gathered.backward
+    return replace(limit, fixed_bytes=limit.fixed_bytes + int(beside[run]))
 
 
 def _limit(empty: RangeTables, state: InFlightState) -> Limit:

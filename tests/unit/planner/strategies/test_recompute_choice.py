@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import chain, combinations
 
 import pytest
@@ -129,6 +130,17 @@ def test_eighty_layers() -> None:
     assert found is not None
     assert 0 < found.extra_s < sum(seconds) / 2
     assert found.extra_s <= 1.02 * found.least_s
+
+
+def test_no_more_layers_than_memory_wants_beside_one_that_holds_much_at_once() -> None:
+    """Which layers go is the same at any price of a byte: all that are alike, or none."""
+    plain, seconds = layers(80), [1.0, 4.0, 1.0, 4.0, 1.0] * 80
+    held = (*[0] * (plain.units - 5), 20_000, 0, 0, 0, 0)
+    found = choose(replace(plain, backward=held), seconds, [Limit(0, 0, BACKWARD)], 90_000)
+    less = choose(plain, seconds, [Limit(0, 0, BACKWARD)], 70_000)
+    assert found is not None
+    assert less is not None
+    assert found.extra_s <= less.extra_s + sum(seconds[:5])
 
 
 def test_nothing_is_recomputed_when_all_fits() -> None:
