@@ -84,7 +84,7 @@ _LINES = (
     ("plan toy:build --cluster 8x4090", "cluster '8x4090' is not known", "--cluster 8xrtx4090-24gb"),
     ("plan toy:build --cluster cuda", "cluster 'cuda' is not known", "--cluster local"),
     ("plan toy:build --cluster gpu", "cluster 'gpu' is not known", "--cluster local"),
-    ("plan toy:build --cluster 2xrtx5090", "cluster '2xrtx5090' is not known", "2x32GB, by the memory"),
+    ("plan toy:build --cluster 2xtpu9", "cluster '2xtpu9' is not known", "2x32GB, by the memory"),
     ("plan toy:build --cluster 24GB", "cluster '24GB' is not known", "--cluster 2x24GB"),
     ("plan toy:build --cluster 4", "cluster '4' is not known", "--cluster 4x24GB, 4 devices by their memory"),
     ("plan toy:build --cluster 2xh100@ib", "a network that is not known: 'ib'", "--cluster 2xh100@ib400"),
