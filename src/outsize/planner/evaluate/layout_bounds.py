@@ -139,8 +139,8 @@ class LayoutBounds:
         m, pp = layout.microbatches, layout.axes.pp
         held = tuple(law(pp - rank, pp, m) for rank in range(pp))
         shape = RankShape(layout.chunks, m, held, graded=m % pp == 0 and m >= 3 * pp)
-        # Only a single device for each stage recomputes some of its units.
-        some = layout.group == 1 and by_units(recompute)
+        # Stages recompute some of their units where the bytes of each are known (recompute_and_cut.py).
+        some = self._stages.whole_of_rank(layout) and by_units(recompute)
         return InterleavedBound(self._units.work(layout), room, shape, by_unit=some).floor_s()
 
     def balanced_s(self, layout: Layout) -> float:
