@@ -79,7 +79,7 @@ def _as_found(winner: Winner) -> Candidate:
     tried.
     """
     best = winner.best
-    if not may_recompute_units(best):
+    if not may_recompute_units(best, winner.pricing):
         return best
     least_s = winner.searched.bounds.floor_without_memory_s(best.layout)
     return replace(best, floor_s=min(best.floor_s, least_s))
