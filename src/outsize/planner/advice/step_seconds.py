@@ -55,6 +55,7 @@ SPENT_ON: Final[Mapping[OpFamily, Spent]] = {
     "elementwise": "elementwise",
     "reduction": "elementwise",
     "embedding": "elementwise",
+    "cast": "elementwise",
     "other": "elementwise",
 }
 HEAVY: Final = frozenset({*MATMULS, *CONVOLUTIONS, "attention", "embedding"})

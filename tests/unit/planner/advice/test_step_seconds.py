@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -11,9 +11,9 @@ from outsize.api import outlook
 from outsize.api.records import Request
 from outsize.cli.model_input import ModelInput, make_model_input
 from outsize.ir.answers.utilisation import StepSeconds
-from outsize.ir.graph import MATMULS
+from outsize.ir.graph import MATMULS, OpFamily
 from outsize.planner.advice.overview import Outlook
-from outsize.planner.advice.step_seconds import coarse_seconds
+from outsize.planner.advice.step_seconds import SPENT_ON, coarse_seconds
 from outsize.planner.costs.roofline import seconds
 
 GPT = "transformers:GPT2Config?n_layer=4&n_embd=512&n_head=8&vocab_size=1024"
@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"stages": 4, "microbatches": 8, "schedule": "1f1b", "recompute": "full", "axes": "pp"},
     ),
     "offload": ("2xa100-80gb", {"stages": 2, "microbatches": 4, "recompute": "offload", "axes": "pp"}),
+    "eight bits": ("1xh100-80gb", {"microbatches": 2, "precision": "fp8"}),
     "processes": ("2xcpu", {"stages": 2, "microbatches": 4, "axes": "pp"}),
 }
 
@@ -114,3 +115,7 @@ def test_the_record_is_written_and_read() -> None:
     found = seen("replicas").seconds
     assert found is not None
     assert StepSeconds.model_validate(found.model_dump(mode="json")) == found
+
+
+def test_each_family_of_work_is_spent_on_something() -> None:
+    assert SPENT_ON.keys() == {*get_args(OpFamily)}
