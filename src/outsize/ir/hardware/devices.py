@@ -42,7 +42,8 @@ class Device(Record):
     `memory_bytes` is all that a process can get, of which `context_bytes` are used before the first tensor
     and `matmul_bytes` by cuBLAS from the first backward on. `price_per_hour` is what a user says that it
     costs, in any currency, or None. `host_s` is what this machine's host needs to launch an op of a training
-    loop, or None where `outsize doctor --gpu` has not measured it.
+    loop, or None where `outsize doctor --gpu` has not measured it. `attention_share` is the share of the peak
+    that the attention of a stack of kernels reaches; None for torch's.
     """
 
     name: DeviceName
@@ -55,6 +56,7 @@ class Device(Record):
     matmul_bytes: Bytes = 0
     price_per_hour: float | None = Field(default=None, ge=0, le=1e12, allow_inf_nan=False)
     host_s: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    attention_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
 
     @property
     def fixed_bytes(self) -> int:
@@ -101,6 +103,7 @@ FigureName = Literal[
     "cublas_workspace_mib",
     "matmul",
     "attention",
+    "library_attention",
     "host_us",
     "instructions_per_flop",
     "host_memory_gb_per_s",

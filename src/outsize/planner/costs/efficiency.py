@@ -244,17 +244,17 @@ HOPPER: Final = _hopper(constants_of("hopper"))
 
 def default_of(device: Device) -> Efficiency:
     """Returns the curves of a known kind of device, with its own host where that was measured."""
-    return CPU if device.kind == "cpu" else _of_kind(device.kind, device.host_s)
+    return CPU if device.kind == "cpu" else _of_kind(device.kind, device.host_s, device.attention_share)
 
 
 @cache
-def _of_kind(kind: str, host_s: float | None) -> Efficiency:
+def _of_kind(kind: str, host_s: float | None, attention: float | None) -> Efficiency:
     base = HOPPER if "hopper" in families_of(kind) else GPU
     reached = reached_by(kind)
     fractions: dict[OpFamily, float] = {
         "matmul": reached.matmul / USUAL.matmul,
         "unaligned_matmul": reached.matmul / USUAL.matmul,
-        "attention": reached.attention / USUAL.attention,
+        "attention": (attention or reached.attention) / USUAL.attention,
     }
     scaled = {
         family: base.compute[family].model_copy(update={"peak": base.compute[family].peak * fraction})

@@ -38,7 +38,7 @@ from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import MATMULS, ModelGraph, OpFamily, ShardedFraction, Unit, Work
 from outsize.ir.hardware.constants import DataFile
-from outsize.ir.hardware.devices import Device, reached_by
+from outsize.ir.hardware.devices import Device, figure_of, reached_by
 from outsize.ir.plan import Kernels
 
 _MERGED: Final[frozenset[OpFamily]] = frozenset({"elementwise", "reduction", "other"})
@@ -48,12 +48,15 @@ _COPIES: Final = 3
 
 @final
 class _KernelsRow(NamedTuple):
-    """Says what is left of a chain of ops by elements."""
+    """Says what is left of a chain of ops by elements, and whether attention is a library's for its device,
+    and not torch's.
+    """
 
     kernels: str
     single: float
     channels_last: bool
     sums_in_products: bool
+    library_attention: bool
     origin: str
 
 
@@ -127,8 +130,10 @@ class KernelStack(Record):
         return graph.model_copy(update={"units": tuple(map(of_unit, graph.units))})
 
     def on(self, cluster: Cluster) -> Cluster:
-        """Returns the cluster whose hosts launch this stack's kernels."""
-        if self.host_share == 1:
+        """Returns the cluster whose hosts launch this stack's kernels, and whose devices reach with its
+        attention what that of a library does.
+        """
+        if self.host_share == 1 and not self.kernels.library_attention:
             return cluster
         return cluster.model_copy(update={"devices": tuple(map(self._launched, cluster.devices))})
 
@@ -143,6 +148,9 @@ class KernelStack(Record):
         for work in works:
             if work.family == "reduction" and sums:
                 found.append(None)
+            elif work.family == "attention" and self.kernels.library_attention:
+                # Its softmax is computed while the products of other rows are (arXiv 2407.08608, sec. 3).
+                found.append(work.model_copy(update={"instructions": 0}))
             elif work.fused_launches:
                 found.append(_written_anew(work))
             elif work.family in _MERGED:
@@ -156,7 +164,10 @@ class KernelStack(Record):
         if not device.is_accelerator:
             return device
         own_s = reached_by(device.kind).host_s if device.host_s is None else device.host_s
-        return device.model_copy(update={"host_s": own_s * self.host_share})
+        update = {"host_s": device.host_s if self.host_share == 1 else own_s * self.host_share}
+        if self.kernels.library_attention:
+            update["attention_share"] = figure_of("library_attention", device.kind)
+        return device.model_copy(update=update)
 
 
 def _borders(graph: ModelGraph) -> tuple[list[int], list[int], list[int]]:

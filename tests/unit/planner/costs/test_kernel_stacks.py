@@ -14,7 +14,7 @@ from outsize.errors import BadOption
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.graph import ModelGraph, Unit, Value, Work
 from outsize.planner.costs.kernel_stacks import kernel_stack, stack_of_run, stacks_of_runs
-from outsize.planner.costs.roofline import roofline
+from outsize.planner.costs.roofline import roofline, seconds
 
 CHAIN = Work(family="elementwise", dtype="bfloat16", flops=0, moved_bytes=9000, launches=8, instructions=900)
 PRODUCT = Work(family="matmul", dtype="bfloat16", flops=10**9, moved_bytes=5000)
@@ -195,3 +195,18 @@ def test_a_plan_in_eight_bits_says_which_kernels_repair_its_casts() -> None:
     (advice,) = [each for each in seen.advice if each.code == "other-kernels"]
     assert advice.other_step_s < half
     assert "compiled" in advice.kernels
+
+
+def test_fused_layers_have_the_attention_of_a_library() -> None:
+    """On a Hopper torch's reaches 0.35 of the peak; on an A100 both are the same."""
+    work = Work(family="attention", dtype="bfloat16", flops=10**13, moved_bytes=10**6, instructions=10**12)
+    graph = graph_of((work,))
+    (left,) = kernel_stack("fused").of_graph(graph).units[1].forward
+    assert left == work.model_copy(update={"instructions": 0})
+    work = left
+    for kind, ratio in (("h100-80gb", 0.6 / 0.35), ("a100-80gb", 1.0)):
+        eager = parse_cluster(f"1x{kind}")
+        eager_s, fused_s = (
+            seconds([work], kernel_stack(name).on(eager).devices[0]) for name in ("eager", "fused")
+        )
+        assert eager_s / fused_s == pytest.approx(ratio, rel=0.01)
