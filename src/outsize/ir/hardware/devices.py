@@ -12,7 +12,7 @@ computes in float32.
 
 A figure that nobody has measured on a kind (the share of its peak that products reach, its context) is that
 of its family, then of the family that it is most like, then that of kinds of which nothing is known.
-`DeviceKind.borrowed` says which figures are not its own.
+`source_of` says whose figure it is.
 """
 
 from __future__ import annotations
@@ -109,14 +109,6 @@ FigureName = Literal[
     "host_memory_gb_per_s",
     "host_copy_share",
 ]
-_MEASURED: Final[tuple[FigureName, ...]] = (
-    "context_mib",
-    "cublas_workspace_mib",
-    "matmul",
-    "attention",
-    "host_us",
-    "instructions_per_flop",
-)
 
 
 @final
@@ -163,15 +155,6 @@ class DeviceKind(Record):
     def link(self) -> Link:
         """Returns the link between two devices of one node."""
         return LINKS[self.inner]
-
-    @property
-    def borrowed(self) -> dict[FigureName, str]:
-        """Returns the figures that nobody has measured on this kind, each with the kind, family or (empty)
-        default whose figure it takes; the memory of a host is the host's.
-        """
-        own = self.name.split("-")[0]
-        places: dict[FigureName, str] = {name: _place_of(name, self.name) for name in _MEASURED}
-        return {name: place for name, place in places.items() if place != own}
 
 
 _PLACE: Final = re.compile(r"cpu|[a-z]+:\d+")
@@ -239,11 +222,6 @@ def families_of(kind: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def family_title(family: str) -> str:
-    """Returns how people call a family."""
-    return _FAMILIES[family].title
-
-
 def figure_of(name: FigureName, kind: str) -> float:
     """Returns a number of a kind of device, of the nearest family that has one, or that of kinds of which
     nothing is known.
@@ -258,10 +236,13 @@ def _place_of(name: FigureName, kind: str) -> str:
 
 
 def source_of(name: FigureName, kind: str) -> str:
-    """Returns where that number is from, as `source (device, date)`."""
+    """Returns where that number is from, as `source (device, date)`, and of which family it is where the kind
+    has none of its own.
+    """
     place = _place_of(name, kind)
     rows = (row for row in _FILE.rows("figures", _Figure) if row.name == name)
-    return str(_FILE.origins[next(row for row in rows if place in (row.kinds or ("",))).origin])
+    source = str(_FILE.origins[next(row for row in rows if place in (row.kinds or ("",))).origin])
+    return f"{source}, of the family {_FAMILIES[place].title}" if place in _FAMILIES else source
 
 
 def _kind(row: _KindRow) -> DeviceKind:

@@ -48,7 +48,9 @@ def sources_of(
 
 def _of_families(spent: Spent, device: Device) -> list[str | None]:
     families = FAMILIES[spent]
-    reached = [devices.source_of(f, device.kind) for f in ("matmul", "attention") if f in families]
+    attention: devices.FigureName = "library_attention" if device.attention_share else "attention"
+    figures: dict[OpFamily, devices.FigureName] = {"matmul": "matmul", "attention": attention}
+    reached = [devices.source_of(name, device.kind) for family, name in figures.items() if family in families]
     bound = "memory" if spent in BOUND_BY_BYTES else "compute"
     return [*reached, *(efficiency.source_of_curve(bound, family, device) for family in families)]
 

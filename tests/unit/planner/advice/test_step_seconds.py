@@ -11,9 +11,13 @@ from outsize.api import outlook
 from outsize.api.records import Request
 from outsize.cli.model_input import ModelInput, make_model_input
 from outsize.ir.answers.utilisation import StepSeconds
+from outsize.ir.cluster import parse_cluster
 from outsize.ir.graph import MATMULS, OpFamily
+from outsize.ir.plan import Kernels
+from outsize.planner.advice.constant_sources import sources_of
 from outsize.planner.advice.overview import Outlook
 from outsize.planner.advice.step_seconds import SPENT_ON, coarse_seconds
+from outsize.planner.costs.kernel_stacks import kernel_stack
 from outsize.planner.costs.roofline import seconds
 
 GPT = "transformers:GPT2Config?n_layer=4&n_embd=512&n_head=8&vocab_size=1024"
@@ -119,3 +123,14 @@ def test_the_record_is_written_and_read() -> None:
 
 def test_each_family_of_work_is_spent_on_something() -> None:
     assert SPENT_ON.keys() == {*get_args(OpFamily)}
+
+
+def test_the_source_of_attention_is_that_of_the_stack() -> None:
+    assert "FlashAttention-2, which" in attention_sources("eager")
+    assert "FlashAttention-3 reaches" in attention_sources("fused")
+
+
+def attention_sources(kernels: Kernels) -> str:
+    cluster = kernel_stack(kernels).on(parse_cluster("1xh100-80gb"))
+    look = seen("one device")
+    return " ".join(sources_of("attention", cluster.devices[0], look.profile, cluster, kernels))
