@@ -87,6 +87,11 @@ def question_of(row: Row) -> Question:
         raise Skip("the precision is not said")
     if row["hidden"] and not row["seq_len"]:
         raise Skip("the length of sequences is not said")
+    if row["seq_len"] and not all(row[name] for name in ("num_layers", "hidden", "heads")):
+        raise Skip("a model that is not built here, or whose shape the row does not say")
+    if "sequences differ in length" in row["notes"]:
+        # The mean is said; what is computed are the lengths to which batches are padded, and ranks wait.
+        raise Skip("the length that batches are padded to is not said")
     sizes, kind = _sizes(row), kind_of(row)
     dp = int(row["dp"] or 1)
     microbatch, batch = int(row["micro_batch"]), int(row["global_batch"])
