@@ -9,14 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from zoo import case
 
 import outsize
+from outsize.errors import BadOption
 from outsize.ir.graph import ModelGraph, Unit
 from outsize.train.measure.training_case import TrainingCase, as_batch
 
 float8 = pytest.importorskip("torchao.float8")
+# The function that torchao's tensors know, under the name that it has had from the first.
+GROUPED: Any = vars(torch)["_grouped_mm"]
 WIDTH = 16  # 8-bit products have dims of multiples of it.
 
 
@@ -93,3 +97,61 @@ def counted(unit: Unit, passed: str) -> dict[str, int]:
         "launches": sum(work.launches for work in works),
         "bytes": sum(work.moved_bytes for work in works),
     }
+
+
+class Experts(nn.Module):
+    """Four experts of 32 features, of which each token takes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(4, 64, 32) / 8)
+        self.down = nn.Parameter(torch.randn(4, 32, 64) / 8)
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        choices, order = index.shape[1], index.flatten().argsort(stable=True)
+        counts = torch.histc(index.flatten().float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
+        ends, token = counts.cumsum(0).to(torch.int32), order // choices
+        rows = GROUPED(x[token], self.up.transpose(-2, -1), offs=ends)
+        rows = GROUPED(nn.functional.silu(rows), self.down.transpose(-2, -1), offs=ends)
+        rows = rows * weight.flatten()[order, None].to(rows.dtype)
+        return torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
+
+
+class Block(nn.Module):
+    """A router and its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.experts = nn.LayerNorm(32), nn.Linear(32, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x)
+        weight, index = self.gate(rows).softmax(-1).topk(2, -1)
+        return x + self.experts(rows, index, weight)
+
+
+def with_experts_in_eight_bits() -> tuple[nn.Module, dict[str, Any]]:
+    """Three blocks whose experts torchao multiplies in MXFP8, emulated; and their batch."""
+    training = pytest.importorskip("torchao.prototype.moe_training.config")
+    quantize: Any = pytest.importorskip("torchao.quantization").quantize_
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block(), nn.Linear(32, 8)).bfloat16()
+    how = training.MXFP8TrainingOpConfig.from_recipe(training.MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    how.pad_token_groups_for_grouped_mm = True
+    quantize(model, how, filter_fn=lambda _, name: name.endswith("experts"))
+    assert type(model.get_submodule("0.experts").get_parameter("up")) is not nn.Parameter
+    return model, {"args": (torch.randn(32, 32, dtype=torch.bfloat16),), "target": torch.arange(32) % 8}
+
+
+def test_experts_in_eight_bits_keep_every_bit() -> None:
+    model, batch = with_experts_in_eight_bits()
+    loss = nn.functional.cross_entropy
+    verdict = outsize.check(model, loss_fn=loss, stages=2, microbatches=2, **batch)
+    assert verdict.bit_equal, verdict
+
+
+def test_ranks_do_not_share_scales_of_rows() -> None:
+    model, batch = with_experts_in_eight_bits()
+    with pytest.raises(BadOption, match="ep would give rows of several ranks one scale"):
+        outsize.plan(model, loss_fn=nn.functional.cross_entropy, cluster="2xcpu", axes={"ep": 2}, **batch)

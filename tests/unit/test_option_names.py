@@ -147,3 +147,17 @@ def test_a_model_in_another_precision_than_its_plan_is_named() -> None:
     eight = plan.model_copy(update={"precision": "fp8"})
     with pytest.warns(PrecisionNote, match="no layer of the model computes so; torchao"):
         warn_of_precision(eight, model)
+
+
+def test_experts_that_a_plan_has_in_eight_bits_are_named() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 32, 32, dtype=torch.bfloat16))
+
+    x = torch.zeros(4, 32, dtype=torch.bfloat16)
+    linear = nn.Linear(32, 32, dtype=torch.bfloat16)
+    plan = outsize.plan(linear, (x,), target=x, loss_fn=nn.functional.mse_loss, cluster="2xcpu", stages=1)
+    layer = type("Linear", (nn.Module,), {"__module__": "transformer_engine.pytorch"})()
+    with pytest.warns(PrecisionNote, match="and those of 1 are multiplied in the type of their weights"):
+        warn_of_precision(plan.model_copy(update={"precision": "mxfp8"}), nn.Sequential(layer, Stack()))

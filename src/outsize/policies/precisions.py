@@ -70,6 +70,7 @@ class ScaledProducts:
     one_backward    one function of autograd computes both gradients, even of weights that are frozen
     adds_bias       a bias is added by a kernel of its own
     over_ranks      the scale is of a whole tensor, so ranks that divide it have to know the largest element
+    of_stacks       groups of rows that meet a weight of a stack each, as experts', are multiplied so, too
     swap            what the user's code calls so that the model computes so
     """
 
@@ -87,6 +88,7 @@ class ScaledProducts:
     one_backward: bool = False
     adds_bias: bool = False
     over_ranks: bool = False
+    of_stacks: bool = False
     swap: str
 
     def fits(self, sides: tuple[int, ...]) -> bool:
@@ -172,6 +174,8 @@ def _of_blocks(dtype: str, item_bytes: float, side: int, casts: Cast, recipe: st
         backward_casts=("gradient",),
         copied_bytes=2 * item_bytes,
         saved_bytes=item_bytes,
+        # Its grouped layers multiply experts; torchao's swap of linear layers leaves them as they are.
+        of_stacks=True,
         swap=f"{_TRANSFORMER_ENGINE} {recipe}",
     )
 

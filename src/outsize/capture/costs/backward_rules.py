@@ -33,7 +33,8 @@ from outsize.ir.graph import OpFamily
 class OpCall:
     """Describes one op that ran: bytes of each tensor argument, and of the results together.
 
-    `wanted` are the indices of the arguments that require a gradient.
+    `wanted` are the indices of the arguments that require a gradient. An op that `has_scales` is a product
+    whose backward is counted with its casts (scaled_products.py), and by no rule.
     """
 
     family: OpFamily
@@ -41,6 +42,7 @@ class OpCall:
     sizes: list[int]
     out_bytes: int
     wanted: list[int]
+    has_scales: bool = False
 
 
 @final

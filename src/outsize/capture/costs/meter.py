@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from outsize.capture.costs.op_families import (
     of_operands,
     op_name,
 )
+from outsize.capture.costs.scaled_products import LinearCall, scaled_works
 from outsize.capture.costs.thread_instructions import (
     FORWARD,
     attention_instructions,
@@ -55,6 +56,7 @@ from outsize.capture.costs.thread_instructions import (
 )
 from outsize.errors.interruptions import suppressed
 from outsize.ir.graph import CONVOLUTIONS, OpFamily, Work
+from outsize.policies.precisions import ScaledProducts
 from outsize.program.tape import Cost
 
 _CAST = torch.ops.aten._to_copy.default
@@ -89,6 +91,18 @@ class KernelLimits:
 
 
 _NO_LIMITS = KernelLimits()
+# The numbers of a Work, which are summed up; all that `WorkSums.add` is given come first.
+_SUMMED: Final = (
+    "flops",
+    "moved_bytes",
+    "launches",
+    "block_elements",
+    "instructions",
+    "fused_flops",
+    "fused_bytes",
+    "fused_launches",
+)
+_MOVED, _LAUNCHES = map(_SUMMED.index, ("moved_bytes", "launches"))
 
 
 @final
@@ -98,6 +112,10 @@ class WorkSums:
     def __init__(self) -> None:
         self._sums: dict[tuple[OpFamily, str], list[int]] = {}
         self._exact: dict[tuple[OpFamily, str], list[float]] = {}  # What instructions were rounded from.
+
+    def add_work(self, work: Work) -> None:
+        """Adds a work that somebody has counted."""
+        self._plus((work.family, work.dtype), (getattr(work, name) for name in _SUMMED))
 
     def add(
         self,
@@ -116,8 +134,8 @@ class WorkSums:
             self._exact.setdefault((family, dtype), []).append(float(exact))
 
     def _plus(self, key: tuple[OpFamily, str], more: Iterable[int]) -> None:
-        sums = self._sums.setdefault(key, [0] * 5)
-        for place, amount in enumerate(more):
+        sums = self._sums.setdefault(key, [0] * len(_SUMMED))
+        for place, amount in enumerate(more):  # Of most ops fewer numbers are known.
             sums[place] += amount
 
     def merge(self, others: WorkSums) -> None:
@@ -132,35 +150,28 @@ class WorkSums:
         for key, exact in self._exact.items():
             left._exact[key] = list((Counter(exact) - Counter(taken._exact.get(key, ()))).elements())
         for key, sums in self._sums.items():
-            left._plus(key, (a - b for a, b in zip(sums, taken._sums.get(key, (0,) * 5), strict=True)))
+            other = taken._sums.get(key, (0,) * len(_SUMMED))
+            left._plus(key, (a - b for a, b in zip(sums, other, strict=True)))
         return left
 
     @property
     def moved_bytes(self) -> int:
         """Returns the bytes of all families."""
-        return sum(moved for _, moved, *_ in self._sums.values())
+        return sum(sums[_MOVED] for sums in self._sums.values())
 
     def works(self) -> tuple[Work, ...]:
         """Returns the sums in the order in which the families came; families whose work was taken out are
         left out.
         """
         return tuple(
-            Work(
-                family=family,
-                dtype=dtype,
-                flops=flops,
-                moved_bytes=moved,
-                launches=launches,
-                block_elements=block_elements,
-                instructions=instructions,
-            )
-            for (family, dtype), (flops, moved, launches, block_elements, instructions) in self._sums.items()
-            if launches or moved
+            Work(family=family, dtype=dtype, **dict(zip(_SUMMED, sums, strict=True)))
+            for (family, dtype), sums in self._sums.items()
+            if _is_there(sums)
         )
 
     def exact_instructions(self) -> tuple[tuple[float, ...], ...]:
         """Returns by work, in their order, the numbers whose rounded ones its instructions add up."""
-        kept = (key for key, (_, moved, launches, *_) in self._sums.items() if launches or moved)
+        kept = (key for key, sums in self._sums.items() if _is_there(sums))
         return tuple(tuple(self._exact.get(key, ())) for key in kept)
 
 
@@ -174,29 +185,24 @@ def summed(works: Iterable[Work]) -> tuple[Work, ...]:
 
 
 def _together(one: Work, other: Work) -> Work:
-    return Work(
-        family=one.family,
-        dtype=one.dtype,
-        flops=one.flops + other.flops,
-        moved_bytes=one.moved_bytes + other.moved_bytes,
-        launches=one.launches + other.launches,
-        block_elements=one.block_elements + other.block_elements,
-        instructions=one.instructions + other.instructions,
-        fused_flops=one.fused_flops + other.fused_flops,
-        fused_bytes=one.fused_bytes + other.fused_bytes,
-        fused_launches=one.fused_launches + other.fused_launches,
-    )
+    sums = {name: getattr(one, name) + getattr(other, name) for name in _SUMMED}
+    return Work(family=one.family, dtype=one.dtype, **sums)
+
+
+def _is_there(sums: Sequence[int]) -> bool:
+    return bool(sums[_MOVED] or sums[_LAUNCHES])
 
 
 @final
 class CostMeter:
     """Sums the costs of the instruction that is being recorded.
 
-    `weights` are the storages of parameters and buffers.
+    `weights` are the storages of parameters and buffers, `stacks` those of them that are stacks of weights
+    whose products have scales.
     """
 
-    def __init__(self, weights: set[int]) -> None:
-        self._weights = weights
+    def __init__(self, weights: set[int], stacks: Mapping[int, ScaledProducts]) -> None:
+        self._weights, self._stacks = weights, stacks
         self._ops: dict[Any, _OpFacts] = {}
         self._storages = Storages(self._forget)
         # These storages are computed from parameters alone, such as their copies in bfloat16.
@@ -434,7 +440,11 @@ class CostMeter:
         sizes, out_bytes = [_bytes(t) for t in inputs], sum(map(_bytes, results))
         family = of_operands(op.family, (*inputs, *results))
         dtype = _dtype(family, results, inputs)
-        if not op.view:
+        wanted = [i for i, t in enumerate(inputs) if t.requires_grad] if torch.is_grad_enabled() else []
+        scaled = self._scales_of(family, inputs)
+        if scaled is not None:
+            self._count_scaled(scaled, inputs, results[0], wanted)
+        elif not op.view:
             moved = sum(sizes) + out_bytes
             self._flops += flops
             self._moved_bytes += moved
@@ -446,10 +456,37 @@ class CostMeter:
                 self._noise_work[0].add(family, dtype, flops, moved)
         if op.family == "normalisation":
             self._correct_statistics(inputs, results)
-        wanted = [i for i, t in enumerate(inputs) if t.requires_grad] if torch.is_grad_enabled() else []
         if wanted and any(t.is_floating_point() for t in results):
-            call = OpCall(family, flops, sizes, out_bytes, wanted)
+            call = OpCall(family, flops, sizes, out_bytes, wanted, has_scales=scaled is not None)
             self._count_backward(op, args, call, inputs, results, dtype)
+
+    def _scales_of(self, family: OpFamily, inputs: Sequence[Tensor]) -> ScaledProducts | None:
+        """Returns how a product of rows with weights of a stack multiplies; None for any other op."""
+        if not self._stacks or family not in _PRODUCTS or len(inputs) < len(("rows", "weights")):
+            return None
+        return self._stacks.get(storage_key(inputs[1]))
+
+    def _count_scaled(
+        self, products: ScaledProducts, inputs: Sequence[Tensor], out: Tensor, wanted: Sequence[int]
+    ) -> None:
+        """Adds a product of rows with weights of a stack, forward and backward, and its casts."""
+        (rows, weights), made = inputs[:2], out.shape[-1]
+        taken = rows.shape[-1]
+        call = LinearCall(
+            rows=rows.numel() // taken,
+            taken=taken,
+            made=made,
+            has_bias=False,
+            of_input=0 in wanted,
+            of_weight=1 in wanted,
+            weights=weights.numel() // (taken * made),
+        )
+        works = scaled_works(products, call, trains=bool(wanted))
+        for sums, added in zip((self._forward, self._input, self._weight), works, strict=True):
+            for work in added:
+                sums.add_work(work)
+        self._flops += sum(work.flops for work in works.forward)
+        self._moved_bytes += sum(work.moved_bytes for work in works.forward)
 
     def _count_around(self, dtype: str, inputs: list[Tensor], out: Tensor, moved_bytes: int) -> None:
         """Adds what is beside the forward of a convolution: copies of its tensors, and an added bias."""
@@ -476,7 +513,7 @@ class CostMeter:
             # The op worked in place, and autograd may have cloned the value just before.
             self._used.pop(written, None)
         for index in call.wanted:
-            tensor, cost = inputs[index], op.rule(call, index)
+            tensor, cost = inputs[index], None if call.has_scales else op.rule(call, index)
             tally = self._weight if self._is_weight(tensor) else self._input
             if cost is not None:
                 limits = _limits(op, args, inputs, results, cost, index)

@@ -1,13 +1,15 @@
-"""Counts what a linear layer costs whose operands are cast to few bits with scales, from the record of its
-precision.
+"""Counts what products cost whose operands are cast to few bits with scales, from the record of their
+precision: those of a linear layer, and those of groups of rows with a weight of a stack each (experts).
 
     forward    casts of input and weight, one product, and the bias where a kernel of its own adds it
     backward   casts of the gradient and of what the record names, and two products
 
 With m rows of k features each that become n features, a product has 2 m n k FLOPs, reads its operands in the
-bytes of the record and writes its result in two bytes for an element. Kernels of casts are the family `cast`,
-so that a stack which writes fewer of them can be priced by the record, too. Memory: casts follow each other,
-and each keeps its result until the products have read it.
+bytes of the record and writes its result in two bytes for an element. Rows that meet a stack of weights read
+all of it, and those of each weight are padded by themselves, in the mean by half of the most. Kernels of
+casts are the family `cast`, so that a stack of kernels which writes fewer of them can be priced by the
+record, too. Memory of a layer: casts follow each other, and each keeps its result until the products have
+read it. That of a stack counts as in the type of its weights, which is more.
 
 Oracle: tests/unit/capture/costs/test_scaled_products.py by hand; tests/integrations/test_torchao.py counts
 the kernels of torchao's layers.
@@ -17,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor, nn
 
+from outsize.capture.costs.live_memory import storage_key
 from outsize.ir.graph import MATMULS, Work
 from outsize.policies.precisions import Operand, ScaledProducts
-from outsize.program.sharding.scaled_linear import ScaledLinear
+from outsize.program.sharding.scaled_linear import ScaledLinear, products_of_stacks, weight_stacks
 from outsize.program.tape import Cost
 
 # The type in which kernels of casts compute, and the bytes of an element that they cast.
@@ -36,8 +39,8 @@ _OF_INPUT: Final = 2
 @final
 @dataclass(frozen=True)
 class LinearCall:
-    """Holds the sizes of a call of a linear layer: rows, features that it takes and makes, and whether its
-    input and its weight have gradients.
+    """Holds the sizes of a product with a weight: rows, features that it takes and makes, whether its input
+    and its weight have gradients, and how many weights share the rows.
     """
 
     rows: int
@@ -46,12 +49,13 @@ class LinearCall:
     has_bias: bool
     of_input: bool
     of_weight: bool
+    weights: int = 1
 
     def elements(self, operand: Operand) -> int:
         """Returns the elements of an operand."""
         sides: dict[Operand, tuple[int, int]] = {
             "input": (self.rows, self.taken),
-            "weight": (self.made, self.taken),
+            "weight": (self.made, self.taken * self.weights),
             "gradient": (self.rows, self.made),
         }
         one, other = sides[operand]
@@ -61,6 +65,14 @@ class LinearCall:
     def flops(self) -> int:
         """Returns the FLOPs of one product."""
         return 2 * self.rows * self.taken * self.made
+
+    def padded(self, rows: int) -> LinearCall:
+        """Returns the call whose rows are padded to a multiple of `rows`, those of each weight by themselves:
+        how many it has is not known, so that half of what a pad may be is added for it.
+        """
+        if self.weights == 1:
+            return replace(self, rows=-(-self.rows // rows) * rows)
+        return replace(self, rows=self.rows + self.weights * (rows // 2))
 
 
 def cost_of_call(module: nn.Module | None, args: Sequence[Any], cost: Cost) -> Cost:
@@ -84,9 +96,9 @@ def cost_of_call(module: nn.Module | None, args: Sequence[Any], cost: Cost) -> C
 def scaled_cost(products: ScaledProducts, call: LinearCall, cost: Cost) -> Cost:
     """Returns the cost of a call whose operands have scales; `cost` is that of the plain layer."""
     counted = _Counted(products, call)
-    forward = (*counted.forward(), *_without_products(cost.forward))
     trains = any(work.family in MATMULS for work in (*cost.backward_input, *cost.backward_weight))
-    of_input, of_weight = counted.backward() if trains else ((), ())
+    scaled = scaled_works(products, call, trains=trains)
+    forward = (*scaled.forward, *_without_products(cost.forward))
     splits = trains and not products.one_backward and call.of_input and call.of_weight
     return replace(
         cost,
@@ -96,11 +108,36 @@ def scaled_cost(products: ScaledProducts, call: LinearCall, cost: Cost) -> Cost:
         backward_workspace_bytes=counted.backward_peak_bytes() - cost.saved_bytes if trains else 0,
         waiting_bytes=_HALF * call.elements("gradient") if splits else 0,
         forward=forward,
-        backward_input=(*of_input, *_without_products(cost.backward_input)),
-        backward_weight=(*of_weight, *_without_products(cost.backward_weight)),
+        backward_input=(*scaled.of_input, *_without_products(cost.backward_input)),
+        backward_weight=(*scaled.of_weight, *_without_products(cost.backward_weight)),
         cast_bytes=round(products.copied_bytes * call.elements("weight")),
         on_accelerator=None,
     )
+
+
+@final
+class ScaledWorks(NamedTuple):
+    """Holds the work of a call with scales: of its forward, and of the gradients of input and weight."""
+
+    forward: tuple[Work, ...]
+    of_input: tuple[Work, ...]
+    of_weight: tuple[Work, ...]
+
+
+def scaled_works(products: ScaledProducts, call: LinearCall, *, trains: bool) -> ScaledWorks:
+    """Returns the casts and products of a call; `trains` says that it has a backward."""
+    counted = _Counted(products, call)
+    return ScaledWorks(tuple(counted.forward()), *(counted.backward() if trains else ((), ())))
+
+
+def stacks_of(modules: Iterable[nn.Module]) -> dict[int, ScaledProducts]:
+    """Returns by storage the weights of a stack whose products have scales, and how they multiply."""
+    return {
+        storage_key(weight): products
+        for module in modules
+        if (products := products_of_stacks(module)) is not None
+        for weight in weight_stacks(module, products)
+    }
 
 
 def _without_products(works: Iterable[Work]) -> Iterator[Work]:
@@ -189,8 +226,7 @@ class _Counted:
     ) -> Work:
         call = self._call
         if rows_added:
-            padded = self._products.padded_rows
-            call = replace(call, rows=-(-call.rows // padded) * padded)
+            call = call.padded(self._products.padded_rows)
         read_bytes = self._products.item_bytes * sum(map(call.elements, read))
         moved_bytes = round(read_bytes) + _HALF * call.elements(written)
         work = Work(family="matmul", dtype=dtype, flops=call.flops, moved_bytes=moved_bytes)

@@ -31,7 +31,12 @@ from outsize.policies.precisions import (
     precision_policy,
 )
 from outsize.program.objects import copy_attributes
-from outsize.program.sharding.scaled_linear import ScaledLinear, is_scaled_linear
+from outsize.program.sharding.scaled_linear import (
+    ScaledLinear,
+    is_scaled_linear,
+    mark_stacks,
+    weight_stacks,
+)
 from outsize.program.tree import map_tensors
 
 
@@ -76,10 +81,15 @@ def in_precision(model: nn.Module, precision: str) -> nn.Module:
 
 
 def _with_stand_ins(model: nn.Module, policy: PrecisionPolicy, products: ScaledProducts) -> nn.Module:
-    """Returns a model with stand-ins for all layers that fit, unless the user has swapped layers already."""
+    """Returns a model with stand-ins for all layers that fit, unless the user has swapped layers already, and
+    with marks at modules of experts where their products have scales, too.
+    """
     linear = (m for m in model.modules() if isinstance(m, nn.Linear) and _fits(m, products))
     swapped = {id(module): ScaledLinear(module, policy.name, products) for module in linear}
-    if not swapped and not any(map(is_scaled_linear, model.modules())):
+    stacks = [m for m in model.modules() if products.of_stacks and weight_stacks(m, products)]
+    for module in stacks:
+        mark_stacks(module, policy.name)
+    if not swapped and not stacks and not any(map(is_scaled_linear, model.modules())):
         raise BadOption(
             f"precision={policy.name!r} is for linear layers, and this model has none that fits",
             numbers=f"no nn.Linear has two sides that are multiples of {products.side}",

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from outsize.ir.plan import Plan
-from outsize.policies.precisions import precision_policy
-from outsize.program.sharding.scaled_linear import is_scaled_linear
+from outsize.policies.precisions import ScaledProducts, precision_policy
+from outsize.program.sharding.scaled_linear import is_cast_by_torchao, is_scaled_linear, weight_stacks
 from outsize.program.source_line import warn_user
 
 
@@ -45,6 +45,21 @@ def warn_of_precision(plan: Plan, model: nn.Module, *, speaks: bool = True) -> N
             f"{policy.scaled.swap} before parallelize",
             PrecisionNote,
         )
+    elif policy.scaled is not None and (plain := _plain_stacks(model, policy.scaled)):
+        warn_user(
+            f"the plan is for {plan.precision}, experts too, and those of {plain[0]} are multiplied in the "
+            "type of their weights; torchao.prototype.moe_training or grouped layers of a transformer engine "
+            "before parallelize",
+            PrecisionNote,
+        )
+
+
+def _plain_stacks(model: nn.Module, products: ScaledProducts) -> list[str]:
+    """Returns the modules whose stacks of weights a plan counts with scales, and which are plain tensors."""
+    if not products.of_stacks:
+        return []
+    stacks = ((name, weight_stacks(module, products)) for name, module in model.named_modules())
+    return [name for name, weights in stacks if not all(map(is_cast_by_torchao, weights))]
 
 
 def _is_swapped(module: nn.Module) -> bool:

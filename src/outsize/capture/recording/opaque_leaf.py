@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from outsize.capture.costs.live_memory import storage_bytes, storage_key
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.costs.real_runs import insist_on_room, limited
+from outsize.capture.costs.scaled_products import stacks_of
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, is_fake
 from outsize.capture.recording.intercept import copying_tensors, observing_real_ops
 from outsize.errors.interruptions import raise_interruption
@@ -147,7 +148,8 @@ class _ProbeRun:
             args, kwargs = map_leaves(self._given, args), map_leaves(self._given, kwargs)
             with torch.random.fork_rng(devices=[]):
                 before = torch.random.get_rng_state()
-                self._meter = CostMeter({storage_key(t) for t in (*clone.parameters(), *clone.buffers())})
+                weights = {storage_key(t) for t in (*clone.parameters(), *clone.buffers())}
+                self._meter = CostMeter(weights, stacks_of(clone.modules()))
                 out = clone(*args, **kwargs)
                 self._finish(self._meter.stop(), (args, kwargs, out))
                 return out, not torch.equal(before, torch.random.get_rng_state())

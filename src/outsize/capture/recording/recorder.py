@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from outsize.capture.costs.fused_attention import attention_inputs, is_causal
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.costs.real_runs import TooLarge, too_large
-from outsize.capture.costs.scaled_products import cost_of_call
+from outsize.capture.costs.scaled_products import cost_of_call, stacks_of
 from outsize.capture.fakes.fake_model import FakeModel
 from outsize.capture.fakes.object_tensors import ArgumentObjects
 from outsize.capture.guards.notes import Notes
@@ -117,7 +117,7 @@ class Recorder(Watcher):
         self.slots = Slots(fakes.weights, fakes.strays)
         self.instructions: list[Instruction] = []
         self.guards: list[Guard] = []
-        self.meter = CostMeter(fakes.weight_storages())
+        self.meter = CostMeter(fakes.weight_storages(), stacks_of(fakes.modules.values()))
         self.loss = RecordedLoss(self.instructions, self.guards)
         self.regions = CheckpointRegions(self.instructions, fakes.modules)
         self.gradients = GradientFlags(self.instructions, self.slots, fakes)

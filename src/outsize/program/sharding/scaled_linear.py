@@ -2,6 +2,8 @@
 
     torchao's Float8Linear     a scale for each tensor, from its largest element in this call
     ScaledLinear               nothing is cast: it says of which precision it is, and is counted as such
+    stacks of weights          of experts, each of which multiplies the rows of its tokens: their module says
+                               of which precision its products are
 
 A plan is made before anybody has swapped a layer, and needs no package that does. So a layer that would be
 swapped becomes a `ScaledLinear` on meta, whose costs are those that its record names
@@ -22,7 +24,11 @@ from outsize.policies.precisions import ScaledProducts, precision_policy
 
 SCALED: Final = "scaled_rows_of_input"
 """Names the collective of a layer of which ranks have rows of the input, and all of the weight."""
+_STACKED: Final = 3
+_STACKS: Final = "_precision_of_stacks"
+"""Names the attribute of a module whose stacks of weights are multiplied in a precision with scales."""
 _TORCHAO: Final = ("torchao.float8.float8_linear", "Float8Linear")
+_TENSORS_OF_TORCHAO: Final = "torchao.prototype.moe_training"
 
 
 @final
@@ -67,6 +73,28 @@ class _SavesCodes(torch.autograd.Function):
         rows = grads[0].flatten(0, -2)
         of_weight = rows.t() @ rows.new_empty(rows.shape[0], weight.shape[1])
         return grads[0] @ weight, of_weight, rows.sum(0) if ctx.has_bias else None, None
+
+
+def weight_stacks(module: nn.Module, products: ScaledProducts) -> list[nn.Parameter]:
+    """Returns the weights of a module that are a stack of matrices whose products can have scales."""
+    own = (weight for weight in module._parameters.values() if weight is not None)
+    return [weight for weight in own if weight.ndim == _STACKED and products.fits(tuple(weight.shape[1:]))]
+
+
+def mark_stacks(module: nn.Module, precision: str) -> None:
+    """Notes that stacks of weights of a module, which is a copy for plans, are multiplied in a precision."""
+    setattr(module, _STACKS, precision)
+
+
+def products_of_stacks(module: nn.Module) -> ScaledProducts | None:
+    """Returns how a module multiplies its stacks of weights; None where it does in their own type."""
+    precision = vars(module).get(_STACKS)
+    return None if precision is None else precision_policy(precision).scaled
+
+
+def is_cast_by_torchao(weight: Tensor) -> bool:
+    """Tells whether torchao has made of a weight a tensor that casts the operands of its products."""
+    return type(weight).__module__.startswith(_TENSORS_OF_TORCHAO)
 
 
 def is_scaled_linear(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from outsize.errors import BadOption
 from outsize.ir.graph import MATMULS, Unit, Work
 from outsize.policies.precisions import precision_policies, precision_policy
 from outsize.train.measure.training_case import TrainingCase, as_batch
@@ -175,3 +176,46 @@ def test_a_bias_is_a_kernel_of_its_own_where_the_record_says_so() -> None:
     assert not [
         w for w in works(unit_of(layer, "mxfp8"), "forward", products=False) if w.family == "elementwise"
     ]
+
+
+class Experts(nn.Module):
+    """Three experts of 64 to 128 features, whose rows are in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 128, 64))
+        self.register_buffer("ends", torch.tensor([16, 32, 48], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, ends = x.flatten(0, 1), self.get_buffer("ends")
+        found = nn.functional.grouped_mm(rows, self.weight.transpose(-2, -1), offs=ends)
+        return found.unflatten(0, x.shape[:2])
+
+
+def unit_of_experts(precision: str) -> Unit:
+    batch = as_batch((torch.randn(8, 6, 64, requires_grad=True),), None, torch.randn(8, 6, 128))
+    case = TrainingCase.of(Experts(), batch, nn.functional.mse_loss, None, precision)
+    return case.captured(8).graph.units[0]
+
+
+def test_experts_are_multiplied_as_linear_layers_where_their_library_does() -> None:
+    """48 rows meet three weights: FLOPs of one, bytes of all. Where rows are added up those of each weight
+    are padded to a multiple of 32, by 16 in the mean: 48 become 96.
+    """
+    unit = unit_of_experts("mxfp8")
+    codes = 3168 + 3 * 8448 + 2 * Y
+    assert product(unit, "forward") == (("float8_e4m3fn", FLOPS, codes, 1),)
+    assert product(unit, "backward_input") == (("float8_e4m3fn", FLOPS, 6336 + 3 * 8448 + 2 * X, 1),)
+    added = ("float8_e4m3fn", 2 * FLOPS, 2 * (6336 + 3168) + 2 * 3 * W, 1)
+    assert product(unit, "backward_weight") == (added,)
+    for passed, elements in (("forward", X), ("backward_input", Y)):
+        (cast,) = [work for work in works(unit, passed, products=False) if work.family == "cast"]
+        assert (cast.moved_bytes, cast.launches) == (2 * elements + 2 * elements * 33 // 32, 1)
+
+
+def test_a_swap_of_linear_layers_leaves_experts_as_they_are() -> None:
+    plain = unit_of_experts("bf16")
+    ends_bytes = 3 * 4
+    assert product(plain, "forward") == (("bfloat16", FLOPS, 2 * (X + 3 * W + Y) + ends_bytes, 1),)
+    with pytest.raises(BadOption, match="none that fits"):
+        unit_of_experts("fp8")

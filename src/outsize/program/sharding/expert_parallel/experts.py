@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from outsize.axes.expert import EXPERT
 from outsize.errors import BadOption
 from outsize.program.sharding.opaque_modules import copied_with, runs_own_code
+from outsize.program.sharding.scaled_linear import is_cast_by_torchao
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.tape import Instruction, Meta, Ref, Tape
 
@@ -94,9 +95,17 @@ def find_experts(tape: Tape, model: nn.Module) -> dict[int, Experts]:
 def insist_on_experts(tape: Tape, model: nn.Module, ranks: int) -> dict[int, Experts]:
     """Returns the calls of experts that `ranks` ranks can divide.
 
-    Raises BadOption where there are none, or where a rank would have none.
+    Raises BadOption where there are none, where a rank would have none, and where their weights cast rows
+    with scales for several of them: those of other ranks would be among them, which no single device casts.
     """
     found = find_experts(tape, model)
+    casting = [name for each in found.values() for name in each.parameters if _casts(model, name)]
+    if casting:
+        raise BadOption(
+            f"ep would give rows of several ranks one scale, and {casting[0]} casts its operands with scales",
+            numbers=f"{len(casting)} weights of experts are torchao's, ep={ranks}",
+            next_step=f"{EXPERT.typed(1)}, or experts whose weights are plain tensors",
+        )
     if not found:
         raise BadOption(
             "expert parallelism finds no experts in this model: no call experts(x (tokens, width), index "
@@ -113,6 +122,11 @@ def insist_on_experts(tape: Tape, model: nn.Module, ranks: int) -> dict[int, Exp
             next_step=EXPERT.typed(max(1, ranks // 2)),
         )
     return found
+
+
+def _casts(model: nn.Module, name: str) -> bool:
+    module, _, own = name.rpartition(".")
+    return is_cast_by_torchao(getattr(model.get_submodule(module), own))
 
 
 def experts_of(
