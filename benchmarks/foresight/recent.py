@@ -210,7 +210,7 @@ def _request(row: Row, gpu: str, microbatches: int) -> dict[str, Any]:
         asked |= {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {}
     if tp > 1:
         said = "sequence parallel" in row["recompute"] or "MLPerf" not in row["system"]
-        asked["sequence_parallel"] = said and ep == 1
+        asked["sequence_parallel"] = said
     if sharded or zero:
         asked["weights"] = "sharded" if sharded else "resident"
     # Where a row recomputes nothing, a plan keeps what fits, and recomputes the rest rather than refuse.

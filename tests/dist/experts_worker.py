@@ -157,7 +157,10 @@ def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
     wishes |= {"axes": {"ep": ranks // apart, **replicas, **within}, "microbatches": axes.get("pp", 1)}
     if "zb-h1" in marks:
         wishes["schedule"] = "zb-h1"
-    return outsize.plan(model, batch.args, batch.kwargs, cluster=f"{ranks}xcpu", **wishes)
+    request = outsize.Request(sequence_parallel="sequence" in marks or None)
+    plan = outsize.plan(model, batch.args, batch.kwargs, cluster=f"{ranks}xcpu", request=request, **wishes)
+    assert plan.sequence_parallel is ("sequence" in marks)
+    return plan
 
 
 def dtype_of(text: str) -> torch.dtype:

@@ -24,6 +24,7 @@ PAIRS = ("mixtral", "qwen3", "deepseek", "gptoss", "dropping", "avoiding", "unev
 SINGLE = ("grouped", "mixtral:single", "qwen3:single", "deepseek:single", "gptoss:single")
 MESHES = ("qwen3:pp2:full", "deepseek:shard2", "gptoss", "mixtral:pp2:selective", "deepseek:pp2:zb-h1")
 MESHES += ("mixtral:replicate2", "mixtral:shard2", "qwen3:tp2", "deepseek:tp2", "qwen3:cp2")
+MESHES += ("qwen3:tp2:sequence", "deepseek:tp2:sequence")
 # Checkpoints of ep 4 that ep 2 with two replicas goes on from, and the other way round.
 MESHES += ("deepseek:to2", "deepseek:replicate2:to4")
 RARE = {
@@ -36,7 +37,7 @@ RARE = {
     "deepseek:single",
     "gptoss:single",
 }
-RARE_MESHES = {*MESHES} - {"qwen3:pp2:full", "qwen3:tp2", "qwen3:cp2"}
+RARE_MESHES = {*MESHES} - {"qwen3:pp2:full", "qwen3:tp2", "qwen3:cp2", "qwen3:tp2:sequence"}
 
 Found = list[dict[str, dict[str, Any]]]
 

@@ -198,13 +198,6 @@ class PlanRequest(AskedAxes):
                 next_step="leave out exact (--exact), or the axes",
             )
         mesh = self.mesh(1)
-        if mesh.expert_parts > 1 and mesh.product_parts > 1 and self.sequence_parallel:
-            raise BadOption(
-                "ranks of tp have the same tokens where experts are divided over them, and sequence "
-                "parallelism divides these",
-                numbers=f"ep={mesh.ep}, tp={mesh.tp}, sequence_parallel=True",
-                next_step="leave out sequence_parallel (--sequence-parallel), or ep",
-            )
         if self.inference:
             self._check_inference()
         self._check_chunks()

@@ -138,14 +138,13 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
 
 def _sequence_options(request: PlanRequest, layout: Layout, graph: ModelGraph) -> tuple[bool, ...]:
     """Returns whether to divide activations between layers: both options where it matters and none was asked
-    for; not where ranks of tp divide experts, which have the same tokens.
+    for. Where ranks of tp divide experts, which gather their tokens, it is only done when asked for.
     """
-    if (
-        layout.axes.product_parts == 1
-        or layout.axes.expert_parts > 1
-        or all(unit.in_sequence == unit.divided for unit in graph.units)
-    ):
+    same = all(unit.in_sequence == unit.divided for unit in graph.units)
+    if layout.axes.product_parts == 1 or same:
         return (False,)
+    if layout.axes.expert_parts > 1:
+        return (bool(request.sequence_parallel),)
     return (False, True) if request.sequence_parallel is None else (request.sequence_parallel,)
 
 
