@@ -127,7 +127,7 @@ def kind_of(row: Row) -> str:
 def _precision(row: Row) -> str:
     asked = row["precision"].lower()
     known_ones = {"bf16": "bf16", "fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp16": "bf16"}
-    known_ones |= {"mixed fp16": "bf16", "": "bf16"}
+    known_ones |= {"mixed fp16": "bf16", "fp8-cs": "fp8", "": "bf16"}
     if asked not in known_ones:
         raise Skip(f"precision {row['precision']} is not modelled")
     return known_ones[asked]

@@ -295,7 +295,8 @@ def _judged(
     @functools.cache
     def graphs(precision: str) -> tuple[TrainingCase, Callable[[int], ModelGraph]]:
         there = case.under(precision).on(cluster)
-        return there, Profiler().graphs(there, request.kernels)
+        stack = kernel_stack(request.kernels, cluster.devices[0].kind)
+        return there, Profiler().graphs(there, stack)
 
     @functools.cache
     def at(samples: int, precision: str) -> tuple[ModelGraph, Profile] | None:
@@ -329,8 +330,9 @@ def price(
 
 
 def _priced(chosen: Plan, case: TrainingCase, profiler: Profiler) -> Outlook:
-    stack = kernel_stack(chosen.kernels)
-    cluster = stack.on(cluster_of(chosen.cluster))
+    cluster = cluster_of(chosen.cluster)
+    stack = kernel_stack(chosen.kernels, cluster.devices[0].kind)
+    cluster = stack.on(cluster)
     case = case.under(chosen.precision).on(cluster).in_pieces(chosen.loss_pieces, chosen.module_pieces)
     captured = case.captured(chosen.microbatch_size)
     graph = stack.of_graph(styled(case, captured, chosen.axes))

@@ -23,11 +23,11 @@ from outsize.errors.arguments import shown
 from outsize.ir.answers.request import NONE_SEARCHED, PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Kernels, Plan
+from outsize.ir.plan import Axes, Plan
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.planner.bounds.memory import exceeds_all_devices
 from outsize.planner.costs.context_parallel import LEAST_TOKENS
-from outsize.planner.costs.kernel_stacks import kernel_stack
+from outsize.planner.costs.kernel_stacks import KernelStack, kernel_stack
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.program.sharding.context_parallel.rows import by_rows
@@ -67,7 +67,7 @@ class Profiler:
     def graphs(
         self,
         case: TrainingCase,
-        kernels: Kernels,
+        stack: KernelStack,
         axes: Axes | None = None,
         always: bool = False,
         sizes: Sequence[int] = (),
@@ -77,8 +77,6 @@ class Profiler:
         `sizes` are those that will be asked for, as far as they are known. Where units are timed, each size
         is recorded whole for it anyhow.
         """
-
-        stack = kernel_stack(kernels)
 
         def graph_of(captured: Captured) -> ModelGraph:
             return stack.of_graph(styled(case, captured, Axes() if axes is None else axes, always))
@@ -110,7 +108,8 @@ class Profiler:
             optimizer = optimizer_bytes(request.optimizer)
             opens_meshes = not exceeds_all_devices(whole.graph, profile, optimizer, cluster)
         sizes = [-(-size // count) for count in counts]
-        graph_at = self.graphs(case, request.kernels, request.mesh(1), opens_meshes, sizes)
+        stack = kernel_stack(request.kernels, cluster.devices[0].kind)
+        graph_at = self.graphs(case, stack, request.mesh(1), opens_meshes, sizes)
         for count in counts:
             graph = case.taken(-(-size // count), needed, graph_at)
             if graph is not None:
@@ -129,7 +128,7 @@ class Profiler:
             return {}
         counts = (d for d in range(size, max(models, default=0), -1) if size % d == 0)
         case = case.under(request.precision).on(cluster)
-        graph_at = self.graphs(case, request.kernels)
+        graph_at = self.graphs(case, kernel_stack(request.kernels, cluster.devices[0].kind))
         for count in counts:
             if (graph := case.taken(size // count, size, graph_at)) is not None:
                 added = {count: (graph, self.profile(case, graph, cluster))}

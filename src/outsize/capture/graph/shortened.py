@@ -31,7 +31,7 @@ from typing import Any, Final, final
 from torch import nn
 
 from outsize.errors import OutsizeError
-from outsize.ir.graph import ModelGraph, ShardedFraction, Unit, Value
+from outsize.ir.graph import ModelGraph, Parameter, ShardedFraction, Unit, Value
 from outsize.ir.units.tensor_styles import ModuleStyle, TensorStyles
 
 # Layers of a shortened stack; shorter stacks than LEAST are left as they are.
@@ -331,11 +331,25 @@ def _with_figures(graph: ModelGraph, short: ModelGraph, stacks: Stacks) -> Model
     for value in graph.values:
         turn[value.producer] = turn.get(value.producer, -1) + 1
         like = values[likes[value.producer].index][turn[value.producer]]
-        made_values.append(value.model_copy(update={name: getattr(like, name) for name in _VALUE_FIGURES}))
+        figures: dict[str, Any] = {name: getattr(like, name) for name in _VALUE_FIGURES}
+        # A stack of kernels saves fewer of them (planner/costs/kernel_stacks.py).
+        unsaved = {"saved_by": -1, "also_saved_by": ()} if like.saved_by < 0 else {}
+        made_values.append(value.model_copy(update=figures | unsaved))
     # model_copy is avoided, since it would copy what was cached.
-    fields = {name: getattr(graph, name) for name in type(graph).model_fields}
+    fields: dict[str, Any] = {name: getattr(graph, name) for name in type(graph).model_fields}
     fields |= {name: getattr(short, name) for name in _GRAPH_FIGURES}
-    return ModelGraph(**{**fields, "units": tuple(made_units), "values": tuple(made_values)})
+    fields |= {"units": tuple(made_units), "values": tuple(made_values)}
+    fields |= {"parameters": tuple(_in_bytes_of(short, stacks, graph.parameters))}
+    return ModelGraph(**fields)
+
+
+def _in_bytes_of(short: ModelGraph, stacks: Stacks, parameters: Sequence[Parameter]) -> Iterator[Parameter]:
+    """Yields the parameters in the bytes that their likes are kept in."""
+    known = short.parameter_of
+    for parameter in parameters:
+        like = known[stacks.like(parameter.names[0])]
+        same = like.shape != parameter.shape or like.size_bytes == parameter.size_bytes
+        yield parameter if same else parameter.model_copy(update={"size_bytes": like.size_bytes})
 
 
 def _refigured(unit: Unit, like: Unit) -> Unit:
@@ -357,7 +371,7 @@ def _with_added(graph: ModelGraph, short: ModelGraph, stacks: Stacks) -> ModelGr
     likes = {unit.name: unit for unit in short.units}
     whole = _with_figures(graph, short, stacks)
     experts = {name: parameter.experts for parameter in short.parameters for name in parameter.names}
-    parameters = [(p, experts[stacks.like(p.names[0])]) for p in graph.parameters]
+    parameters = [(p, experts[stacks.like(p.names[0])]) for p in whole.parameters]
     fields = {name: getattr(whole, name) for name in type(whole).model_fields}
     fields |= {
         "units": tuple(_with_names(unit, likes[stacks.like(unit.name)], stacks) for unit in whole.units),

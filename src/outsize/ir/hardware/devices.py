@@ -104,6 +104,7 @@ FigureName = Literal[
     "matmul",
     "attention",
     "library_attention",
+    "operand_orders",
     "host_us",
     "instructions_per_flop",
     "host_memory_gb_per_s",

@@ -23,20 +23,24 @@ are those of other systems, and are asked for (`Request(kernels=...)`).
 Products, attention, normalisations and convolutions stay what they are, but that images whose channels are
 last are not copied, and their convolutions of single pixels reach what other convolutions do, and that a
 transformer engine's products sum the gradients of their biases. A chain saves what crosses its border, and no
-copies of it. Casts to few bits with scales are the kernels that the record of their precision names
-(policies/precisions.py). Deviations: a kernel ends with its unit, and what its product takes counts as if it
-took it. Complexity: O(units + users of all values). Oracle: tests/unit/planner/costs/test_kernel_stacks.py.
+copies of it. A transformer engine's kernels save what they read, as they read it: operands that they cast to
+a byte as such, frozen weights among them, and of a gated activation what it takes. Casts to few bits with
+scales are the kernels that the record of their precision names (policies/precisions.py). Deviations: a kernel
+ends with its unit, and what its product takes counts as if it took it. Complexity: O(units + users of all
+values). Oracle: tests/unit/planner/costs/test_kernel_stacks.py.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
+from math import prod
 from typing import Any, Final, NamedTuple, final
 
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
-from outsize.ir.graph import MATMULS, ModelGraph, OpFamily, ShardedFraction, Unit, Work
+from outsize.ir.graph import MATMULS, ModelGraph, OpFamily, Parameter, ShardedFraction, Unit, Value, Work
 from outsize.ir.hardware.constants import DataFile
 from outsize.ir.hardware.devices import Device, figure_of, reached_by
 from outsize.ir.plan import Kernels
@@ -44,12 +48,13 @@ from outsize.ir.plan import Kernels
 _MERGED: Final[frozenset[OpFamily]] = frozenset({"elementwise", "reduction", "other"})
 # A chain of so many ops writes copies that it saves, which a kernel for all of it does not.
 _COPIES: Final = 3
+_OF_A_BYTE: Final = "float8_e4m3fn"
 
 
 @final
 class _KernelsRow(NamedTuple):
-    """Says what is left of a chain of ops by elements, and whether attention is a library's for its device,
-    and not torch's.
+    """Says what is left of a chain of ops by elements, whether attention is a library's for its device, and
+    not torch's, and whether kernels save what they read, as they read it.
     """
 
     kernels: str
@@ -57,6 +62,7 @@ class _KernelsRow(NamedTuple):
     channels_last: bool
     sums_in_products: bool
     library_attention: bool
+    saves_as_read: bool
     origin: str
 
 
@@ -96,7 +102,8 @@ class _StackRow(NamedTuple):
 @final
 class KernelStack(Record):
     """Is one stack: how its kernels merge ops, what is left of the host's seconds for one, and whether a run
-    has it by compiled stages, by graphs of its devices, or both.
+    has it by compiled stages, by graphs of its devices, or both. Products of eight bits on its devices read
+    weights in so many orders.
     """
 
     name: Kernels
@@ -104,11 +111,14 @@ class KernelStack(Record):
     host_share: float
     is_compiled: bool
     is_replayed: bool
+    operand_orders: int
 
     def of_graph(self, graph: ModelGraph) -> ModelGraph:
         """Returns the graph with the works of this stack's kernels; itself where they are those of ops."""
         if self.kernels.single == 1:
             return graph
+        if self.kernels.saves_as_read:
+            graph = _frozen_as_read(_saved_as_read(graph), self.operand_orders)
         taken, given, kept = _borders(graph)
         known = dict[tuple[Any, ...], dict[str, tuple[Work, ...]]]()
 
@@ -184,6 +194,101 @@ def _borders(graph: ModelGraph) -> tuple[list[int], list[int], list[int]]:
     return taken, given, kept
 
 
+def _saved_as_read(graph: ModelGraph) -> ModelGraph:
+    """Returns the graph whose products save their operands in the bits that they multiply, a copy for all of
+    them, and whose gated activations are computed again in the backward from what gate and product gave.
+    """
+    own, few = _bytes_inside(graph), [_casts_to_a_byte(unit) for unit in graph.units]
+    views = Counter(value.storage for value in graph.values if value.storage >= 0)
+    units, values = list(graph.units), list[Value]()
+    for value in graph.values:
+        # Memory of several values stays as long as one of them is saved.
+        saved = value.saved_by >= 0 and views[value.storage] <= 1
+        savers = (value.saved_by, *value.also_saved_by) if saved else ()
+        casting = [saver for saver in savers if few[saver] and _is_operand(graph, saver, value)]
+        if casting:
+            units[casting[0]] = _saving(units[casting[0]], value, prod(value.shape))
+        if (savers and len(casting) == len(savers)) or (saved and _is_gate(graph, own, value)):
+            units[value.saved_by] = _saving(units[value.saved_by], value, -value.size_bytes)
+            value = value.model_copy(update={"saved_by": -1, "also_saved_by": ()})
+        values.append(value)
+    return _changed(graph, units=tuple(units), values=tuple(values))
+
+
+def _frozen_as_read(graph: ModelGraph, orders: int) -> ModelGraph:
+    """Returns the graph whose frozen weights are kept as products in a byte read them, in so many orders."""
+    casting = {graph.parameter_of[n].name for u in graph.units if _casts_to_a_byte(u) for n in u.parameters}
+
+    def kept(parameter: Parameter) -> Parameter:
+        if parameter.trainable or parameter.name not in casting or len(parameter.shape) < 2:
+            return parameter
+        size_bytes = min(parameter.size_bytes, orders * parameter.numel)
+        return parameter.model_copy(update={"size_bytes": size_bytes})
+
+    return _changed(graph, parameters=tuple(map(kept, graph.parameters)))
+
+
+def _changed(graph: ModelGraph, **update: Any) -> ModelGraph:
+    """Returns the graph with other fields; a copy by pydantic would keep what was cached of the old ones."""
+    return ModelGraph(**{name: getattr(graph, name) for name in type(graph).model_fields} | update)
+
+
+def _bytes_inside(graph: ModelGraph) -> list[int]:
+    """Returns the bytes that each unit saves of what it computes inside, which no other unit sees."""
+    inside = [unit.saved_bytes for unit in graph.units]
+    for value in {value.storage: value for value in graph.values if value.saved_by >= 0}.values():
+        inside[value.saved_by] -= value.size_bytes
+    return inside
+
+
+def _casts_to_a_byte(unit: Unit) -> bool:
+    """Tells whether the unit casts what its products multiply to a byte for each element. Where scales are of
+    blocks, the forward saves its operand so in any stack (policies/precisions.py).
+    """
+    multiplied = {work.dtype for work in unit.forward if work.family in MATMULS}
+    return any(work.family == "cast" for work in unit.forward) and multiplied == {_OF_A_BYTE}
+
+
+def _is_operand(graph: ModelGraph, unit: int, value: Value) -> bool:
+    """Tells whether a product of the unit multiplies this value with a weight: their features are as many."""
+    weights = (graph.parameter_of[name].shape for name in graph.units[unit].parameters)
+    return any(len(shape) > 1 and shape[-1] == value.shape[-1] for shape in weights if value.shape)
+
+
+def _is_gate(graph: ModelGraph, own: Sequence[int], value: Value) -> bool:
+    """Tells whether a value was made by elements from a result that its unit has saved, and does nothing but
+    scale the result of another product, which has saved that.
+    """
+    units, reader = graph.units, value.saved_by
+    return (
+        not value.also_saved_by
+        and value.consumers == (reader,)
+        and min(own[value.producer], own[reader]) >= value.size_bytes
+        and all(any(work.family in MATMULS for work in units[at].forward) for at in (value.producer, reader))
+        and not _is_operand(graph, reader, value)
+    )
+
+
+def _saving(unit: Unit, value: Value, more_bytes: int) -> Unit:
+    """Returns the unit that saves so many more bytes for a value, and ranks their shares of them.
+
+    Ranks with shards of a sequence save theirs of what a product gathers, which in ops with scales of whole
+    tensors they save whole.
+    """
+    shared = value.divided or (value.in_sequence and more_bytes > 0)
+
+    def part(divided: ShardedFraction, of_ranks: bool) -> ShardedFraction:
+        saved_bytes = max(0, divided.saved_bytes + more_bytes * of_ranks)
+        return divided.model_copy(update={"saved_bytes": saved_bytes})
+
+    update = {
+        "saved_bytes": unit.saved_bytes + more_bytes,
+        "divided": part(unit.divided, value.divided),
+        "in_sequence": part(unit.in_sequence, shared),
+    }
+    return unit.model_copy(update=update)
+
+
 def _is_chain(unit: Unit) -> bool:
     return all(work.family in _MERGED for work in unit.forward)
 
@@ -249,8 +354,8 @@ EAGER: Final[Kernels] = "eager"
 
 
 @cache
-def kernel_stack(name: Kernels) -> KernelStack:
-    """Returns the record of a stack."""
+def kernel_stack(name: Kernels, device_kind: str = "") -> KernelStack:
+    """Returns the record of a stack, on devices of a kind where that is known."""
     row = _STACKS[name]
     return KernelStack(
         name=name,
@@ -258,6 +363,7 @@ def kernel_stack(name: Kernels) -> KernelStack:
         host_share=_HOSTS[row.host],
         is_compiled=row.is_compiled,
         is_replayed=row.is_replayed,
+        operand_orders=int(figure_of("operand_orders", device_kind)),
     )
 
 

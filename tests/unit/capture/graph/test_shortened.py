@@ -15,6 +15,7 @@ from outsize.capture.graph.build import Captured
 from outsize.capture.graph.shortened import LAYERS, LEAST, OtherLayer, Stacks
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
+from outsize.planner.costs.kernel_stacks import kernel_stack
 from outsize.train.measure.training_case import TrainingCase, as_batch
 
 WIDTH, LENGTH, COUNT = 8, 6, 18
@@ -94,7 +95,7 @@ def test_figures_of_a_few_layers_are_those_of_all(
         return captured
 
     monkeypatch.setattr(TrainingCase, "captured", counted)
-    graph_at = Profiler().graphs(asked, "eager", always=True)
+    graph_at = Profiler().graphs(asked, kernel_stack("eager"), always=True)
     sizes = (4, 2, 1, 16)
     derived = {samples: graph_at(samples) for samples in sizes}
     whole = max(units for _, units in recorded)
@@ -130,7 +131,7 @@ def test_what_is_divided_is_walked_for_where_layers_differ(monkeypatch: pytest.M
     """A layer in the middle is of another form; or what is said of one layer names another one."""
     monkeypatch.setattr(shortened, "LONG", LEAST)
     other = case(Stacked(wide=(COUNT // 2,)))
-    graph = Profiler().graphs(other, "eager", always=True)(4)
+    graph = Profiler().graphs(other, kernel_stack("eager"), always=True)(4)
     assert graph == styled(other, other.captured(4), Axes(), True)
     stacks = Stacks({"layers": (1, COUNT)})
     why = "added up by layers.3.o, layers.0.o"
@@ -153,12 +154,12 @@ def test_a_loss_in_pieces_is_made_of_the_tapes_that_were_recorded(monkeypatch: p
 
     monkeypatch.setattr(TrainingCase, "_recorded", counted)
     whole = case(model := Stacked(classes=64)).under("bf16")
-    graphs = Profiler().graphs(whole, "eager")
+    graphs = Profiler().graphs(whole, kernel_stack("eager"))
     for samples in (8, 4, 2):
         graphs(samples)
     before = len(recorded)
     ending = whole.with_loss_of(4)
-    pieces = Profiler().graphs(whole.in_pieces(3), "eager")(4)
+    pieces = Profiler().graphs(whole.in_pieces(3), kernel_stack("eager"))(4)
     assert len(recorded) == before
     assert ending.graph.batch_size == 4
     alone = case(model).under("bf16").in_pieces(3).captured(4).graph
@@ -168,7 +169,7 @@ def test_a_loss_in_pieces_is_made_of_the_tapes_that_were_recorded(monkeypatch: p
 
 def test_a_stack_with_another_layer_is_recorded_whole() -> None:
     asked = case(Stacked(wide=(COUNT // 2,)))
-    graph_at = Profiler().graphs(asked, "eager")
+    graph_at = Profiler().graphs(asked, kernel_stack("eager"))
     for samples in (4, 2):
         expected = case(asked.module).captured(samples).graph
         assert without_numbers(graph_at(samples)) == without_numbers(expected)

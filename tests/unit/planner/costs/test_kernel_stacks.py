@@ -10,9 +10,11 @@ from torch import nn
 
 import outsize
 from outsize import api
+from outsize.api.problem import case_of, styled
 from outsize.errors import BadOption
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.graph import ModelGraph, Unit, Value, Work
+from outsize.ir.plan import Axes
 from outsize.planner.costs.kernel_stacks import kernel_stack, stack_of_run, stacks_of_runs
 from outsize.planner.costs.roofline import roofline, seconds
 
@@ -210,3 +212,65 @@ def test_fused_layers_have_the_attention_of_a_library() -> None:
             seconds([work], kernel_stack(name).on(eager).devices[0]) for name in ("eager", "fused")
         )
         assert eager_s / fused_s == pytest.approx(ratio, rel=0.01)
+
+
+class GatedLayer(nn.Module):
+    """A norm, a gated MLP and what follows, as in a Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = (
+            nn.LayerNorm(64),
+            nn.Linear(64, 256, bias=False),
+            nn.Linear(64, 256, bias=False),
+            nn.Linear(256, 64, bias=False),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def saved_by_unit(kernels: Any, precision: Any) -> dict[str, int]:
+    """What each unit saves for 32 tokens, in bytes for each of them."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(GatedLayer(), nn.Linear(64, 64)), torch.empty(32, 64)
+    case = case_of(model, (x,), {}, {"target": x, "loss_fn": nn.functional.mse_loss}).under(precision)
+    captured = case.on(parse_cluster("1xh100-80gb")).captured(32)
+    graph = kernel_stack(kernels).of_graph(styled(case, captured, Axes(), False))
+    return {unit.name: unit.saved_bytes // 32 for unit in graph.units}
+
+
+def test_a_gated_activation_saves_what_it_takes() -> None:
+    eager, fused = saved_by_unit("eager", "bf16"), saved_by_unit("fused", "bf16")
+    assert saved_by_unit("compiled", "bf16") == eager
+    # What silu takes, its result and what that is multiplied with are 512 bytes each; the result is gone.
+    changed = {name: eager[name] - fused[name] for name in eager if eager[name] != fused[name]}
+    assert changed == {"0.up": 512}
+    assert eager["0.gate"] + eager["0.up"] == 2 * 64 + 3 * 512
+
+
+def test_operands_that_are_cast_to_a_byte_are_saved_as_such() -> None:
+    plain, fused = saved_by_unit("fused", "bf16"), saved_by_unit("fused", "fp8")
+    # The input of both products, a copy for them both; and of the last two.
+    changed = {name: plain[name] - fused[name] for name in plain if plain[name] != fused[name]}
+    assert changed == {"0.gate": 64, "0.down": 256, "1": 64}
+    eager = saved_by_unit("eager", "fp8")
+    assert eager["0.gate"] == plain["0.gate"]
+
+
+def test_frozen_weights_that_are_read_in_a_byte_are_kept_so() -> None:
+    def weights_bytes(kind: str, kernels: Any) -> int:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))).to("meta")
+        model[1].requires_grad_(False)
+        x = torch.empty(32, 64, device="meta")
+        case = case_of(model, (x,), {}, {"target": x, "loss_fn": nn.functional.mse_loss}).under("fp8")
+        captured = case.on(parse_cluster(f"1x{kind}")).captured(32)
+        graph = kernel_stack(kernels, kind).of_graph(styled(case, captured, Axes(), False))
+        assert graph.parameter_of[graph.parameters[1].name] == graph.parameters[1]
+        return sum(parameter.size_bytes for parameter in graph.parameters)
+
+    # Two trained weights in two bytes an element; a frozen one in both orders on Hopper, in one on Blackwell.
+    assert weights_bytes("b200-180gb", "eager") == 3 * 2 * 64 * 64
+    assert weights_bytes("h100-80gb", "fused") == 3 * 2 * 64 * 64
+    assert weights_bytes("b200-180gb", "fused") == (2 * 2 + 1) * 64 * 64
