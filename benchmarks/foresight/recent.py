@@ -89,8 +89,8 @@ def question_of(row: Row) -> Question:
         raise Skip("the length of sequences is not said")
     if row["seq_len"] and not all(row[name] for name in ("num_layers", "hidden", "heads")):
         raise Skip("a model that is not built here, or whose shape the row does not say")
-    if "sequences differ in length" in row["notes"]:
-        # The mean is said; what is computed are the lengths to which batches are padded, and ranks wait.
+    if "sequences differ in length" in row["notes"] or "lengths differ widely" in row["notes"]:
+        # The mean is said, or the longest; computed are lengths to which batches are padded, and ranks wait.
         raise Skip("the length that batches are padded to is not said")
     sizes, kind = _sizes(row), kind_of(row)
     dp = int(row["dp"] or 1)
@@ -187,7 +187,9 @@ def _request(row: Row, gpu: str, microbatches: int) -> dict[str, Any]:
     cluster = f"{count // each}x{each}x{gpu}" if count > each else f"{each}x{gpu}"
     tp, pp, dp, cp, ep = (int(row[name] or 1) for name in ("tp", "pp", "dp", "cp", "ep"))
     sharding = row["shard"].lower()
-    # Megatron's dp has its ranks of ep among it; the product's axes multiply.
+    # Megatron's dp has its ranks of ep among it, and its ep those of tp where experts are whole (its expert
+    # tensor parallelism 1, as Megatron-Bridge's recipes for mixtures set it); the product's axes multiply.
+    ep = ep // tp if ep % tp == 0 else ep
     dp = dp // ep if dp % ep == 0 else dp
     sharded = "fsdp" in sharding or sharding == "hsdp"
     axes: dict[str, Any] = {"tp": tp, "cp": cp, "ep": ep, "others": 1}
