@@ -49,7 +49,8 @@ class Work(Record):
     issue, where they are what takes longest (capture/costs/thread_instructions.py); 0 where they are not.
     `fused_flops`, `fused_bytes` and `fused_launches` are what is left of casts, and of products of which a
     result is thrown away, where a compiler or a library writes their kernels; 0 for other work, of which a
-    stack of kernels finds that out itself.
+    stack of kernels finds that out itself. Where there is a `library_dtype`, they are those of a library
+    alone, which computes in this type.
     """
 
     family: OpFamily
@@ -62,6 +63,7 @@ class Work(Record):
     fused_flops: int = 0
     fused_bytes: int = 0
     fused_launches: int = 0
+    library_dtype: str = ""
 
 
 @final

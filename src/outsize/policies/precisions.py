@@ -70,7 +70,7 @@ class ScaledProducts:
     one_backward    one function of autograd computes both gradients, even of weights that are frozen
     adds_bias       a bias is added by a kernel of its own
     over_ranks      the scale is of a whole tensor, so ranks that divide it have to know the largest element
-    of_stacks       groups of rows that meet a weight of a stack each, as experts', are multiplied so, too
+    by_library      layers of a library alone multiply so; in other stacks of kernels nothing is cast
     swap            what the user's code calls so that the model computes so
     """
 
@@ -88,7 +88,7 @@ class ScaledProducts:
     one_backward: bool = False
     adds_bias: bool = False
     over_ranks: bool = False
-    of_stacks: bool = False
+    by_library: bool = False
     swap: str
 
     def fits(self, sides: tuple[int, ...]) -> bool:
@@ -107,6 +107,7 @@ class PrecisionPolicy:
     autocast    the type in which torch.autocast multiplies, with copies of weights that are made once a step
     products    maps the type of a product's operands to the one in which a device multiplies them
     scaled      how linear layers multiply whose operands have scales; None where none does
+    stacks      the same of groups of rows that meet a weight of a stack each, as those of experts do
     peak        the peak that an accelerator needs to have for it, by its name in devices.json; "" for any
     needs       what that peak stands for, as an error says it
     on_cpu      a CPU computes so, if only to try it out
@@ -122,6 +123,7 @@ class PrecisionPolicy:
     autocast: str | None = None
     products: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     scaled: ScaledProducts | None = None
+    stacks: ScaledProducts | None = None
     peak: str = ""
     needs: str = ""
     on_cpu: bool = True
@@ -174,11 +176,22 @@ def _of_blocks(dtype: str, item_bytes: float, side: int, casts: Cast, recipe: st
         backward_casts=("gradient",),
         copied_bytes=2 * item_bytes,
         saved_bytes=item_bytes,
-        # Its grouped layers multiply experts; torchao's swap of linear layers leaves them as they are.
-        of_stacks=True,
         swap=f"{_TRANSFORMER_ENGINE} {recipe}",
     )
 
+
+# Of operands with one scale, whose largest element is found before.
+_OF_A_LIBRARY: Final = _in_both_orders(1, 2, reads=2)
+_FP8_BLOCK_PRODUCTS: Final = _of_blocks(
+    "float8_e4m3fn", 1 + 4 / 128, 16, _in_both_orders(1 + 4 / 128, 1, reads=1), "Float8BlockScaling"
+)
+_MXFP8_PRODUCTS: Final = _of_blocks(
+    "float8_e4m3fn", 1 + 1 / 32, 32, _in_both_orders(1 + 1 / 32, 1, reads=1), "MXFP8BlockScaling"
+)
+# One pass finds the largest element of the tensor, whose scale is above those of its blocks.
+_NVFP4_PRODUCTS: Final = _of_blocks(
+    "float4_e2m1fn", 1 / 2 + 1 / 16, 32, _in_both_orders(1 / 2 + 1 / 16, 2, reads=2), "NVFP4BlockScaling"
+)
 
 FP32: Final = PrecisionPolicy(
     name="fp32", paper="IEEE 754", lower=("bf16-mixed", "bf16"), help="the weights as they are"
@@ -236,6 +249,20 @@ FP8: Final = PrecisionPolicy(
         over_ranks=True,
         swap="torchao.float8.convert_to_float8_training(model)",
     ),
+    # torchao swaps modules that are linear layers, and leaves experts as they are.
+    stacks=ScaledProducts(
+        forward="float8_e4m3fn",
+        backward="float8_e5m2",
+        item_bytes=1,
+        side=16,
+        padded_rows=16,
+        eager=_OF_A_LIBRARY,
+        fused=_OF_A_LIBRARY,
+        forward_casts=("input",),
+        backward_casts=("gradient",),
+        by_library=True,
+        swap=f"{_TRANSFORMER_ENGINE} Float8CurrentScaling",
+    ),
     peak="float8",
     needs="products in float8",
     nearest="bf16",
@@ -245,13 +272,8 @@ FP8_BLOCK: Final = PrecisionPolicy(
     name="fp8-block",
     paper="DeepSeek-AI, arXiv 2412.19437, sec. 3.3",
     weights="bfloat16",
-    scaled=_of_blocks(
-        "float8_e4m3fn",
-        1 + 4 / 128,
-        16,
-        _in_both_orders(1 + 4 / 128, 1, reads=1),
-        "Float8BlockScaling",
-    ),
+    scaled=_FP8_BLOCK_PRODUCTS,
+    stacks=_FP8_BLOCK_PRODUCTS,
     peak="float8",
     needs="products in float8",
     on_cpu=False,
@@ -263,9 +285,8 @@ MXFP8: Final = PrecisionPolicy(
     name="mxfp8",
     paper="Mishra et al., arXiv 2506.08027",
     weights="bfloat16",
-    scaled=_of_blocks(
-        "float8_e4m3fn", 1 + 1 / 32, 32, _in_both_orders(1 + 1 / 32, 1, reads=1), "MXFP8BlockScaling"
-    ),
+    scaled=_MXFP8_PRODUCTS,
+    stacks=_MXFP8_PRODUCTS,
     # Devices that multiply in four bits apply scales of blocks in their tensor cores, also of eight bits.
     peak="float4",
     needs="tensor cores that scale blocks (a peak for float4)",
@@ -278,10 +299,8 @@ NVFP4: Final = PrecisionPolicy(
     name="nvfp4",
     paper="NVIDIA, arXiv 2509.25149",
     weights="bfloat16",
-    # One pass finds the largest element of the tensor, whose scale is above those of its blocks.
-    scaled=_of_blocks(
-        "float4_e2m1fn", 1 / 2 + 1 / 16, 32, _in_both_orders(1 / 2 + 1 / 16, 2, reads=2), "NVFP4BlockScaling"
-    ),
+    scaled=_NVFP4_PRODUCTS,
+    stacks=_NVFP4_PRODUCTS,
     peak="float4",
     needs="tensor cores that scale blocks (a peak for float4)",
     on_cpu=False,

@@ -44,7 +44,7 @@ from outsize.capture.costs.op_families import (
     of_operands,
     op_name,
 )
-from outsize.capture.costs.scaled_products import LinearCall, scaled_works
+from outsize.capture.costs.scaled_products import LinearCall, in_library, scaled_works
 from outsize.capture.costs.thread_instructions import (
     FORWARD,
     attention_instructions,
@@ -102,20 +102,21 @@ _SUMMED: Final = (
     "fused_bytes",
     "fused_launches",
 )
-_MOVED, _LAUNCHES = map(_SUMMED.index, ("moved_bytes", "launches"))
+_MOVED: Final = _SUMMED.index("moved_bytes")
+_PRESENT: Final = tuple(map(_SUMMED.index, ("moved_bytes", "launches", "fused_launches")))
 
 
 @final
 class WorkSums:
-    """Sums work by (family, dtype)."""
+    """Sums work by family, dtype, and that of a library."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[OpFamily, str], list[int]] = {}
-        self._exact: dict[tuple[OpFamily, str], list[float]] = {}  # What instructions were rounded from.
+        self._sums: dict[tuple[OpFamily, str, str], list[int]] = {}
+        self._exact: dict[tuple[OpFamily, str, str], list[float]] = {}  # What instructions were rounded from.
 
     def add_work(self, work: Work) -> None:
         """Adds a work that somebody has counted."""
-        self._plus((work.family, work.dtype), (getattr(work, name) for name in _SUMMED))
+        self._plus((work.family, work.dtype, work.library_dtype), (getattr(work, name) for name in _SUMMED))
 
     def add(
         self,
@@ -128,12 +129,12 @@ class WorkSums:
     ) -> None:
         """Adds the work of one more op."""
         more = flops, moved_bytes, launches, limits.block_elements, limits.instructions
-        self._plus((family, dtype), more)
+        self._plus((family, dtype, ""), more)
         if limits.instructions:
             exact = getattr(limits.instructions, "exact", limits.instructions)
-            self._exact.setdefault((family, dtype), []).append(float(exact))
+            self._exact.setdefault((family, dtype, ""), []).append(float(exact))
 
-    def _plus(self, key: tuple[OpFamily, str], more: Iterable[int]) -> None:
+    def _plus(self, key: tuple[OpFamily, str, str], more: Iterable[int]) -> None:
         sums = self._sums.setdefault(key, [0] * len(_SUMMED))
         for place, amount in enumerate(more):  # Of most ops fewer numbers are known.
             sums[place] += amount
@@ -164,8 +165,8 @@ class WorkSums:
         left out.
         """
         return tuple(
-            Work(family=family, dtype=dtype, **dict(zip(_SUMMED, sums, strict=True)))
-            for (family, dtype), sums in self._sums.items()
+            Work(family=family, dtype=dtype, library_dtype=library, **dict(zip(_SUMMED, sums, strict=True)))
+            for (family, dtype, library), sums in self._sums.items()
             if _is_there(sums)
         )
 
@@ -176,21 +177,21 @@ class WorkSums:
 
 
 def summed(works: Iterable[Work]) -> tuple[Work, ...]:
-    """Sums to one Work per (family, dtype), in the order in which the families come."""
-    sums: dict[tuple[OpFamily, str], Work] = {}
+    """Sums to one Work per family and dtypes, in the order in which the families come."""
+    sums: dict[tuple[OpFamily, str, str], Work] = {}
     for work in works:
-        key = (work.family, work.dtype)
+        key = (work.family, work.dtype, work.library_dtype)
         sums[key] = _together(sums[key], work) if key in sums else work
     return tuple(sums.values())
 
 
 def _together(one: Work, other: Work) -> Work:
     sums = {name: getattr(one, name) + getattr(other, name) for name in _SUMMED}
-    return Work(family=one.family, dtype=one.dtype, **sums)
+    return Work(family=one.family, dtype=one.dtype, library_dtype=one.library_dtype, **sums)
 
 
 def _is_there(sums: Sequence[int]) -> bool:
-    return bool(sums[_MOVED] or sums[_LAUNCHES])
+    return any(sums[place] for place in _PRESENT)
 
 
 @final
@@ -482,6 +483,9 @@ class CostMeter:
             weights=weights.numel() // (taken * made),
         )
         works = scaled_works(products, call, trains=bool(wanted))
+        if products.by_library:
+            moved_bytes = sum(map(_bytes, (*inputs, out)))
+            works = in_library(works, _dtype("matmul", [out], inputs), call.flops, moved_bytes)
         for sums, added in zip((self._forward, self._input, self._weight), works, strict=True):
             for work in added:
                 sums.add_work(work)

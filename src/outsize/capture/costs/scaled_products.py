@@ -130,6 +130,22 @@ def scaled_works(products: ScaledProducts, call: LinearCall, *, trains: bool) ->
     return ScaledWorks(tuple(counted.forward()), *(counted.backward() if trains else ((), ())))
 
 
+def in_library(works: ScaledWorks, dtype: str, flops: int, moved_bytes: int) -> ScaledWorks:
+    """Returns the works where a library alone multiplies so. In other kernels each product is one of operands
+    in their own type, of so many FLOPs and bytes, and nothing is cast.
+    """
+
+    def either(work: Work) -> Work:
+        fused = {"fused_flops": work.flops, "fused_bytes": work.moved_bytes, "fused_launches": work.launches}
+        if work.family in MATMULS:
+            own = {"dtype": dtype, "flops": flops, "moved_bytes": moved_bytes, "launches": 1}
+        else:
+            own = {"flops": 0, "moved_bytes": 0, "launches": 0}
+        return work.model_copy(update={"library_dtype": work.dtype, **fused, **own})
+
+    return ScaledWorks(*(tuple(map(either, each)) for each in works))
+
+
 def stacks_of(modules: Iterable[nn.Module]) -> dict[int, ScaledProducts]:
     """Returns by storage the weights of a stack whose products have scales, and how they multiply."""
     return {

@@ -86,10 +86,11 @@ def _with_stand_ins(model: nn.Module, policy: PrecisionPolicy, products: ScaledP
     """
     linear = (m for m in model.modules() if isinstance(m, nn.Linear) and _fits(m, products))
     swapped = {id(module): ScaledLinear(module, policy.name, products) for module in linear}
-    stacks = [m for m in model.modules() if products.of_stacks and weight_stacks(m, products)]
+    stacks = [m for m in model.modules() if policy.stacks and weight_stacks(m, policy.stacks)]
     for module in stacks:
         mark_stacks(module, policy.name)
-    if not swapped and not stacks and not any(map(is_scaled_linear, model.modules())):
+    is_scaled = swapped or (stacks and policy.stacks and not policy.stacks.by_library)
+    if not is_scaled and not any(map(is_scaled_linear, model.modules())):
         raise BadOption(
             f"precision={policy.name!r} is for linear layers, and this model has none that fits",
             numbers=f"no nn.Linear has two sides that are multiples of {products.side}",

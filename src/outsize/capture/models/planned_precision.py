@@ -45,7 +45,7 @@ def warn_of_precision(plan: Plan, model: nn.Module, *, speaks: bool = True) -> N
             f"{policy.scaled.swap} before parallelize",
             PrecisionNote,
         )
-    elif policy.scaled is not None and (plain := _plain_stacks(model, policy.scaled)):
+    elif policy.stacks is not None and (plain := _plain_stacks(model, policy.stacks)):
         warn_user(
             f"the plan is for {plan.precision}, experts too, and those of {plain[0]} are multiplied in the "
             "type of their weights; torchao.prototype.moe_training or grouped layers of a transformer engine "
@@ -56,7 +56,7 @@ def warn_of_precision(plan: Plan, model: nn.Module, *, speaks: bool = True) -> N
 
 def _plain_stacks(model: nn.Module, products: ScaledProducts) -> list[str]:
     """Returns the modules whose stacks of weights a plan counts with scales, and which are plain tensors."""
-    if not products.of_stacks:
+    if products.by_library:
         return []
     stacks = ((name, weight_stacks(module, products)) for name, module in model.named_modules())
     return [name for name, weights in stacks if not all(map(is_cast_by_torchao, weights))]

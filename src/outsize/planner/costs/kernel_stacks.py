@@ -161,7 +161,7 @@ class KernelStack(Record):
             elif work.family == "attention" and self.kernels.library_attention:
                 # Its softmax is computed while the products of other rows are (arXiv 2407.08608, sec. 3).
                 found.append(work.model_copy(update={"instructions": 0}))
-            elif work.fused_launches:
+            elif work.fused_launches and (self.kernels.library_attention or not work.library_dtype):
                 found.append(_written_anew(work))
             elif work.family in _MERGED:
                 found.append(_shrunk(work, left, launches=0 if launched else 1))
@@ -325,7 +325,7 @@ def _written_anew(work: Work) -> Work:
     library writes them.
     """
     fused = {"flops": work.fused_flops, "moved_bytes": work.fused_bytes, "launches": work.fused_launches}
-    return work.model_copy(update=fused)
+    return work.model_copy(update={"dtype": work.library_dtype or work.dtype, "library_dtype": "", **fused})
 
 
 def _relayed(work: Work) -> Work | None:

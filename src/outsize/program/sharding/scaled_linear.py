@@ -89,7 +89,7 @@ def mark_stacks(module: nn.Module, precision: str) -> None:
 def products_of_stacks(module: nn.Module) -> ScaledProducts | None:
     """Returns how a module multiplies its stacks of weights; None where it does in their own type."""
     precision = vars(module).get(_STACKS)
-    return None if precision is None else precision_policy(precision).scaled
+    return None if precision is None else precision_policy(precision).stacks
 
 
 def is_cast_by_torchao(weight: Tensor) -> bool:

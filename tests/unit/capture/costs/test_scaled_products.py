@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from outsize.errors import BadOption
 from outsize.ir.graph import MATMULS, Unit, Work
+from outsize.ir.plan import Kernels
+from outsize.planner.costs.kernel_stacks import kernel_stack
 from outsize.policies.precisions import precision_policies, precision_policy
 from outsize.train.measure.training_case import TrainingCase, as_batch
 
@@ -183,19 +184,21 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
         self.weight = nn.Parameter(torch.randn(3, 128, 64))
         self.register_buffer("ends", torch.tensor([16, 32, 48], dtype=torch.int32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, ends = x.flatten(0, 1), self.get_buffer("ends")
+        rows, ends = self.linear(x).flatten(0, 1), self.get_buffer("ends")
         found = nn.functional.grouped_mm(rows, self.weight.transpose(-2, -1), offs=ends)
         return found.unflatten(0, x.shape[:2])
 
 
-def unit_of_experts(precision: str) -> Unit:
-    batch = as_batch((torch.randn(8, 6, 64, requires_grad=True),), None, torch.randn(8, 6, 128))
+def unit_of_experts(precision: str, kernels: Kernels = "eager") -> Unit:
+    batch = as_batch((torch.randn(8, 6, 64),), None, torch.randn(8, 6, 128))
     case = TrainingCase.of(Experts(), batch, nn.functional.mse_loss, None, precision)
-    return case.captured(8).graph.units[0]
+    graph = kernel_stack(kernels).of_graph(case.captured(8).graph)
+    return next(unit for unit in graph.units if unit.name == "grouped_mm")
 
 
 def test_experts_are_multiplied_as_linear_layers_where_their_library_does() -> None:
@@ -214,8 +217,22 @@ def test_experts_are_multiplied_as_linear_layers_where_their_library_does() -> N
 
 
 def test_a_swap_of_linear_layers_leaves_experts_as_they_are() -> None:
-    plain = unit_of_experts("bf16")
     ends_bytes = 3 * 4
-    assert product(plain, "forward") == (("bfloat16", FLOPS, 2 * (X + 3 * W + Y) + ends_bytes, 1),)
-    with pytest.raises(BadOption, match="none that fits"):
-        unit_of_experts("fp8")
+    plain = (("bfloat16", FLOPS, 2 * (X + 3 * W + Y) + ends_bytes, 1),)
+    for kernels in ("eager", "compiled"):
+        units = [unit_of_experts(precision, kernels) for precision in ("bf16", "fp8")]
+        for passed in ("forward", "backward_input", "backward_weight"):
+            assert [product(unit, passed) for unit in units] == [plain, plain]
+            assert not any(w.launches or w.moved_bytes for w in units[1].forward if w.family == "cast")
+
+
+def test_a_library_multiplies_experts_in_eight_bits_of_one_scale() -> None:
+    """Each rows of a weight are padded to a multiple of 16, by 8 in the mean: 48 become 72."""
+    unit = unit_of_experts("fp8", "fused")
+    assert product(unit, "forward") == (("float8_e4m3fn", FLOPS, X + 3 * W + 2 * Y, 1),)
+    assert product(unit, "backward_input") == (("float8_e5m2", FLOPS, Y + 3 * W + 2 * X, 1),)
+    added = ("float8_e5m2", FLOPS * 3 // 2, (Y + X) * 3 // 2 + 2 * 3 * W, 1)
+    assert product(unit, "backward_weight") == (added,)
+    for passed, elements in (("forward", X), ("backward_input", Y)):
+        (cast,) = [work for work in works(unit, passed, products=False) if work.family == "cast"]
+        assert (cast.moved_bytes, cast.launches) == (2 * 2 * elements + 2 * elements, 2)
