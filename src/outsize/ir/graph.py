@@ -50,7 +50,8 @@ class Work(Record):
     `fused_flops`, `fused_bytes` and `fused_launches` are what is left of casts, and of products of which a
     result is thrown away, where a compiler or a library writes their kernels; 0 for other work, of which a
     stack of kernels finds that out itself. Where there is a `library_dtype`, they are those of a library
-    alone, which computes in this type.
+    alone, which computes in this type. `library_bytes` and `library_launches` are what is left of casts where
+    a transformer engine writes them, which has its weights cast already.
     """
 
     family: OpFamily
@@ -64,6 +65,8 @@ class Work(Record):
     fused_bytes: int = 0
     fused_launches: int = 0
     library_dtype: str = ""
+    library_bytes: int = 0
+    library_launches: int = 0
 
 
 @final
@@ -232,7 +235,8 @@ class ModelGraph(Record):
     step of an engine. `cached_tokens` is the length of the sequences that a generation has in its cache; 0
     where there is none. `tensor` says how tensor parallelism shards the model, or is None where that was not
     derived (capture/graph/tensor_parallel.py); `rows` says the same of context parallelism
-    (capture/graph/row_parallel.py).
+    (capture/graph/row_parallel.py). `bucket_bytes` are the gradients that replicas sum together at least, of
+    all and for each rank of them; 0 where that is left to outsize.
     """
 
     model: str
@@ -249,6 +253,7 @@ class ModelGraph(Record):
     notes: tuple[str, ...] = ()
     tensor: TensorStyles | None = None
     rows: RowFacts | None = None
+    bucket_bytes: tuple[int, int] = (0, 0)
 
     def with_lasting(self, per_sample: Mapping[str, int], tokens: int = 0) -> Self:
         """Returns the graph of inference: its outputs last until the batch is over, and so do these bytes

@@ -62,7 +62,8 @@ class ScaledProducts:
     side            both sides of a weight are multiples of it, or the layer is not swapped
     padded_rows     tokens are padded to a multiple of it where they are added up
     eager           a cast where each function of torch is a kernel of its own
-    fused           the same where a compiler or a library writes few kernels
+    fused           the same where a compiler writes few kernels
+    library         the same where a transformer engine does, in both orders, for its two products
     forward_casts   the operands that the forward casts, in their order
     backward_casts  the same of the backward; those for the gradient of the input come first
     copied_bytes    bytes of codes that a stage has of an element of a weight for all microbatches of a step
@@ -81,6 +82,7 @@ class ScaledProducts:
     padded_rows: int = 1
     eager: Cast
     fused: Cast
+    library: Cast
     forward_casts: tuple[Operand, ...]
     backward_casts: tuple[Operand, ...]
     copied_bytes: float = 0
@@ -171,6 +173,7 @@ def _of_blocks(dtype: str, item_bytes: float, side: int, casts: Cast, recipe: st
         padded_rows=side,
         eager=casts,
         fused=casts,
+        library=casts,
         # A weight is cast once a step, by rows for the forward and by columns for the backward.
         forward_casts=("input",),
         backward_casts=("gradient",),
@@ -242,6 +245,8 @@ FP8: Final = PrecisionPolicy(
         padded_rows=16,
         eager=_TORCHAO,
         fused=_COMPILED,
+        # The scale is that of steps before (DelayedScaling), so that an operand is read once.
+        library=_in_both_orders(1, 1, reads=1),
         forward_casts=("input", "weight"),
         backward_casts=("gradient", "weight", "gradient", "input"),
         one_backward=True,
@@ -258,6 +263,7 @@ FP8: Final = PrecisionPolicy(
         padded_rows=16,
         eager=_OF_A_LIBRARY,
         fused=_OF_A_LIBRARY,
+        library=_OF_A_LIBRARY,
         forward_casts=("input",),
         backward_casts=("gradient",),
         by_library=True,

@@ -101,6 +101,8 @@ _SUMMED: Final = (
     "fused_flops",
     "fused_bytes",
     "fused_launches",
+    "library_bytes",
+    "library_launches",
 )
 _MOVED: Final = _SUMMED.index("moved_bytes")
 _PRESENT: Final = tuple(map(_SUMMED.index, ("moved_bytes", "launches", "fused_launches")))

@@ -8,8 +8,10 @@ With m rows of k features each that become n features, a product has 2 m n k FLO
 bytes of the record and writes its result in two bytes for an element. Rows that meet a stack of weights read
 all of it, and those of each weight are padded by themselves, in the mean by half of the most. Kernels of
 casts are the family `cast`, so that a stack of kernels which writes fewer of them can be priced by the
-record, too. Memory of a layer: casts follow each other, and each keeps its result until the products have
-read it. That of a stack counts as in the type of its weights, which is more.
+record, too. A transformer engine casts the input in the forward and the gradient in the backward, each in
+both orders where the weight has a gradient; weights are cast once a step, or stored so. Memory of a layer:
+casts follow each other, and each keeps its result until the products have read it. That of a stack counts as
+in the type of its weights, which is more.
 
 Oracle: tests/unit/capture/costs/test_scaled_products.py by hand; tests/integrations/test_torchao.py counts
 the kernels of torchao's layers.
@@ -168,7 +170,7 @@ class _Counted:
     def forward(self) -> Iterator[Work]:
         """Yields the work of the forward."""
         call, products = self._call, self._products
-        yield self._casts(products.forward_casts, products.forward_casts)
+        yield self._casts(products.forward_casts, products.forward_casts, "input")
         yield self._product(products.forward, ("input", "weight"), "gradient")
         if call.has_bias and products.adds_bias:
             moved_bytes = _HALF * (2 * call.elements("gradient") + call.made)
@@ -181,7 +183,7 @@ class _Counted:
         library, leaves out the product and the casts of a gradient that nobody needs, as of frozen weights.
         """
         products, call = self._products, self._call
-        casts = (self._casts(products.backward_casts, self._needed_casts()),)
+        casts = (self._casts(products.backward_casts, self._needed_casts(), "gradient"),)
         of_input = self._product(products.backward, ("gradient", "weight"), "input")
         of_weight = self._product(products.backward, ("gradient", "input"), "weight", rows_added=True)
         if products.one_backward:
@@ -223,10 +225,15 @@ class _Counted:
             return casts
         return (*(casts[:_OF_INPUT] if call.of_input else ()), *(casts[_OF_INPUT:] if call.of_weight else ()))
 
-    def _casts(self, operands: tuple[Operand, ...], needed: tuple[Operand, ...]) -> Work:
-        """Returns the kernels of casts of some operands, of which a compiler writes those that are needed."""
-        elements, written = (sum(map(self._call.elements, each)) for each in (operands, needed))
-        eager, fused = self._products.eager, self._products.fused
+    def _casts(self, operands: tuple[Operand, ...], needed: tuple[Operand, ...], of_library: Operand) -> Work:
+        """Returns the kernels of casts of some operands; a compiler writes those that are needed, and a
+        transformer engine that of one.
+        """
+        call, products = self._call, self._products
+        elements, written = (sum(map(call.elements, each)) for each in (operands, needed))
+        eager, fused, library = products.eager, products.fused, products.library
+        # The product for the weight's gradient alone reads its operands in the other order.
+        cast_bytes = library.moved_bytes - (0 if call.of_weight else products.item_bytes)
         return Work(
             family="cast",
             dtype=_COMPUTED,
@@ -235,6 +242,8 @@ class _Counted:
             launches=eager.launches * len(operands),
             fused_bytes=round(fused.moved_bytes * written),
             fused_launches=fused.launches * len(needed),
+            library_bytes=round(cast_bytes * call.elements(of_library)),
+            library_launches=library.launches,
         )
 
     def _product(

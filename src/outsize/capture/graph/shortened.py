@@ -380,6 +380,7 @@ def _with_added(graph: ModelGraph, short: ModelGraph, stacks: Stacks) -> ModelGr
         ),
         "tensor": None if short.tensor is None else _of_all_layers(short.tensor, stacks),
         "rows": short.rows,
+        "bucket_bytes": short.bucket_bytes,
     }
     return ModelGraph(**fields)
 

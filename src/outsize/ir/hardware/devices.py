@@ -43,7 +43,8 @@ class Device(Record):
     and `matmul_bytes` by cuBLAS from the first backward on. `price_per_hour` is what a user says that it
     costs, in any currency, or None. `host_s` is what this machine's host needs to launch an op of a training
     loop, or None where `outsize doctor --gpu` has not measured it. `attention_share` is the share of the peak
-    that the attention of a stack of kernels reaches; None for torch's.
+    that the attention of a stack of kernels reaches, `product_share` that of products of one that computes
+    without pause, at the device's limit of power; None for torch's.
     """
 
     name: DeviceName
@@ -57,6 +58,7 @@ class Device(Record):
     price_per_hour: float | None = Field(default=None, ge=0, le=1e12, allow_inf_nan=False)
     host_s: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     attention_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    product_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
 
     @property
     def fixed_bytes(self) -> int:
@@ -102,6 +104,8 @@ FigureName = Literal[
     "cudnn_mib",
     "cublas_workspace_mib",
     "matmul",
+    "narrow_matmul",
+    "sustained_matmul",
     "attention",
     "library_attention",
     "operand_orders",
@@ -273,12 +277,14 @@ _SLOWEST_HOST_LINK: Final = "pcie3"
 
 @final
 class Reached(Record):
-    """Holds the shares of a device's peak that the best products and fused attention reach, what a host of
-    its time needs to launch an op of a training loop, and how many instructions its processors issue in the
-    time of a FLOP at the peak of ordinary float32; 0 where kernels are not known to be bound by them.
+    """Holds the shares of a device's peak that the best products and fused attention reach, what products in
+    eight bits reach of theirs over what those in bfloat16 do, what a host of its time needs to launch an op
+    of a training loop, and how many instructions its processors issue in the time of a FLOP at the peak of
+    ordinary float32; 0 where kernels are not known to be bound by them.
     """
 
     matmul: float = Field(gt=0, le=1)
+    narrow_matmul: float = Field(gt=0, le=2)
     attention: float = Field(gt=0, le=1)
     host_s: float = Field(gt=0, le=1)
     instructions_per_flop: float = Field(ge=0, le=1)
@@ -288,6 +294,7 @@ def reached_by(kind: str) -> Reached:
     """Returns the shares of a kind of device; those of an A100 where nobody has published any."""
     return Reached(
         matmul=figure_of("matmul", kind),
+        narrow_matmul=figure_of("narrow_matmul", kind),
         attention=figure_of("attention", kind),
         host_s=figure_of("host_us", kind) / 1e6,
         instructions_per_flop=figure_of("instructions_per_flop", kind),

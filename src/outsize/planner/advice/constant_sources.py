@@ -51,6 +51,8 @@ def _of_families(spent: Spent, device: Device) -> list[str | None]:
     attention: devices.FigureName = "library_attention" if device.attention_share else "attention"
     figures: dict[OpFamily, devices.FigureName] = {"matmul": "matmul", "attention": attention}
     reached = [devices.source_of(name, device.kind) for family, name in figures.items() if family in families]
+    if device.product_share and "matmul" in families:
+        reached.append(devices.source_of("sustained_matmul", device.kind))
     bound = "memory" if spent in BOUND_BY_BYTES else "compute"
     return [*reached, *(efficiency.source_of_curve(bound, family, device) for family in families)]
 

@@ -73,8 +73,9 @@ class Efficiency(Record):
     its part. `instructions_per_flop` are issued by threads in the time of a FLOP at the peak of ordinary
     float32; 0 where kernels are not bound by them. With `copies_tf32` convolutions in TF32 copy their
     images, as those of two bytes do. `host_shares` are the host's seconds for an op of a family, forward and
-    for a gradient, over `host_s`; families that are not in it need the mean. `split_s` is what a backward in
-    two halves takes more for each unit whose weights wait.
+    for a gradient, over `host_s`; families that are not in it need the mean. `narrow_products` is how much
+    of their peak products in eight bits and fewer reach, over what those in more reach of theirs. `split_s`
+    is what a backward in two halves takes more for each unit whose weights wait.
 
     A device that runs ahead of its host waits for it: a pass takes the longer of both. On a CPU the host is
     the device, so `host_s` is 0 and `launch_s` is all.
@@ -93,6 +94,7 @@ class Efficiency(Record):
     copies_tf32: bool = False
     instructions_per_flop: float = Field(default=0.0, ge=0)
     update: float | None = Field(default=None, gt=0)
+    narrow_products: float = Field(default=1.0, gt=0)
     split_s: float = Field(default=0.0, ge=0)
 
     def host_share(self, family: OpFamily, passed: int) -> float:
@@ -244,16 +246,19 @@ HOPPER: Final = _hopper(constants_of("hopper"))
 
 def default_of(device: Device) -> Efficiency:
     """Returns the curves of a known kind of device, with its own host where that was measured."""
-    return CPU if device.kind == "cpu" else _of_kind(device.kind, device.host_s, device.attention_share)
+    if device.kind == "cpu":
+        return CPU
+    return _of_kind(device.kind, device.host_s, device.attention_share, device.product_share)
 
 
 @cache
-def _of_kind(kind: str, host_s: float | None, attention: float | None) -> Efficiency:
+def _of_kind(kind: str, host_s: float | None, attention: float | None, products: float | None) -> Efficiency:
     base = HOPPER if "hopper" in families_of(kind) else GPU
     reached = reached_by(kind)
+    product = (products or reached.matmul) / USUAL.matmul
     fractions: dict[OpFamily, float] = {
-        "matmul": reached.matmul / USUAL.matmul,
-        "unaligned_matmul": reached.matmul / USUAL.matmul,
+        "matmul": product,
+        "unaligned_matmul": product,
         "attention": (attention or reached.attention) / USUAL.attention,
     }
     scaled = {
@@ -265,5 +270,6 @@ def _of_kind(kind: str, host_s: float | None, attention: float | None) -> Effici
             "compute": base.compute | scaled,
             "host_s": reached.host_s if host_s is None else host_s,
             "instructions_per_flop": reached.instructions_per_flop,
+            "narrow_products": reached.narrow_matmul,
         }
     )

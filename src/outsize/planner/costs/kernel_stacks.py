@@ -25,9 +25,12 @@ last are not copied, and their convolutions of single pixels reach what other co
 transformer engine's products sum the gradients of their biases. A chain saves what crosses its border, and no
 copies of it. A transformer engine's kernels save what they read, as they read it: operands that they cast to
 a byte as such, frozen weights among them, and of a gated activation what it takes. Casts to few bits with
-scales are the kernels that the record of their precision names (policies/precisions.py). Deviations: a kernel
-ends with its unit, and what its product takes counts as if it took it. Complexity: O(units + users of all
-values). Oracle: tests/unit/planner/costs/test_kernel_stacks.py.
+scales are the kernels that the record of their precision names (policies/precisions.py). A transformer engine
+(`library_scales`) has cast the weights already, and casts what several products take once, in the kernel that
+writes it or in one of its own, by scales of steps before, which no ranks ask each other for. Weights with a
+side below `least_side`, as of adapters, are multiplied as they are. Deviations: a kernel ends with its unit,
+and what its product takes counts as if it took it; casts of trained weights, once a step, are free.
+Complexity: O(units + users of all values). Oracle: tests/unit/planner/costs/test_kernel_stacks.py.
 """
 
 from __future__ import annotations
@@ -48,13 +51,15 @@ from outsize.ir.plan import Kernels
 _MERGED: Final[frozenset[OpFamily]] = frozenset({"elementwise", "reduction", "other"})
 # A chain of so many ops writes copies that it saves, which a kernel for all of it does not.
 _COPIES: Final = 3
+_MATRIX: Final = 2
 _OF_A_BYTE: Final = "float8_e4m3fn"
 
 
 @final
 class _KernelsRow(NamedTuple):
     """Says what is left of a chain of ops by elements, whether attention is a library's for its device, and
-    not torch's, and whether kernels save what they read, as they read it.
+    not torch's, whether kernels save what they read, as they read it, and whether products follow each other
+    so closely that the device runs into its limit of power. Gradients of so many bytes are summed together.
     """
 
     kernels: str
@@ -63,6 +68,11 @@ class _KernelsRow(NamedTuple):
     sums_in_products: bool
     library_attention: bool
     saves_as_read: bool
+    library_scales: bool
+    least_side: int
+    saturates: bool
+    bucket_mb: int
+    bucket_mb_per_rank: int
     origin: str
 
 
@@ -119,6 +129,8 @@ class KernelStack(Record):
             return graph
         if self.kernels.saves_as_read:
             graph = _frozen_as_read(_saved_as_read(graph), self.operand_orders)
+        if self.kernels.library_scales:
+            graph = _with_library_scales(graph, self.kernels.least_side)
         taken, given, kept = _borders(graph)
         known = dict[tuple[Any, ...], dict[str, tuple[Work, ...]]]()
 
@@ -137,11 +149,12 @@ class KernelStack(Record):
             held = _held(unit, takes if _is_chain(unit) else takes + gives, kept[unit.index])
             return unit.model_copy(update=known[passes] | held)
 
-        return graph.model_copy(update={"units": tuple(map(of_unit, graph.units))})
+        buckets = tuple(10**6 * mb for mb in (self.kernels.bucket_mb, self.kernels.bucket_mb_per_rank))
+        return graph.model_copy(update={"units": tuple(map(of_unit, graph.units)), "bucket_bytes": buckets})
 
     def on(self, cluster: Cluster) -> Cluster:
         """Returns the cluster whose hosts launch this stack's kernels, and whose devices reach with its
-        attention what that of a library does.
+        attention and its products what those of a library do.
         """
         if self.host_share == 1 and not self.kernels.library_attention:
             return cluster
@@ -161,6 +174,8 @@ class KernelStack(Record):
             elif work.family == "attention" and self.kernels.library_attention:
                 # Its softmax is computed while the products of other rows are (arXiv 2407.08608, sec. 3).
                 found.append(work.model_copy(update={"instructions": 0}))
+            elif _is_cast(work) and self.kernels.library_scales and not work.library_dtype:
+                found.append(_cast_by_library(work, self.kernels.single))
             elif work.fused_launches and (self.kernels.library_attention or not work.library_dtype):
                 found.append(_written_anew(work))
             elif work.family in _MERGED:
@@ -177,6 +192,9 @@ class KernelStack(Record):
         update = {"host_s": device.host_s if self.host_share == 1 else own_s * self.host_share}
         if self.kernels.library_attention:
             update["attention_share"] = figure_of("library_attention", device.kind)
+        if self.kernels.saturates:
+            reached = figure_of("matmul", device.kind)
+            update["product_share"] = reached * figure_of("sustained_matmul", device.kind)
         return device.model_copy(update=update)
 
 
@@ -226,6 +244,42 @@ def _frozen_as_read(graph: ModelGraph, orders: int) -> ModelGraph:
         return parameter.model_copy(update={"size_bytes": size_bytes})
 
     return _changed(graph, parameters=tuple(map(kept, graph.parameters)))
+
+
+def _with_library_scales(graph: ModelGraph, least_side: int) -> ModelGraph:
+    """Returns the graph with the casts that a transformer engine has, and no largest element that is asked
+    for.
+    """
+    sides = {u.index: _sides(graph, u) for u in graph.units if any(map(_is_cast, u.forward))}
+    # Of those whose weights are not known to be narrow, the features that they take.
+    casting = {at: each[-1:] for at, each in sides.items() if min(each, default=least_side) >= least_side}
+    repeated = set[int]()
+    for value in graph.values:
+        readers = (at for at in value.consumers if value.shape and casting.get(at) == value.shape[-1:])
+        repeated.update(sorted(readers)[1:])
+
+    def of_unit(unit: Unit) -> Unit:
+        if unit.index not in sides:
+            return unit
+        update = dict[str, Any](row_maxima=0)
+        for name in ("divided", "in_sequence"):
+            update[name] = getattr(unit, name).model_copy(update={"forward_maxima": 0, "backward_maxima": 0})
+        passes = ("forward", "backward_input", "backward_weight")
+        for name in passes if unit.index not in casting else passes[: unit.index in repeated]:
+            update[name] = tuple(work for work in getattr(unit, name) if not _is_cast(work))
+        return unit.model_copy(update=update)
+
+    return _changed(graph, units=tuple(map(of_unit, graph.units)))
+
+
+def _is_cast(work: Work) -> bool:
+    return work.library_launches > 0
+
+
+def _sides(graph: ModelGraph, unit: Unit) -> tuple[int, ...]:
+    """Returns the sides of a unit's widest weight, or of each of a stack: what it makes and what it takes."""
+    shapes = (graph.parameter_of[name].shape for name in unit.parameters)
+    return max((shape[-_MATRIX:] for shape in shapes if len(shape) >= _MATRIX), key=min, default=())
 
 
 def _changed(graph: ModelGraph, **update: Any) -> ModelGraph:
@@ -326,6 +380,12 @@ def _written_anew(work: Work) -> Work:
     """
     fused = {"flops": work.fused_flops, "moved_bytes": work.fused_bytes, "launches": work.fused_launches}
     return work.model_copy(update={"dtype": work.library_dtype or work.dtype, "library_dtype": "", **fused})
+
+
+def _cast_by_library(work: Work, single: float) -> Work:
+    """Returns the cast of a transformer engine, of which the kernel that writes its operand does a part."""
+    moved_bytes = round(work.library_bytes * single)
+    return work.model_copy(update={"moved_bytes": moved_bytes, "launches": work.library_launches})
 
 
 def _relayed(work: Work) -> Work | None:

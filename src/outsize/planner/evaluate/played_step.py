@@ -11,7 +11,8 @@ write into it:
                        (schedules/offload.py), beside compute on an accelerator and between it on a CPU
     messages           the core of a CPU copies what it sends, as a part of the action that made it
     dp_replicate, cp   a stage's gradients leave in buckets within its last backward, the last units' first
-                       (train/ranks/gradient_allreduce.py); nothing but the step's end waits for them
+                       (train/ranks/gradient_allreduce.py); nothing but the step's end waits for them. Other
+                       systems sum more of them together, of blocks as well (`ModelGraph.bucket_bytes`)
     beside them        compute is slower while a collective runs (`Efficiency.crowded`): by those of one block
                        in a pass of a block, by a share of those that run once a step in each microbatch
     copies             FSDP2 copies gathered weights out of its buffer and gradients into it, on the stream of
@@ -262,7 +263,8 @@ def played_step(
     """Returns what is played of a cut whose stages have these cases and costs."""
     case, layout, stages = cases[0], pipeline.layout, tuple(range(len(cases)))
     shards = layout.shards > 1
-    counts, cut = _blocks(case, tuple(bounds)) if shards else ((1,) * len(stages), tuple(bounds))
+    least_bytes = _least_bucket_bytes(case, layout) if layout.weight_policy.gathers_once else 0
+    counts, cut = _blocks(case, tuple(bounds), least_bytes) if shards else ((1,) * len(stages), tuple(bounds))
     stage_of = tuple(stage for stage in stages for _ in range(counts[stage]))
     parts = [(cases[stage], run) for stage, run in zip(stage_of, pairwise(cut), strict=True)]
     uses, seconds = frozenset[Edge](), dict[Cost, float]()
@@ -276,7 +278,10 @@ def played_step(
         places = zip(stage_of, parts, strict=True)
         costs = tuple(_beside_gathers(pipeline, (s, p), *own, seconds) for p, (s, own) in enumerate(places))
     elif not layout.hosted and layout.axes.weight_holders > 1:
-        buckets = tuple(_buckets(*own, c) for own, c in zip(parts, pipeline.collectives, strict=True))
+        least_bytes = _least_bucket_bytes(case, layout) or BUCKET_BYTES
+        buckets = tuple(
+            _buckets(*own, c, least_bytes) for own, c in zip(parts, pipeline.collectives, strict=True)
+        )
         held = [_weights_and_gradients_bytes(*own, layout) for own in parts]
         costs = tuple(_beside_buckets(pipeline, *of) for of in zip(stages, costs, buckets, held, strict=True))
     for part, (own, run) in enumerate(parts):
@@ -356,11 +361,34 @@ def edges_along(case: PricedModel, bounds: tuple[int, ...]) -> Edges:
 
 
 @lru_cache(maxsize=128)
-def _blocks(case: PricedModel, bounds: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the number of blocks of each stage, and the first unit of each block, then all units."""
+def _blocks(
+    case: PricedModel, bounds: tuple[int, ...], least_bytes: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the number of blocks of each stage, and the first unit of each block, then all units. A block
+    whose gradients have fewer bytes than the least is one with those before it.
+    """
     pieces = pieces_of_stages(case.graph, (range(first, end) for first, end in pairwise(bounds)))
-    firsts = [piece[0] for stage in pieces for piece in stage]
-    return tuple(map(len, pieces)), (*firsts, bounds[-1])
+    stages = [
+        _joined(case, [piece[0] for piece in stage], end, least_bytes)
+        for stage, end in zip(pieces, bounds[1:], strict=True)
+    ]
+    return tuple(map(len, stages)), (*chain.from_iterable(stages), bounds[-1])
+
+
+def _joined(case: PricedModel, firsts: Sequence[int], end: int, least_bytes: int) -> list[int]:
+    """Returns the first units of blocks of at least so many bytes of gradients, filled from the last unit."""
+    found = list[int]()
+    for first in reversed(firsts):
+        if first == firsts[0] or int(case.ranges.gradients[first, end]) >= least_bytes:
+            found.append(first)
+            end = first
+    return found[::-1]
+
+
+def _least_bucket_bytes(case: PricedModel, layout: Layout) -> int:
+    """Returns the bytes of gradients that replicas sum together at least; 0 where outsize says."""
+    of_all, of_rank = case.graph.bucket_bytes
+    return max(of_all, of_rank * layout.axes.weight_holders)
 
 
 @lru_cache(maxsize=64)
@@ -460,7 +488,7 @@ def _uses(case: PricedModel, cut: Sequence[int], ranks: Sequence[int]) -> Iterat
                 yield owner, other
 
 
-def _buckets(case: PricedModel, run: Run, collectives: WeightCollectives) -> list[Bucket]:
+def _buckets(case: PricedModel, run: Run, collectives: WeightCollectives, least_bytes: int) -> list[Bucket]:
     """Returns the buckets of a stage in the order in which they are complete.
 
     A stage that recomputes everything does so before its first gradient.
@@ -473,7 +501,7 @@ def _buckets(case: PricedModel, run: Run, collectives: WeightCollectives) -> lis
     whole_s, passed_s, held = again_s + float(own_s.sum()), again_s, 0
     for unit in reversed(range(run[1] - first)):
         passed_s, held = passed_s + float(own_s[unit]), held + int(gradients[unit])
-        if held and (held >= BUCKET_BYTES or not gradients[:unit].any()):
+        if held and (held >= least_bytes or not gradients[:unit].any()):
             fraction = passed_s / whole_s if whole_s else 1.0
             found.append((fraction, collectives.reduce_s(held, last=True)))
             held = 0

@@ -173,6 +173,20 @@ def test_whole_weights_are_gathered_and_scattered_once_a_step() -> None:
     assert step.seconds() == pytest.approx(3 * 12 + 2 * 0.75)
 
 
+def test_a_stack_of_kernels_may_sum_more_gradients_together() -> None:
+    """Five blocks of 100 bytes, of which 200 or more, and 120 for each rank, are gathered and scattered
+    together: from the last unit on three of them, and the other two.
+    """
+    graph, profile = chain([1.0] * 5)
+    model = graph.model_copy(update={"bucket_bytes": (200, 120)}), profile
+    step = step_of(model, Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2), joined(2))
+    names = [span.action for span in step.timeline().spans if span.lane == "load"]
+    assert sorted(names) == ["0REDUCE_GRAD", "0UNSHARD", "1REDUCE_GRAD", "1UNSHARD"]
+    assert [cost.forward_s for cost in step.costs] == [2, 3]
+    replicas = step_of(model, Layout(Axes(dp_replicate=2), 1, "1f1b", 1, 2), joined(2))
+    assert len(replicas.buckets[0]) == 2
+
+
 def test_buckets_leave_within_the_last_backward() -> None:
     """Three units of a bucket each, backwards of 2 s, over two at 10 MB/s: 3 s for each sum. The first is
     complete at 2 s of the backward, so the queue ends at 2 + 9 s, 5 s behind the backward.
