@@ -61,23 +61,28 @@ class Question:
         return json.dumps([repr(self.sizes), self.request, self.samples], default=repr, sort_keys=True)
 
 
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file; what is not said is "" in them."""
+    with path.open(encoding="utf-8", newline="") as stream:
+        for row in csv.DictReader(stream):
+            yield {name: value or "" for name, value in row.items()}
+
+
 def read_all(path: Path) -> tuple[list[Question], Counter[str]]:
     """The questions of a file, and how many rows are left out for which reason."""
     found, skipped = list[Question](), Counter[str]()
-    with path.open(encoding="utf-8", newline="") as stream:
-        for row in csv.DictReader(stream):
-            whole = {name: value or "" for name, value in row.items()}
-            try:
-                found.append(question_of(whole))
-            except Skip as reason:
-                skipped[str(reason)] += 1
+    for row in read_rows(path):
+        try:
+            if not row["iter_time_s"]:
+                raise Skip("no seconds of a step")
+            found.append(question_of(row))
+        except Skip as reason:
+            skipped[str(reason)] += 1
     return found, skipped
 
 
 def question_of(row: Row) -> Question:
     """What a row asks. Raises Skip with the reason where it does not say enough."""
-    if not row["iter_time_s"]:
-        raise Skip("no seconds of a step")
     if not known(row["model"]):
         raise Skip("a model that is not built here, or whose shape the row does not say")
     for name in ("tp", "micro_batch", "global_batch"):
@@ -99,7 +104,9 @@ def question_of(row: Row) -> Question:
     group = f"{row['model']} {row['n_gpus']} {gpu}"
     half = hashlib.sha256(group.encode()).digest()[0] % 2
     request = _request(row, gpu, max(1, batch // (microbatch * dp)))
-    return Question(row["row_id"], kind, half, group, sizes, microbatch, request, float(row["iter_time_s"]))
+    return Question(
+        row["row_id"], kind, half, group, sizes, microbatch, request, float(row["iter_time_s"] or 0)
+    )
 
 
 def kind_of(row: Row) -> str:

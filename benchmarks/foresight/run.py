@@ -1,7 +1,7 @@
 """Question: how far is the product from published runs: seconds of a step, the choice of a layout, memory?
 
     python benchmarks/foresight/run.py               # all; tables, and results/<date>_<machine>.json
-    python benchmarks/foresight/run.py --only steps  # step times and choices; also: memory, published, recent
+    python benchmarks/foresight/run.py --only steps  # step times and choices; also: memory, peaks, ...
     python benchmarks/foresight/run.py --data DIR    # with published_runs.csv, published_memory.csv
     python benchmarks/foresight/run.py --json        # one JSON, with every row
     python benchmarks/foresight/run.py --sample 4    # models of which a hash is a multiple of 4: a sample of
@@ -30,16 +30,18 @@ from typing import Any
 import peaks
 import published
 import recent as recent_runs
+import recent_peaks
 import rows
 import step_times
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parents[2] / "shared" / "data"
-PARTS = ("steps", "memory", "published", "recent")
+PARTS = ("steps", "memory", "published", "recent", "peaks")
 FILES = {
     "steps": "published_runs.csv",
     "memory": "published_memory.csv",
     "recent": "published_runs_3.csv",
+    "peaks": "published_runs_3.csv",
 }
 TARGETS = {
     "single node": "8 %, bias 5 %",
@@ -92,6 +94,13 @@ def recent(path: Path, sample: int) -> Result:
     }
 
 
+def peaks_of_runs(path: Path, sample: int) -> Result:
+    """Errors of the peaks of runs of 2024 to 2026 by source."""
+    found, skipped = recent_peaks.read_all(path, sample)
+    judged = list(recent_peaks.judged(found))
+    return {"errors": recent_peaks.errors_of(judged), "skipped": dict(skipped), "rows": judged}
+
+
 def table(result: Result) -> str:
     """The same for people."""
     lines = list[str]()
@@ -110,6 +119,8 @@ def table(result: Result) -> str:
         lines.append(f"target: {TARGETS['published']}")
     if "recent" in result:
         lines += _recent_table(result["recent"])
+    if "peaks" in result:
+        lines += _peaks_table(result["peaks"])
     return "\n".join(lines)
 
 
@@ -125,6 +136,22 @@ def _recent_table(found: Result) -> list[str]:
         noise = found["noise"].get(name.rpartition(",")[0])
         told = "" if noise is None else f"  {noise:.1%}"
         lines.append(f"{name:44} {f['rows']:5d} {f['answered']:5d} {figures}{told}")
+    refused = Counter((r.get("refused") or r.get("crashed") or "")[:90] for r in found["rows"])
+    lines += [f"{count:6}  {reason}" for reason, count in refused.most_common() if reason]
+    return [*lines, *_left_out(found["skipped"])]
+
+
+def _peaks_table(found: Result) -> list[str]:
+    heads = f"{'rows':>5} {'told':>5} {'median':>7} {'bias':>7} {'worst':>7} {'of row':>6}  in 8 %   P95"
+    lines = [f"\n{'peaks of 2024 to 2026':34} {heads}"]
+    for name, f in found["errors"].items():
+        figures = (
+            f"{f['median']:7.1%} {f['bias']:+7.1%} {f['worst']:+7.1%} {f['worst_row']:>6}"
+            f" {f['near']:7.0%} {f['covered']:5.0%}"
+            if "median" in f
+            else ""
+        )
+        lines.append(f"{name:34} {f['rows']:5d} {f['answered']:5d} {figures}")
     refused = Counter((r.get("refused") or r.get("crashed") or "")[:90] for r in found["rows"])
     lines += [f"{count:6}  {reason}" for reason, count in refused.most_common() if reason]
     return [*lines, *_left_out(found["skipped"])]
@@ -177,7 +204,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     start_s = time.monotonic()
     result: Result = {"date": str(datetime.date.today()), "one_model_in": max(1, options.sample)}
-    judges = {"steps": steps, "memory": memory, "recent": recent}
+    judges = {"steps": steps, "memory": memory, "recent": recent, "peaks": peaks_of_runs}
     for part, name in FILES.items():
         path = options.data / name
         if options.only not in (None, part):

@@ -10,11 +10,14 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import measured_pipeline as pipelines
 import peaks
 import priced
 import pytest
+import recent_peaks
 import rows
 import step_times
 from priced import Division, Shape
@@ -298,6 +301,50 @@ def test_a_simulated_pipeline_is_played_again_as_it_is(tmp_path: Path) -> None:
     slower = pipelines.compared(3, pipelines.read_timeline(path)[3], schedule, 2.5)
     assert slower.played_bubble > found.played_bubble
     assert slower.same_places < 1
+
+
+def test_waiting_for_messages_is_idle_time() -> None:
+    stage = SimpleNamespace(forward_s=1.0, backward_s=2.0)
+    expected: Any = SimpleNamespace(stages=[stage] * pipelines.STAGES)
+    schedule = pipelines.schedule_of()
+    # Equal stages are idle for stages - 1 of so many and microbatches; and for half a second in each three.
+    at_once = pipelines.waiting_bubble(expected, schedule, 0.0)
+    assert at_once == pytest.approx(7 / 23)
+    assert pipelines.waiting_bubble(expected, schedule, 0.25) == pytest.approx(1 - 16 * 3 / (23 * 3.5))
+
+
+PEAK = {
+    "row_id": "1", "source": "a page", "system": "Megatron-LM", "hardware": "H100-80GB, 8 per node",
+    "model": "Llama of two layers", "num_layers": "2", "hidden": "64", "heads": "4", "seq_len": "32",
+    "n_gpus": "2", "tp": "1", "pp": "1", "vpp": "", "dp": "2", "cp": "1", "ep": "", "shard": "distributed",
+    "micro_batch": "1", "global_batch": "2", "recompute": "none", "precision": "bf16", "iter_time_s": "",
+    "peak_mem_gib": "0.1", "mem_kind": "allocated", "notes": "ffn 128, vocab 256",
+}  # fmt: skip
+
+
+def test_peaks_are_those_of_the_plan_and_of_what_its_software_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = PEAK | {"row_id": "2", "model": "a model that nobody knows"}
+    write(tmp_path / "published_runs_3.csv", [PEAK, PEAK | {"peak_mem_gib": ""}, odd])
+    assert told(monkeypatch, "--data", str(tmp_path), "--only", "peaks", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["peaks"]
+    (row,) = found["rows"]
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 2 * 256 * 64
+    assert row["beside_gib"] == pytest.approx(weights * 6 / 2**30, abs=0.001)
+    assert row["covered"] == (row["p95_gib"] >= 0.1)
+    assert sum(found["skipped"].values()) == 1
+    assert told(monkeypatch, "--data", str(tmp_path), "--only", "peaks") == 0
+    assert "dense LM, all" in capsys.readouterr().out
+
+
+def test_a_peak_that_microbatches_do_not_move_is_of_no_step() -> None:
+    sizes = {"a": ("4", "13.4"), "b": ("16", "13.5"), "c": ("32", "19.5"), "d": ("32", "19.6")}
+    given = [
+        PEAK | {"row_id": row, "micro_batch": size, "peak_mem_gib": peak}
+        for row, (size, peak) in sizes.items()
+    ]
+    assert recent_peaks.of_no_step(given) == {"a", "b"}
 
 
 def test_what_a_microbatch_in_flight_costs_leaves_out_both_ends() -> None:
