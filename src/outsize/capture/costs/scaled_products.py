@@ -113,6 +113,7 @@ def scaled_cost(products: ScaledProducts, call: LinearCall, cost: Cost) -> Cost:
         backward_input=(*scaled.of_input, *_without_products(cost.backward_input)),
         backward_weight=(*scaled.of_weight, *_without_products(cost.backward_weight)),
         cast_bytes=round(products.copied_bytes * call.elements("weight")),
+        exact_instructions=_exact_instructions(cost, scaled),
         on_accelerator=None,
     )
 
@@ -158,8 +159,23 @@ def stacks_of(modules: Iterable[nn.Module]) -> dict[int, ScaledProducts]:
     }
 
 
+def _exact_instructions(cost: Cost, scaled: ScaledWorks) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Returns what the instructions of each work were rounded from: casts and products have none."""
+    if not cost.exact_instructions:
+        return ()
+    passes = (cost.forward, cost.backward_input, cost.backward_weight)
+    return tuple(
+        (*(() for _ in added), *(each for work, each in zip(works, exact, strict=True) if _is_beside(work)))
+        for works, exact, added in zip(passes, cost.exact_instructions, scaled, strict=True)
+    )
+
+
+def _is_beside(work: Work) -> bool:
+    return work.family not in MATMULS
+
+
 def _without_products(works: Iterable[Work]) -> Iterator[Work]:
-    return (work for work in works if work.family not in MATMULS)
+    return filter(_is_beside, works)
 
 
 @final

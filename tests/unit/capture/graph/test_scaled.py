@@ -93,6 +93,8 @@ def language(name: str) -> TrainingCase:
 CASES: dict[str, tuple[Callable[[], TrainingCase], str]] = {
     "masked": (masked, "fp32"),
     "masked, autocast": (masked, "bf16-mixed"),
+    "masked, in eight bits": (masked, "fp8"),
+    "masked, in blocks of 32": (masked, "mxfp8"),
     "convolutions": (pooled, "fp32"),
     "BatchNorm": (partial(pooled, True), "fp32"),
     **{name: (partial(language, name), "bf16") for name in ("llama", "gpt2", "mixtral")},
