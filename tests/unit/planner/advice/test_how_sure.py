@@ -62,6 +62,18 @@ def test_the_row_of_the_kind_is_told() -> None:
     assert (wide.nodes, one.nodes) == ("nodes", "device")
 
 
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("devices", [8, 16])
+def test_each_kind_has_a_figure_of_held_out_rows(kind: str, precision: str, devices: int) -> None:
+    cluster = parse_cluster(f"{devices // 8}x8xb200-180gb")
+    told = foresight(plan(devices, precision=precision), MODELS[kind], cluster)
+    assert told is not None
+    assert told.mean_error is not None
+    assert told.rows
+    assert "half" in told.source
+
+
 def test_what_is_measured_or_of_a_cpu_has_no_such_words() -> None:
     expected = samples.expected().model_copy(update={"source": "measured"})
     assert foresight(plan(expected=expected), DENSE, parse_cluster("8xh100-80gb")) is None
