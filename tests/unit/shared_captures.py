@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.graph.build import Captured
-from outsize.capture.graph.by_modules import capture_model
+from outsize.capture.recording.fallbacks import TapeOptions, record
+from outsize.program.tape import Tape
 from outsize.program.tree import leaves
 from outsize.train.measure import training_case
 
@@ -22,20 +22,19 @@ def each_model_captured_once() -> Iterator[None]:
 
     It is for modules that no test changes in between.
     """
-    captures: dict[Any, tuple[Any, Captured]] = {}
+    recorded: dict[Any, tuple[Any, Tape]] = {}
 
-    def capture_once(
-        module: nn.Module, args: Any, kwargs: Any, loss_fn: Any, target: Any, samples: int
-    ) -> Captured:
+    def record_once(
+        module: nn.Module, args: Any, kwargs: Any, loss_fn: Any, target: Any, options: TapeOptions
+    ) -> Tape:
         tensors = [t for t in leaves((args, kwargs, target)) if isinstance(t, Tensor)]
         looks = tuple((t.shape, t.dtype, t.device) for t in tensors)
         autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        key = id(module), id(loss_fn), looks, tuple(kwargs), samples, autocast
-        if key not in captures:
-            example = (args, kwargs, loss_fn, target)
+        key = id(module), id(loss_fn), looks, tuple(kwargs), autocast
+        if key not in recorded:
             # The table keeps the module and its loss alive, because their ids are in the key.
-            captures[key] = (module, loss_fn), capture_model(module, *example, samples)
-        return captures[key][1]
+            recorded[key] = (module, loss_fn), record(module, args, kwargs, loss_fn, target, options)
+        return recorded[key][1]
 
-    with patch.object(training_case, "capture_model", capture_once):
+    with patch.object(training_case, "record", record_once):
         yield

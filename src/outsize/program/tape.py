@@ -12,6 +12,7 @@ weights; it is valid for one input signature and the values its guards name.
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -117,9 +118,17 @@ class Cost:
         return sum(size for size in self.saved_sizes if size < SMALL_BYTES)
 
 
+class _KnownSlots(ABC):
+    """Keeps the slots of an instruction, which are asked for a dozen times while a graph is built."""
+
+    __slots__ = ("_defined", "_read")
+    _read: tuple[int, ...]
+    _defined: tuple[int, ...]
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(_KnownSlots):
     """Represents one line of the tape."""
 
     index: int
@@ -166,11 +175,21 @@ class Instruction:
 
     def reads(self) -> Iterator[int]:
         """Yields the slots that the arguments mention, in order, possibly repeated."""
-        return (leaf.slot for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
+        try:
+            return iter(self._read)
+        except AttributeError:
+            read = tuple(leaf.slot for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
+            object.__setattr__(self, "_read", read)
+            return iter(read)
 
     def defines(self) -> Iterator[int]:
         """Yields the slots that the result fills."""
-        return (leaf.slot for leaf in leaves(self.out) if isinstance(leaf, Ref))
+        try:
+            return iter(self._defined)
+        except AttributeError:
+            defined = tuple(leaf.slot for leaf in leaves(self.out) if isinstance(leaf, Ref))
+            object.__setattr__(self, "_defined", defined)
+            return iter(defined)
 
     def parameters(self) -> tuple[str, ...]:
         """Returns the canonical names of the parameters that the instruction uses."""

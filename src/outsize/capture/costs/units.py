@@ -26,6 +26,7 @@ class UnitCosts:
 
     def __init__(self, tape: Tape, last: Mapping[int, int], memory: TapeStorages) -> None:
         self._tape, self._sizes, self._saved_by = tape, memory.size_bytes, memory.saved_by
+        self._saved_inputs = memory.saved_inputs
         end = len(tape.instructions)
         visible = tape.output_slots() if tape.loss is None else (*tape.output_slots(), tape.loss.slot)
         self._last_read: dict[int, int] = {tape.storage(s): end for s in visible}
@@ -36,14 +37,15 @@ class UnitCosts:
         self._has_backward = _leading_to_loss(tape)
         self._users = Counter(w.name for i in tape.instructions for w in i.weights)
 
-    def of(self, group: Sequence[Instruction]) -> dict[str, Any]:
-        """Returns the cost fields of the `Unit` made of these instructions."""
+    def of(self, unit: int, group: Sequence[Instruction]) -> dict[str, Any]:
+        """Returns the cost fields of the `Unit` of this number, made of these instructions."""
         costs = [i.cost for i in group]
         trained = [i.cost for i in group if self._has_backward[i.index]]
         return {
             "flops": sum(c.flops for c in costs),
             "moved_bytes": sum(c.moved_bytes for c in costs),
             "saved_bytes": sum(c.saved_bytes for c in costs),
+            "saved_input_bytes": self._saved_inputs[unit],
             "saved_small_bytes": sum(c.saved_small_bytes for c in costs),
             "workspace_bytes": self._forward(group),
             "backward_workspace_bytes": self._backward(group),

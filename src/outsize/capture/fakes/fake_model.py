@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from operator import is_
 from typing import Any, Final, final
 
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outsize.program.objects import NUMBERS_AND_TEXT, Comparison, Scope, fingerprint, snapshot, walk
-from outsize.program.tape import Weight
+from outsize.program.tape import Meta, Weight
 from outsize.program.tree import accessor, map_leaves, paths
 
 _TABLES = ("_parameters", "_buffers")
@@ -56,7 +57,7 @@ class FakeModel:
         self._own = own
         self._restore = remember(own.values())
         self._planted: dict[str, _Bindings] = {}
-        self._at_rest: dict[int, dict[str, Any]] = {}
+        self._at_rest: dict[int, _Bindings] = {}
         self._parameters: dict[int, list[int]] = {}
         self.carried: dict[int, dict[str, Any]] = {}  # fake -> what its tensor carries, as `weight.scale`
         self.strays: list[Tensor] = []  # real tensors of probes; their values are arbitrary
@@ -98,16 +99,18 @@ class FakeModel:
         """Returns what `state_of` was before the forward."""
         named = self.modules[fqn].named_modules()
         # A scripted module, whose attributes Python cannot set, is as it is.
-        return {name: self._at_rest.get(id(m)) or _identities(m) for name, m in named}
+        return {
+            name: self._at_rest[id(m)].identities if id(m) in self._at_rest else _identities(m)
+            for name, m in named
+        }
 
     def begin(self, *, numbers: bool) -> None:
         """Notes what is bound before the forward; `numbers` were put into attributes since the fakes were."""
         if not self._at_rest:
-            states = (
-                (m, _identities(m) if numbers else self._planted[fqn].identities)
-                for fqn, m in self._own.items()
-            )
-            self._at_rest = {id(module): state for module, state in states}
+            self._at_rest = {
+                id(module): _Bindings(module) if numbers else self._planted[fqn]
+                for fqn, module in self._own.items()
+            }
 
     def weight_storages(self) -> set[int]:
         """Returns the storages of all fakes that stand for weights."""
@@ -193,6 +196,13 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None 
         return FakeTensor(mode, memory, device or tensor.device)
 
 
+def fake_of(meta: Meta, mode: FakeTensorMode) -> Tensor:
+    """Returns a fake of a slot, of its own storage and without a history; made as `fake_like`."""
+    with torch._C._DisableTorchDispatch():
+        memory = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        return FakeTensor(mode, memory, meta.device)
+
+
 def _holds_tensor(value: Any) -> bool:
     """Says whether this is a tensor, or a list, tuple or dict with one somewhere."""
     if isinstance(value, Tensor) or not _CONTAINERS.opens(value, is_root=True):
@@ -222,11 +232,23 @@ class _Bindings:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.identities = _identities(module)
         self._names, self._values = _bound(module)
+        self._attributes = len(module.__dict__)
         tables = [v for k, v in module.__dict__.items() if k not in _NO_STATE and _CONTAINERS.opens(v)]
         self._empty = [table for table in tables if _is_empty(table)]
         self._filled = [(t, fingerprint(t, _BINDINGS)) for t in tables if not _is_empty(t)]
+
+    @cached_property
+    def identities(self) -> dict[str, Any]:
+        """What `_identities` was of the module; containers may have other contents by now."""
+        known = {id(table): before for table, before in self._filled}
+        known |= {id(table): fingerprint(type(table)(), _BINDINGS) for table in self._empty}
+        pairs = [*zip(self._names, self._values, strict=True)]
+        rest = ((name, value) for name, value in pairs[: self._attributes] if name not in _NO_STATE)
+        return {
+            name: known[id(value)] if id(value) in known else fingerprint(value, _BINDINGS)
+            for name, value in (*pairs[self._attributes :], *rest)
+        }
 
     def are_those_of(self, module: nn.Module) -> bool:
         """Tells whether the module has equal bindings."""

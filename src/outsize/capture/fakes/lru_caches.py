@@ -12,6 +12,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FunctionType
 from typing import Any, final
 
@@ -103,10 +104,16 @@ def _globals(module_name: str | None) -> list[Any]:
     return [] if foreign or module_name not in sys.modules else list(vars(sys.modules[module_name]).values())
 
 
+@lru_cache(maxsize=4096)
+def _may_lead(kind: type) -> bool:
+    """Says whether an object of this type is a cached function, or may lead to one."""
+    return issubclass(kind, (_CACHED, FunctionType, type, staticmethod, classmethod))
+
+
 def _look(value: Any, cached_functions: dict[int, Any], depth: int = 3) -> None:
     """Adds cached functions inside closures and classes."""
     kind = type(value)
-    if kind in _PLAIN:
+    if not _may_lead(kind):
         return
     if isinstance(value, _CACHED):
         cached_functions[id(value)] = value
@@ -117,7 +124,9 @@ def _look(value: Any, cached_functions: dict[int, Any], depth: int = 3) -> None:
             _look(next(iter(gc.get_referents(cell)), None), cached_functions, depth - 1)
     elif isinstance(value, type):
         for member in list(vars(value).values()):
-            _look(member, cached_functions, depth - 1)
+            # Most members of classes are functions without a closure, and a recording asks ten thousands.
+            if type(member) is not FunctionType or member.__closure__:
+                _look(member, cached_functions, depth - 1)
     elif isinstance(value, (staticmethod, classmethod)):
         _look(value.__func__, cached_functions, depth)
 

@@ -39,13 +39,12 @@ class Captured:
     starts: tuple[int, ...]
 
 
-def on_accelerators(captured: Captured, model: nn.Module) -> Captured:
-    """Returns the recorded model with the costs that accelerators have, where a CPU has other kernels."""
-    tape = captured.tape
+def on_accelerators(tape: Tape) -> Tape:
+    """Returns the tape with the costs that accelerators have, where a CPU has other kernels."""
     if all(i.cost.on_accelerator is None for i in tape.instructions):
-        return captured
+        return tape
     instructions = tuple(replace(i, cost=i.cost.on_accelerator or i.cost) for i in tape.instructions)
-    return build_graph(replace(tape, instructions=instructions), model, captured.graph.batch_size)
+    return replace(tape, instructions=instructions)
 
 
 def multiplied_in(products: Mapping[str, str], captured: Captured) -> Captured:
@@ -96,7 +95,6 @@ def build_graph(tape: Tape, model: nn.Module, samples: int | None = None) -> Cap
     parameters = parameters_of(model)
     memory = TapeStorages.of(tape, starts)
     units = _units(tape, starts, owned, model, UnitCosts(tape, last, memory))
-    units = tuple(u.model_copy(update={"saved_input_bytes": memory.saved_inputs[u.index]}) for u in units)
     graph = ModelGraph(
         model=type(model).__name__,
         fingerprint=fingerprint_of(model, parameters, units),
@@ -161,7 +159,7 @@ def _units(
             kind=_kind(anchor, modules),
             parameters=tuple(dict.fromkeys(p for i in group for p in i.parameters())),
             buffer_bytes=sum(stored_bytes(model.get_buffer(b)) for b in buffers),
-            **costs.of(group),
+            **costs.of(len(units), group),
         )
         units.append(unit)
     return tuple(units)

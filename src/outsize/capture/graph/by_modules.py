@@ -57,10 +57,21 @@ def capture_model(
     try:
         tape = record(model, args, kwargs, loss_fn, target)
     except NotCapturable as refusal:
-        if not unit_modules(model):
-            raise
-        return _by_modules(model, args, kwargs, samples, f"{refusal.what} ({refusal.numbers})")
+        return captured_by_modules(model, args, kwargs, samples, refusal)
     return build_graph(tape, with_loss(model, loss_fn), samples)
+
+
+def captured_by_modules(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    samples: int | None,
+    refusal: NotCapturable,
+) -> Captured:
+    """Returns a model that is not taped, by its modules. Raises the refusal where it has none."""
+    if not unit_modules(model):
+        raise refusal
+    return _by_modules(model, args, kwargs, samples, f"{refusal.what} ({refusal.numbers})")
 
 
 def unit_modules(model: nn.Module) -> list[str]:

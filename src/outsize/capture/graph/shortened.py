@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final, final
 
@@ -57,6 +57,9 @@ class Stacks:
     """
 
     of: dict[str, tuple[int, int]]
+    # Each name is asked for at each size, several times.
+    likes: dict[str, str] = field(default_factory=dict[str, str], repr=False, compare=False)
+    places: dict[str, str] = field(default_factory=dict[str, str], repr=False, compare=False)
 
     @classmethod
     def in_model(cls, model: nn.Module) -> Stacks:
@@ -90,11 +93,19 @@ class Stacks:
 
     def like(self, name: str) -> str:
         """Returns the name in the shortened model of what is like this in the whole one."""
-        return self._renamed(name, lambda index, first, end: str(_like(index - first, end - first) + first))
+        if name not in self.likes:
+            self.likes[name] = self._renamed(
+                name, lambda index, first, end: str(_like(index - first, end - first) + first)
+            )
+        return self.likes[name]
 
     def anywhere(self, name: str) -> str:
         """Returns the name without the number of the layer that it is in."""
-        return self._renamed(name, lambda index, first, end: str(index) if index < first else "*")
+        if name not in self.places:
+            self.places[name] = self._renamed(
+                name, lambda index, first, end: str(index) if index < first else "*"
+            )
+        return self.places[name]
 
     @property
     def length(self) -> int:

@@ -36,7 +36,7 @@ from outsize.capture.recording.call_advice import advice_for_loss, call_text, re
 from outsize.capture.recording.calls.failures import FrameFailed, Leaked
 from outsize.capture.recording.guards import is_of_fakes
 from outsize.capture.recording.intercept import watching
-from outsize.capture.recording.leaf_rule import LeafRule
+from outsize.capture.recording.leaf_rule import KnownBlocks, LeafRule
 from outsize.capture.recording.module_state import (
     LiveCode,
     insist_on_harmless,
@@ -80,13 +80,14 @@ class TapeOptions:
     meanwhile; where they are followed, they are inputs of the tape, and Unfollowed may be raised.
     `is_trial`: nobody needs the tape, only whether the model takes the batch. What it raises on fakes is its
     answer then, unless it is raised for fakes alone; nothing is computed to find out whether real tensors
-    raise it as well.
+    raise it as well. `blocks` is what recordings of a model, whose reads nobody compares, know of its blocks.
     """
 
     home: torch.device | None = None
     live: Collection[str] | None = None
     numbers: PlantedNumbers | None = None
     is_trial: bool = False
+    blocks: KnownBlocks | None = None
 
 
 _DEFAULTS: Final = TapeOptions()
@@ -134,11 +135,16 @@ def record(
     origins = Origins((args, kwargs, target))
     call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes(), origins)
     _insist_on_plain_inputs(call)
+    attempts = 0
     with restored_generators(), own_weight_cache(), self_seeding() as seeded:
         while True:
+            attempts += 1
             try:
                 tape = _recorded(call, rule, caches, options.home)
                 _insist_on_repeatable(model, seeded)
+                # A rule that a retry has changed is not the one that the next recording begins with.
+                if options.blocks is not None and attempts == 1:
+                    options.blocks.add(rule.found)
                 return tape
             except _Retry:
                 continue
@@ -176,6 +182,7 @@ def _rule_of(model: nn.Module, options: TapeOptions) -> LeafRule:
         guards_reads=options.live is not None,
         numbers=options.numbers,
         is_trial=options.is_trial,
+        blocks=options.blocks,
     )
     rule.forced.update(dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step"))
     return rule

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Final, final
 
@@ -41,6 +42,24 @@ _LOOK_UPS: Final = frozenset(("getattr", "vars", "attrgetter", "__dict__", "__ge
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class KnownBlocks:
+    """Holds what recordings of one model know of its blocks (repeated_blocks.py).
+
+    `repeated` are blocks that another one was shown to be a copy of. `recorded` maps a block and the key of
+    its call to what was recorded.
+    """
+
+    repeated: set[str] = field(default_factory=set[str])
+    recorded: dict[Any, Any] = field(default_factory=dict[Any, Any])
+
+    def add(self, found: KnownBlocks) -> None:
+        """Adds what another recording has found."""
+        self.repeated.update(found.repeated)
+        self.recorded.update(found.recorded)
+
+
+@final
 class LeafRule:
     """Decides which modules are leaves.
 
@@ -52,7 +71,8 @@ class LeafRule:
     `numbers` are in their places while the forward is recorded. `keepers` are leaves whose calls depend on
     the calls before, because they write outside of modules or draw from a generator of their own: all calls
     of one stay in one stage. `used` has the objects that change with each use (capture.guards.consumed), by
-    their ids, with what uses them. `is_trial`: what fails on fakes is not run on real tensors.
+    their ids, with what uses them. `is_trial`: what fails on fakes is not run on real tensors. `blocks` is
+    what earlier recordings of the model know of its blocks, `found` what this one adds.
     """
 
     def __init__(
@@ -63,6 +83,7 @@ class LeafRule:
         guards_reads: bool = False,
         numbers: PlantedNumbers | None = None,
         is_trial: bool = False,
+        blocks: KnownBlocks | None = None,
     ) -> None:
         self.forced: dict[str, str] = {}
         self.opened: dict[str, str] = {}
@@ -72,6 +93,8 @@ class LeafRule:
         self.traced, self.saved, self.live_loss = False, True, live_loss
         self.guards_reads, self.numbers, self.of_loss = guards_reads, numbers, of_loss
         self.is_trial = is_trial
+        self.blocks = KnownBlocks() if blocks is None else blocks
+        self.found = KnownBlocks()
         self.keepers: set[str] = set()
         self.used: dict[int, list[Consumed]] = {}
 

@@ -4,6 +4,10 @@
     block 2   recorded; is it block 1 with other names and slots? then the two are proven
     block 3.. not run: the instructions of block 1, renamed
 
+A recording of the same model, at another batch size or with fewer blocks, goes on from there
+(`LeafRule.blocks`): of blocks that were proven once the first alone is recorded, and a block whose call had
+the same key before is not run at all, unless it is given objects.
+
 Calls are compared when their keys are equal: modules built the same (module_equality.py), weights of the same
 names and metas, arguments of the same metas and aliasing, all in the same state to the cost meter (saved
 before? used before?), called from the same line. Attributes in which blocks differ do not matter if no code
@@ -28,7 +32,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from outsize.capture.costs.meter import CostMeter
-from outsize.capture.fakes.fake_model import FakeModel, is_fake
+from outsize.capture.fakes.fake_model import FakeModel, fake_of, is_fake
 from outsize.capture.guards.notes import Notes
 from outsize.capture.recording.intercept import inside_transform, on_real_tensors
 from outsize.capture.recording.leaf_rule import LeafRule
@@ -123,19 +127,36 @@ class RepeatedBlocks:
             return run()
         candidates = self._blocks.setdefault(call.key, [])
         block = next((b for b in candidates if self._reads(fqn, b.reads) == b.reads), None)
-        if block is not None and block.proven:
+        repeats = block is not None and (block.proven or block.call.fqn in self._rule.blocks.repeated)
+        again = block if repeats else self._rule.blocks.recorded.get(_call_of(call))
+        if again is not None:
             try:
                 with torch._C.DisableTorchFunction():
-                    return self._copy(block, call)
+                    out = self._copy(again, call)
+                candidates.extend([again] if block is None else [])
+                return out
             except Unlike:
                 return run()
         out, recorded = self._recorded(call, run, footprint)
+        if recorded is not None:
+            self._know(recorded, block, candidates)
+        return out
+
+    def _know(
+        self, recorded: RecordedBlock, block: RecordedBlock | None, candidates: list[RecordedBlock]
+    ) -> None:
+        """Keeps what a call has recorded; `block` is one that it may be a copy of."""
         if block is None:
-            candidates.extend([recorded] if recorded else [])
-        elif recorded is not None:
+            candidates.append(recorded)
+        else:
             recorded.proven = self._same(block, recorded)
             candidates[candidates.index(block)] = recorded
-        return out
+            if recorded.proven:
+                self._rule.found.repeated.update((block.call.fqn, recorded.call.fqn))
+        if not recorded.call.objects:
+            # Its tensors are of this recording alone, and so are the objects whose values it has read.
+            call = replace(recorded.call, inputs=(), weights=())
+            self._rule.found.recorded[_call_of(call)] = replace(recorded, call=call, accesses=[])
 
     # -- which calls may be copies -------------------------------------------------------------------
 
@@ -334,11 +355,20 @@ class RepeatedBlocks:
     def _result(self, slot: int) -> Tensor:
         """Returns a fake for a slot that a copy defines, with a history: only leaves may not be written."""
         meta = self._slots.metas[slot]
-        with on_real_tensors(), self._fakes.mode, torch.enable_grad():
-            fake = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-            fake = fake.requires_grad_().clone() if meta.requires_grad else fake
+        fake = fake_of(meta, self._fakes.mode)
+        if meta.requires_grad:
+            with on_real_tensors(), self._fakes.mode, torch.enable_grad():
+                fake = fake.requires_grad_().clone()
         self._slots.stand_for(slot, fake)
         return fake
+
+
+def _call_of(call: BlockCall) -> Any:
+    """Returns what is equal for calls of one block in two recordings of a model; without objects it has no
+    identity of anything in it.
+    """
+    _, *key = call.key  # Numbers of kinds are those of one recording.
+    return call.fqn, *key
 
 
 def _below(names: list[str], fqn: str) -> slice:

@@ -15,15 +15,22 @@ from torch import Tensor, nn
 
 from outsize.capture.fakes.precision import casting, check_devices, in_precision, inputs_in_precision
 from outsize.capture.graph.build import Captured, build_graph, multiplied_in, on_accelerators, with_pieces
-from outsize.capture.graph.by_modules import capture_model
+from outsize.capture.graph.by_modules import captured_by_modules
 from outsize.capture.graph.scaled import ScaledSizes
 from outsize.capture.graph.shortened import SizedGraphs, Stacks
 from outsize.capture.models.generation import cache_bytes, forward_arguments, generates
 from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.models.weight_sharing import frozen
-from outsize.capture.recording.fallbacks import LossFn, insist_on_loss_function, insist_on_module
+from outsize.capture.recording.fallbacks import (
+    LossFn,
+    TapeOptions,
+    insist_on_loss_function,
+    insist_on_module,
+    record,
+)
+from outsize.capture.recording.leaf_rule import KnownBlocks
 from outsize.device.accelerators import CPU
-from outsize.errors import BadOption, ExampleRejected
+from outsize.errors import BadOption, ExampleRejected, NotCapturable
 from outsize.errors.interruptions import suppressed
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
@@ -41,6 +48,9 @@ Recorded = TypeVar("Recorded")
 
 _Key = tuple[str, bool, int, int, int]
 """Holds the precision, whether costs are those of accelerators, pieces of loss and modules, and samples."""
+
+_Recordings = dict[tuple[str, bool, int], Tape | Captured]
+"""Holds tapes, or a model by its modules, by precision, whether the casts are accelerators', and samples."""
 
 # These are keyword arguments of `engine.step` itself.
 _TAKEN = ("target", "update", "loss_scale")
@@ -66,6 +76,9 @@ class TrainingCase:
     in_loop: bool = False
     loss_pieces: int = 1
     module_pieces: int = 1
+    recordings: _Recordings = field(default_factory=dict, repr=False, compare=False)
+    short_recordings: _Recordings = field(default_factory=dict, repr=False, compare=False)
+    blocks: dict[str, KnownBlocks] = field(default_factory=dict, repr=False, compare=False)
     known: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
     known_short: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
     known_scaled: dict[_Key, Captured] = field(default_factory=dict, repr=False, compare=False)
@@ -158,9 +171,9 @@ class TrainingCase:
         batch = self.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
         loss = _copied(self.loss_fn, device) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
         module = _copied(self.module, device)
-        return dataclasses.replace(
-            self, module=module, batch=batch, loss_fn=loss, known={}, known_short={}, known_scaled={}
-        )
+        recorded = ("recordings", "short_recordings", "blocks", "known", "known_short", "known_scaled")
+        empty: dict[str, Any] = {name: {} for name in recorded}
+        return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, **empty)
 
     def in_pieces(self, loss: int, modules: int = 1) -> TrainingCase:
         """Returns the case with its loss, and its wide modules, in so many pieces of rows, as far as they can
@@ -194,12 +207,11 @@ class TrainingCase:
             whole = one.known_scaled.get(_key(one, samples)) or one.captured(samples)
             with self._casting():
                 return with_pieces(whole, self.whole, self.loss_pieces, self.module_pieces)
-        return self._accelerated(samples) if self.accelerated else self._recorded(samples)
-
-    def _accelerated(self, samples: int) -> Captured:
-        if self._has_own_recording:
-            return on_accelerators(self._recorded(samples), self.whole)
-        return on_accelerators(dataclasses.replace(self, accelerated=False).captured(samples), self.whole)
+        recorded = self._recorded(samples)
+        if isinstance(recorded, Captured):
+            return recorded
+        tape = on_accelerators(recorded) if self.accelerated else recorded
+        return build_graph(tape, self.whole, samples)
 
     @property
     def _has_own_recording(self) -> bool:
@@ -209,10 +221,24 @@ class TrainingCase:
     def _casting(self) -> AbstractContextManager[None]:
         return casting(self.precision, accelerated=self.accelerated)
 
-    def _recorded(self, samples: int) -> Captured:
+    def _recorded(self, samples: int) -> Tape | Captured:
+        """Returns the tape at a size, which is recorded once; the model by its modules where there is none.
+
+        No graph is made of it: one case has the costs of accelerators, another one those of a CPU.
+        """
+        key = self.precision, self._has_own_recording, samples
+        if key not in self.recordings:
+            with casting(self.precision, accelerated=self._has_own_recording):
+                self.recordings[key] = self._newly_recorded(samples)
+        return self.recordings[key]
+
+    def _newly_recorded(self, samples: int) -> Tape | Captured:
         batch = self.batch.resized(samples)
-        with self._casting():
-            return capture_model(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, samples)
+        options = TapeOptions(blocks=self.blocks.setdefault(self.precision, KnownBlocks()))
+        try:
+            return record(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, options)
+        except NotCapturable as refusal:
+            return captured_by_modules(self.module, batch.args, batch.kwargs, samples, refusal)
 
     def sized_graphs(
         self, graph_of: Callable[[Captured], ModelGraph], sizes: Sequence[int] = (), *, adds: bool = False
@@ -223,7 +249,7 @@ class TrainingCase:
         the graph that was captured. Of `sizes`, which will be asked for, some are derived from others.
         """
         stacks = Stacks.in_model(self.module)
-        short_case = dataclasses.replace(self, known=self.known_short)
+        short_case = dataclasses.replace(self, recordings=self.short_recordings, known=self.known_short)
         # The example may have one tensor in two places, which has no other size.
         row = [size for size in sizes if size != self.batch.size] if _in_one_piece(self) else []
         at_whole = ScaledSizes(self.captured, partial(_built, self, self.known_scaled), row).at
@@ -255,8 +281,8 @@ class TrainingCase:
         """Returns the samples at which the whole model was recorded; a case with other costs, or in pieces,
         is made of such a tape.
         """
-        as_recorded = [self.precision, self._has_own_recording, 1, 1]
-        return [samples for *how, samples in self.known if how == as_recorded]
+        how = self.precision, self._has_own_recording
+        return [samples for *recorded, samples in self.recordings if tuple(recorded) == how]
 
     @property
     def generates(self) -> bool:

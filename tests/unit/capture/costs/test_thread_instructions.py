@@ -165,7 +165,7 @@ def test_in_float32_shared_heads_have_no_kernel_on_accelerators(dtype: torch.dty
     key, value = (torch.zeros(1, 2, 512, 64, dtype=dtype, requires_grad=True) for _ in range(2))
     model = GroupedAttention()
     found = record(model, (query, key, value), {})
-    (unit,) = on_accelerators(build_graph(found, model), model).graph.units
+    (unit,) = build_graph(on_accelerators(found), model).graph.units
     families = {work.family for work in unit.forward}
     query_bytes = query.numel() * query.dtype.itemsize
     if dtype is torch.float32:
@@ -190,7 +190,7 @@ def test_autocast_gives_shared_heads_their_kernel() -> None:
     value = torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16, requires_grad=True)
     model = CastAttention()
     found = record(model, (query, key, value), {})
-    units = on_accelerators(build_graph(found, model), model).graph.units
+    units = build_graph(on_accelerators(found), model).graph.units
     works = [work for unit in units for work in unit.forward]
     assert [work.dtype for work in works if work.family == "attention"] == ["bfloat16"]
     assert not any(work.family == "matmul" for work in works)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from outsize.capture.fakes.precision import casting
 from outsize.capture.models.load import example, load
-from outsize.capture.recording.fallbacks import record
+from outsize.capture.recording.fallbacks import TapeOptions, record
+from outsize.capture.recording.leaf_rule import KnownBlocks
 from outsize.capture.recording.module_equality import Kinds, Log, watched
 from outsize.capture.recording.repeated_blocks import RepeatedBlocks
 from outsize.program.tape import Tape
@@ -172,6 +173,14 @@ class Holder:
         self.parts = parts
 
 
+class Refusing(nn.Module):
+    """Decides on values in a submodule, which becomes a leaf in a second attempt."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """It rounds by NumPy, which no fake has."""
+        return x + float(x.detach().numpy().sum())
+
+
 def _plain(number: int) -> nn.Module:
     return Block(number)
 
@@ -275,6 +284,34 @@ def test_equal_blocks_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, copied = _both(monkeypatch, lambda: record(model, (torch.zeros(2, 8),), {}))
     # The first has an input that is no activation; of the second and the third comes the proof.
     assert copied == (DEEP - 3) * 7
+
+
+_MAKERS = [_plain, Scaled, _odd_eps, _odd_p, _odd_scale, _frozen, _hooked, Numbered, Counting, Keeping, _tied]
+
+
+@pytest.mark.parametrize("samples", [2, 5])
+@pytest.mark.parametrize("make", _MAKERS)
+def test_a_recording_goes_on_from_what_an_earlier_one_knows_of_the_blocks(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int], nn.Module], samples: int
+) -> None:
+    model, known = Chain(make), KnownBlocks()
+
+    def once() -> Tape:
+        return record(model, (torch.zeros(samples, 8) + 1,), {}, None, (), TapeOptions(blocks=known))
+
+    record(model, (torch.zeros(2, 8) + 1,), {}, None, (), TapeOptions(blocks=known))
+    del model.blocks[4:]
+    quick, full, copied = _both(monkeypatch, once)
+    _insist_on_equal(quick, full)
+    if make is _plain:  # At another size the first two are run, of which the third was shown to be a copy.
+        assert copied == (4 if samples == 2 else 2) * 7
+
+
+def test_what_a_retry_has_recorded_is_not_kept() -> None:
+    for model, is_kept in ((Chain(_plain), True), (nn.Sequential(Chain(_plain), Refusing()), False)):
+        known = KnownBlocks()
+        record(model, (torch.zeros(2, 8),), {}, None, (), TapeOptions(blocks=known))
+        assert bool(known.recorded) is is_kept
 
 
 def test_settings_that_nobody_reads_make_no_block_another_one(monkeypatch: pytest.MonkeyPatch) -> None:

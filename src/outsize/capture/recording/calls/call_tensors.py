@@ -15,6 +15,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from outsize.capture.costs.live_memory import storage_key
 from outsize.capture.costs.weight_casts import WeightCasts
 from outsize.capture.fakes.fake_model import FakeModel, is_fake
 from outsize.capture.guards.notes import Notes
@@ -124,9 +125,9 @@ class CallTensors:
     def _weight_at(self, tensor: Tensor) -> Weight | None:
         """Returns the weight that is written through a view of it, or through its `.data`."""
         if not self._weight_of_storage:
-            known = self._fakes.fakes_of_weights()
-            self._weight_of_storage = {self._slots.storage(t): w for w, t in known}
-        return self._weight_of_storage.get(self._slots.storage(tensor))
+            # They get no numbers here, so that those of a block do not depend on how many blocks there are.
+            self._weight_of_storage = {storage_key(t): w for w, t in self._fakes.fakes_of_weights()}
+        return self._weight_of_storage.get(storage_key(tensor))
 
     def _weights_of(self, fqn: str) -> list[tuple[Weight, Tensor]]:
         if fqn not in self._of_leaf:
