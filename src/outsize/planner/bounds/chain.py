@@ -13,7 +13,8 @@ option that a stage runs (with recompute, B includes its forwards):
     naive    G = m (F + B - P), and m P[n]
 
 All of them rise with `end`, so the furthest end of a stage is the least of three bisections, in the option
-that reaches furthest; and a later begin never hurts. Each cut may take `slack` of a chain (step_time.py).
+that reaches furthest; and a later begin never hurts. Under 1f1b G and bytes differ from stage to stage, so
+they are computed where a bisection looks. Each cut may take `slack` of a chain (step_time.py).
 What else a stage holds (values sent and received, temporaries) is left out, so this is a lower bound.
 
 The collectives of sharded weights are a second chain: a rank runs them one after the other, so the forward of
@@ -23,15 +24,15 @@ beside the next block, so of the pass that a path goes through, a stage may hide
 blocks and the sums of its last two: the slack of this chain. In each other pass it may find its first block
 gathered, before the pass or because a pass turns in it.
 
-Symbols: p -> stages, m -> microbatches, w -> in flight. Complexity: O(p log n) for each T, O(n) for each
-different w. Oracle: tests/unit/planner/bounds/test_bounds_chain.py, the paths of step_time.py, and every cut
+Symbols: p -> stages, m -> microbatches, w -> in flight. Complexity: O(p log n) for each T, and O(n).
+Oracle: tests/unit/planner/bounds/test_bounds_chain.py, the paths of step_time.py, and every cut
 in all options.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -91,14 +92,25 @@ class Queue:
     spared_s: float
 
 
+Sum = Callable[[int], float]
+"""Maps a number of units to a sum over the units before, which rises."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Option:
     """Holds, for one option, sums over units up to each: seconds alone, G, bytes of some moments."""
 
     alone: list[float]
-    row: list[float]
-    held: Sequence[list[float]]
+    row: Sum
+    held: Sequence[Sum]
+
+
+def _furthest(total: Sum, limit: float, first: int, end: int) -> int:
+    """Returns the last unit from `first` to `end` up to which a sum is within the limit."""
+    if total(end) <= limit:
+        return end
+    return max(first, bisect_right(range(end), limit, first, end, key=total) - 1)
 
 
 @final
@@ -163,15 +175,15 @@ class ChainBound:
     def _end(self, option: _Option, stage: int, first: int, limit_s: float) -> int:
         lead_s = max(0.0, self._before[first] - stage * self._slack_s)
         alone, row = option.alone, option.row
-        end = bisect_right(alone, alone[first] + (limit_s - lead_s) / self._m)
-        within = bisect_right(row, row[first] + limit_s - self._whole_s)
+        alone_end = max(first, bisect_right(alone, alone[first] + (limit_s - lead_s) / self._m) - 1)
+        end = _furthest(row, row(first) + limit_s - self._whole_s, first, alone_end)
         if self._slack_s:  # A stage within the slack may have nothing after it.
-            within = max(within, bisect_right(alone, alone[first] + self._slack_s))
-        end = min(end, within) - 1
+            within = bisect_right(alone, alone[first] + self._slack_s) - 1
+            end = min(alone_end, max(end, within))
         if self._room is not None:
             for held in option.held:
-                end = min(end, bisect_right(held, held[first] + self._room.room_bytes) - 1)
-        return max(first, end)
+                end = _furthest(held, held(first) + self._room.room_bytes, first, end)
+        return end
 
     @cached_property
     def _whole_s(self) -> float:
@@ -192,36 +204,53 @@ class ChainBound:
         return {}
 
     def _way(self, in_flight: int, recompute: bool) -> _Option:
-        forward, m, law = self._forward, self._m, self._family.chain
-        backward = self._total if recompute else self._backward
-        row = np.zeros_like(forward)
-        if law is not None:
-            passes = law.passes(m) * (forward + backward - self._total)
-            row = passes + law.beyond_s(forward, backward, m, in_flight)
-        return _Option(self._alone[recompute], row.tolist(), self._moments_of_a_stage(in_flight, recompute))
+        forward, backward, total = self._rows
+        m, law = self._m, self._family.chain
+        if recompute:
+            backward = total
+        held = self._moments_of_a_stage(in_flight, recompute)
+        if law is None:
+            return _Option(self._alone[recompute], _nothing, held)
+        passes, beyond_s = law.passes(m), law.beyond_s
+
+        def row(k: int) -> float:
+            f, b = forward[k], backward[k]
+            return passes * (f + b - total[k]) + beyond_s(f, b, m, in_flight)
+
+        return _Option(self._alone[recompute], row, held)
+
+    @cached_property
+    def _rows(self) -> tuple[list[float], list[float], list[float]]:
+        return self._forward.tolist(), self._backward.tolist(), self._total.tolist()
 
     @cached_property
     def _alone(self) -> tuple[list[float], list[float]]:
         """Returns the seconds of a microbatch, without and with recompute."""
-        return self._total.tolist(), (self._forward + self._total).tolist()
+        return self._rows[2], (self._forward + self._total).tolist()
 
-    def _moments_of_a_stage(self, in_flight: int, recompute: bool) -> Sequence[list[float]]:
+    def _moments_of_a_stage(self, in_flight: int, recompute: bool) -> Sequence[Sum]:
         """Returns the moments of a stage; a second backward finds gradients of weights, and under 1f1b as
         much in flight.
         """
-        if (room := self._room) is None:
+        if self._room is None:
             return ()
         if recompute:
-            return self._recomputed_lists
+            return self._recomputed_sums
         steady = self._family.chain is not None and self._m > in_flight
-        held = (room.graded if steady else room.fixed) + in_flight * room.saved
-        return held.tolist(), self._recomputed_lists[1]
+        fixed, graded, saved = self._kept
+        lasting = graded if steady else fixed
+        return (lambda k: lasting[k] + in_flight * saved[k]), self._recomputed_sums[1]
 
     @cached_property
-    def _recomputed_lists(self) -> tuple[list[float], list[float]]:
+    def _kept(self) -> tuple[list[float], list[float], list[float]]:
+        assert self._room is not None
+        return self._room.fixed.tolist(), self._room.graded.tolist(), self._room.saved.tolist()
+
+    @cached_property
+    def _recomputed_sums(self) -> tuple[Sum, Sum]:
         assert self._room is not None
         held, updating = self._recomputed_bytes(self._room)
-        return held.tolist(), updating.tolist()
+        return held.tolist().__getitem__, updating.tolist().__getitem__
 
     def _recomputed_bytes(self, room: Room) -> tuple[Seconds, Seconds]:
         """Returns what a stage that recomputes holds, in the backward and in the optimizer's step."""
@@ -238,23 +267,26 @@ class _Collectives:
         self._total: list[float] = (queue.forward + queue.backward).tolist()
         # The stage of a path may hide as much again at its end.
         self._whole_s = law.passes(self._m) * (self._total[-1] - (self._stages + 1) * queue.slack_s)
-        self._rows: dict[int, tuple[list[float], float]] = {}
+        self._passes: tuple[list[float], list[float]] = queue.forward.tolist(), queue.backward.tolist()
 
     def end(self, stage: int, first: int, limit_s: float) -> int:
         """Returns the furthest end of a stage within the limit."""
         total, queue = self._total, self._queue
         lead_s = max(0.0, total[first] - stage * queue.slack_s) - queue.slack_s
         alone_s = (limit_s - lead_s) / self._m + 2 * queue.spared_s
+        alone_end = max(first, bisect_right(total, total[first] + alone_s) - 1)
         row, spared_s = self._row(stage)
-        within = bisect_right(row, row[first] + limit_s - self._whole_s + spared_s)
-        within = max(within, bisect_right(total, total[first] + queue.slack_s))
-        return max(first, min(bisect_right(total, total[first] + alone_s), within) - 1)
+        end = _furthest(row, row(first) + limit_s - self._whole_s + spared_s, first, alone_end)
+        within = bisect_right(total, total[first] + queue.slack_s) - 1
+        return min(alone_end, max(end, within))
 
-    def _row(self, stage: int) -> tuple[list[float], float]:
+    def _row(self, stage: int) -> tuple[Sum, float]:
         """Returns the seconds beyond the path of a microbatch, and what is spared of them."""
-        in_flight = self._family.in_flight(self._stages - stage, self._m)
-        if in_flight not in self._rows:
-            row = self._law.beyond_s(self._queue.forward, self._queue.backward, self._m, in_flight)
-            passes = float(self._law.beyond_s(1.0, 1.0, self._m, in_flight))
-            self._rows[in_flight] = row.tolist(), passes * self._queue.spared_s
-        return self._rows[in_flight]
+        m, in_flight = self._m, self._family.in_flight(self._stages - stage, self._m)
+        (forward, backward), beyond_s = self._passes, self._law.beyond_s
+        spared_s = float(beyond_s(1.0, 1.0, m, in_flight)) * self._queue.spared_s
+        return (lambda k: beyond_s(forward[k], backward[k], m, in_flight)), spared_s
+
+
+def _nothing(_: int) -> float:
+    return 0.0
