@@ -147,6 +147,14 @@ class Candidate:
             return 0.0
         return self.step.in_whole_stages(self.costs).seconds() + self.after_s + self.update_s
 
+    def least_beside(self, other: Candidate) -> float:
+        """Returns a lower bound of `step_s` by what the step of `other`, a cut of the same layout, waits for;
+        it plays nothing.
+        """
+        if self.hosted is not None or other.hosted is not None:
+            return 0.0
+        return self.step.least_along(other.step) + self.after_s + self.update_s
+
     @property
     def bubble(self) -> float:
         """Returns the share of all device-seconds in which no device computes."""

@@ -3,7 +3,8 @@ one stage at a time.
 
 From that cut, the bounds are moved by one unit and stages change their option, one at a time, as long as the
 simulated step gets shorter and everything fits: steepest descent over neighbouring cuts (Kernighan and Lin,
-BSTJ 49(2), 1970, along a chain). It is deterministic; at most MOST cuts are simulated. The plan's gap shows
+BSTJ 49(2), 1970, along a chain). It is deterministic; at most MOST cuts are looked at, and those are played
+for which the longest path of the best step so far would be shorter. The plan's gap shows
 what the optimum may be below. Complexity: MOST simulations. Oracle: tests/unit/planner/search/test_joint.py
 knows the best of all plans.
 """
@@ -34,11 +35,23 @@ def polish(start: Candidate) -> Candidate:
         places, most_s = list(islice(_neighbours(best), remaining)), best.step_s * (1 - WORTH)
         remaining -= len(places)
         tried = (_at(best, place) for place in places if best.pipeline.busy_s(place) < most_s)
-        shorter = [e for e in tried if e.may_be_chosen and e.least_s < most_s and e.step_s < most_s]
+        near = (e for e in tried if e.least_beside(best) < most_s)
+        shorter = [e for e in near if e.may_be_chosen and e.least_s < most_s and e.step_s < most_s]
         if not shorter:
             break
         best = min(shorter, key=lambda e: e.step_s)
     return with_first_options(best)
+
+
+def keeping_all(here: Candidate) -> Candidate:
+    """Returns the same cut where stages recompute nothing, if that is open: whether it fits or not, no choice
+    of units that are recomputed makes its step shorter.
+    """
+    kept = [
+        next((at for at, case in enumerate(options) if case.activation_policy.keeps_all), choice)
+        for options, choice in zip(here.pipeline.options, here.choices, strict=True)
+    ]
+    return _at(here, ChainCut(here.bounds, tuple(kept)))
 
 
 def with_first_options(best: Candidate) -> Candidate:

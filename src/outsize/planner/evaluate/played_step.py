@@ -25,6 +25,9 @@ the pace the period need not divide p: hence the rate is that of half of the pla
 of up to ten forwards that is within 0.2 % of a full simulation for up to 16 stages, within 1.5 % for 64 (the
 rate of the last p microbatches is up to 6 % off).
 
+The step of a cut beside is at least as long as the path that was the longest one takes there: the network is
+the same, with other seconds (`least_along`). Cuts that this shows to be longer are not played.
+
 Deviations: buckets end with a unit, not with a parameter; parameters of one dtype; pieces of models of very
 many units count with the block in which they begin; what happens once a step is spread over its microbatches.
 Complexity: O(actions that are played). Oracles: tests/unit/planner/evaluate/test_evaluate_candidate.py plays
@@ -35,8 +38,8 @@ steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise, takewhile
 from typing import Final, final
 
@@ -51,7 +54,7 @@ from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Along, Edge, Edges, Flow, edges_of
 from outsize.planner.layout.layout import Layout, ScheduleKey
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
-from outsize.planner.simulation.critical_path import COLLECTIVES, LAST, Cost, MoveWaits, Network
+from outsize.planner.simulation.critical_path import COLLECTIVES, LAST, NOBODY, Cost, MoveWaits, Network
 from outsize.planner.simulation.simulate import StageCost
 from outsize.schedules.message import PRODUCERS
 from outsize.schedules.offload import with_activation_copies
@@ -82,6 +85,18 @@ def is_collective(cost: Cost) -> bool:
 
 def _nothing(_: Cost) -> bool:
     return False
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Longest:
+    """Is what a step that was played in full waits for: how often each cost is on its longest `path`, and how
+    often `before` the last backward of the stage whose gradients are summed last (`backward`), if any are.
+    """
+
+    path: Mapping[Cost, int]
+    backward: Cost | None = None
+    before: Mapping[Cost, int] = field(default_factory=dict[Cost, int])
 
 
 @final
@@ -167,6 +182,46 @@ class PlayedStep:
         stages, moves = len(self.counts), _Moves(frozenset(), False, frozenset(), self.moves.overlaps)
         numbers, buckets = tuple(range(stages)), ((),) * stages
         return PlayedStep(self.pipeline, (1,) * stages, numbers, edges, tuple(costs), moves, {}, buckets)
+
+    @cached_property
+    def longest(self) -> Longest | None:
+        """Returns what the step waits for; None where only a part of it is played."""
+        if self.simulated != self.layout.microbatches:
+            return None
+        network = self._network(self.simulated)
+        ends = network.ends_s(self._seconds(self.simulated, _nothing))
+        path = network.path(ends, max(range(len(ends)), key=ends.__getitem__))
+        reductions = self._reductions(self.simulated, network, ends, _nothing)
+        last = max(reductions, key=lambda span: span.end_s, default=None)
+        if last is None:
+            return Longest(path)
+        stage = Action.parse(last.action).stage
+        index, kind = _last_backwards(self.layout.schedule_key())[stage]
+        before = network.path(ends, int(network.place[index]))
+        before[kind, stage, NOBODY] -= kind is Kind.B
+        return Longest(path, (kind, stage, NOBODY), before)
+
+    def least_along(self, other: PlayedStep) -> float:
+        """Returns a lower bound of the seconds: what the longest path of `other` takes here; 0 where that is
+        not known to be a path.
+        """
+        if not self._waits_as(other) or (longest := other.longest) is None:
+            return 0.0
+        seconds = self._seconds(self.simulated, _nothing)
+        least_s = sum(count * seconds[cost] for cost, count in longest.path.items())
+        if longest.backward is None:
+            return least_s
+        start_s = sum(count * seconds[cost] for cost, count in longest.before.items())
+        kind, stage, _ = longest.backward
+        lasting_s, end_s = seconds[longest.backward] if kind is Kind.B else 0.0, 0.0
+        for fraction, bucket_s in self.buckets[stage]:
+            end_s = max(end_s, start_s + fraction * lasting_s) + bucket_s
+        return max(least_s, end_s)
+
+    def _waits_as(self, other: PlayedStep) -> bool:
+        """Returns whether the same waits for the same."""
+        same = self.layout == other.layout and self.counts == other.counts and self.moves == other.moves
+        return same and self.edges.along == other.edges.along
 
     def exposed_s(self, free: Callable[[Cost], bool]) -> float:
         """Returns the seconds by which the step would be shorter if these costs were nothing."""

@@ -13,6 +13,7 @@ is in one cache (costs/cache.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, TypeVar, final
@@ -84,8 +85,13 @@ class Pricing:
         return self._with_ends(layout, self.stages.between_blocks(layout))
 
     def _with_ends(self, layout: Layout, ends: Ends) -> Pricing:
+        """Returns prices with other pieces; units have the same, so what is known of them stays."""
+        finer, cache, optimizer = copy(self), Cache(), self._optimizer_name
+        finer._cache, finer._idle = cache, False
         pieces = {layout.captured: ends}
-        return Pricing(self.units.models, self.cluster, self._optimizer_name, self._most, pieces)
+        finer.stages = StageTables(self.units, self.groups, optimizer, self._most, pieces, cache)
+        finer.bounds = LayoutBounds(self.units, finer.stages, self.groups, optimizer_bytes(optimizer), cache)
+        return finer
 
     # -- which layouts have pipelines --
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final, final
 
 from outsize.ir.answers.request import PlanRequest
 from outsize.planner.evaluate.candidate import Candidate
-from outsize.planner.evaluate.local_search import polish
+from outsize.planner.evaluate.local_search import keeping_all, polish
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import choose
-from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult, polished
+from outsize.planner.search.branch_and_bound import SOON, BranchAndBound, SearchResult, polished
 from outsize.planner.search.incumbents import Incumbents
 from outsize.planner.strategies.activation_offload import may_offload, or_offloaded
 from outsize.planner.strategies.recompute_and_cut import may_recompute_units, selective
@@ -48,30 +49,46 @@ class Winner:
 class Improvement:
     """Is one way to make the winner's step shorter, or its stages easier to read.
 
-    name    what is changed
-    helps   whether it may, as far as that is known before it is tried
-    better  the winner with the change, or the same winner where nothing is better
-    bound   what the step is never below, in words: `Candidate.floor_s` afterwards
+    name     what is changed
+    helps    whether it may, as far as that is known before it is tried
+    better   the winner with the change, or the same winner where nothing is better
+    reaches  the least step that this and what follows may come to, from that of a candidate
+    bound    what the step is never below, in words: `Candidate.floor_s` afterwards
     """
 
     name: str
     helps: Callable[[Winner], bool]
     better: Callable[[Winner], Winner]
+    reaches: Callable[[Candidate], float]
     bound: str
 
 
 def improved(
-    request: PlanRequest, result: SearchResult, pricing: Pricing, incumbents: Incumbents | None = None
+    request: PlanRequest,
+    result: SearchResult,
+    pricing: Pricing,
+    incumbents: Incumbents | None = None,
+    loses_s: float = inf,
 ) -> Candidate:
-    """Returns the best candidate of a search, improved in all ways that help while there is time."""
+    """Returns the best candidate of a search, improved in all ways that help while there is time, and while
+    it may come below `loses_s`, above which another plan is taken.
+    """
     winner = Winner(request, result, pricing, pricing, choose(result.candidates))
     for improvement in IMPROVEMENTS:
         if not improvement.helps(winner):
             continue
         if incumbents is not None and incumbents.end_search():
             return _as_found(winner)
-        winner = improvement.better(winner)
+        if winner.best.step_s <= loses_s or improvement.reaches(winner.best) <= loses_s:
+            winner = improvement.better(winner)
+        else:
+            winner = replace(winner, best=_as_found(winner))
     return winner.best
+
+
+def _moved_or_kept_s(candidate: Candidate) -> float:
+    """Returns what moves bring at most, and recomputing less, of which the least is nothing."""
+    return min(SOON * candidate.step_s, SOON * keeping_all(candidate).step_s)
 
 
 def _as_found(winner: Winner) -> Candidate:
@@ -98,13 +115,31 @@ def _has_pieces(winner: Winner) -> bool:
 
 
 def _unit_by_unit(winner: Winner) -> Winner:
-    """Searches the winner again with every cut near its bounds instead of pieces."""
+    """Searches the winner again with every cut near its bounds instead of pieces.
+
+    Where stages share devices, the price of a cut knows one of them, so the winner's own cut is moved on.
+    """
     best, request = winner.best, winner.request
     finer = winner.pricing.finer(best.layout, best.unit_bounds)
-    searched = BranchAndBound(finer, searched_for(request.recompute), compares=False, most_s=best.step_s)
-    candidates = searched.run([best.layout]).candidates
+    if best.layout.chunks > 1:
+        candidates = _in_pieces_of(best, winner.pricing, finer)
+    else:
+        searched = BranchAndBound(finer, searched_for(request.recompute), compares=False, most_s=best.step_s)
+        candidates = searched.run([best.layout]).candidates
     better = polish(candidates[0]) if candidates else best
     return replace(winner, pricing=finer, best=better) if better.step_s < best.step_s else winner
+
+
+def _in_pieces_of(best: Candidate, pricing: Pricing, finer: Pricing) -> tuple[Candidate, ...]:
+    """Returns the same cut in the pieces of `finer`."""
+    layout, old = best.layout, best.pipeline
+    made = finer.pipeline(layout, [case.recompute for case in old.options[0]])
+    if made is None:
+        return ()
+    demand = finer.demands(layout)[pricing.demands(layout).index(old.demand)]
+    pipeline = replace(made, even=old.even, first_option=old.first_option, demand=demand)
+    bounds = [pipeline.ends.index(bound) for bound in best.unit_bounds]
+    return (Candidate.of(pipeline, bounds, best.choices, best.floor_s),)
 
 
 def _some_recomputed(winner: Winner) -> Winner:
@@ -130,7 +165,7 @@ def _between_blocks(winner: Winner) -> Winner:
         blocks, searched_for(request.recompute), compares=False, most_s=MOST_AGAIN * most_s
     )
     candidates = searched.run([best.layout]).candidates
-    if not candidates or candidates[0].step_s > MOST_AGAIN * most_s:
+    if not candidates or _moved_or_kept_s(candidates[0]) > most_s:
         return winner
     neat = selective(polish(candidates[0]), blocks, request.optimizer)
     if neat.step_s > most_s:
@@ -153,30 +188,35 @@ IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
         name="units move to a neighbouring stage",
         helps=lambda _: True,
         better=_moved,
+        reaches=_moved_or_kept_s,
         bound="that of all cuts of the layout",
     ),
     Improvement(
         name="cuts are inside the pieces of a model of very many units",
         helps=_has_pieces,
         better=_unit_by_unit,
+        reaches=_moved_or_kept_s,
         bound="that of the cuts near the bounds",
     ),
     Improvement(
         name="stages recompute some of their units",
         helps=lambda winner: may_recompute_units(winner.best, winner.pricing),
         better=_some_recomputed,
+        reaches=_moved_or_kept_s,
         bound="that of all cuts with any choice of units",
     ),
     Improvement(
         name="cuts are between repeated blocks",
         helps=_may_be_between_blocks,
         better=_between_blocks,
+        reaches=lambda candidate: candidate.step_s / BLOCKS,
         bound="that of all cuts, also inside blocks",
     ),
     Improvement(
         name="activations wait on the host instead of being recomputed",
         helps=lambda winner: winner.request.recompute is None and may_offload(winner.best, winner.searched),
         better=_on_host,
+        reaches=_moved_or_kept_s,
         bound="none: other layouts were not cut with activations on the host",
     ),
 )

@@ -112,7 +112,7 @@ def search(
     limits = limits or Limits()
     pricing = Pricing(candidates, cluster, request.optimizer, idle=request.may_idle)
     meshes = _meshes(request, pricing, limits.incumbents)
-    mesh = _best_mesh(request, meshes, pricing, limits.incumbents)
+    mesh = _best_mesh(request, meshes, pricing, limits)
     if mesh is not None and limits.incumbents.end_search():
         return mesh
     attempt = Attempt(request, pricing, meshes, mesh, smallest, limits)
@@ -213,7 +213,7 @@ def _by_runs(request: PlanRequest, pricing: Pricing, limits: Limits) -> Plan:
         searched
     )
     if result.candidates:
-        best = choose(result.candidates) if loses else improved(request, result, pricing, incumbents)
+        best = choose(result.candidates) if loses else improved(request, result, pricing, incumbents, most_s)
         # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
         # chosen, so it is searched again with its alternatives; what was priced is still in the cache.
         if not compares and best.step_s <= most_s and not incumbents.end_search():
@@ -311,20 +311,19 @@ def _meshes(request: PlanRequest, pricing: Pricing, incumbents: Incumbents) -> S
     return replace(result, floor_s=min(result.floor_s, least_s))
 
 
-def _best_mesh(
-    request: PlanRequest, meshes: SearchResult, pricing: Pricing, incumbents: Incumbents
-) -> Plan | None:
+def _best_mesh(request: PlanRequest, meshes: SearchResult, pricing: Pricing, limits: Limits) -> Plan | None:
     """Returns the plan of the best mesh, its schedule composed where that is asked for."""
     if not meshes.candidates:
         return None
     if request.schedule != COMPOSED.name:
-        return _plan(request, meshes, pricing, incumbents)
+        return _plan(request, meshes, pricing, limits)
     named = request.model_copy(update={"schedule": None})
-    return _composed(request, _plan(named, meshes, pricing, incumbents), pricing)
+    return _composed(request, _plan(named, meshes, pricing, limits), pricing)
 
 
-def _plan(request: PlanRequest, result: SearchResult, pricing: Pricing, incumbents: Incumbents) -> Plan:
-    return written_plan(request, result, improved(request, result, pricing, incumbents), pricing)
+def _plan(request: PlanRequest, result: SearchResult, pricing: Pricing, limits: Limits) -> Plan:
+    best = improved(request, result, pricing, limits.incumbents, limits.loses_s)
+    return written_plan(request, result, best, pricing)
 
 
 # -- weights on the host -----------------------------------------------------------------------------------
@@ -346,7 +345,7 @@ def _hosted(
             if (own := weight_policy(w).allowed(options))
         ]
         results = [replace(degree, rejected=result.rejected) for degree in degrees if degree.candidates]
-        made = [_plan(request, degree, pricing, incumbents) for degree in results]
+        made = [_plan(request, degree, pricing, Limits(incumbents=incumbents)) for degree in results]
         plans = [in_blocks(plan, *models[plan.microbatches], cluster) for plan in made]
         return fastest(plans, models, cluster) if plans else None
 

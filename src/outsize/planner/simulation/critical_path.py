@@ -28,6 +28,7 @@ are played one by one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -124,6 +125,14 @@ class Network:
         if wide:
             return self._by_levels(np.array(durations))
         return self._by_nodes(durations) if len(self.waits) == FEWEST else self._by_many(durations)
+
+    def path(self, ends: Sequence[float], node: int) -> Counter[Cost]:
+        """Returns how often each cost is on a longest path to the end of a node; `ends` are those of all."""
+        counts, nobody = Counter[Cost](), len(self.kinds)
+        while node != nobody:
+            counts[self.costs[self.kinds[node]]] += 1
+            node = max(self.waits[:, node].tolist(), key=ends.__getitem__)
+        return counts
 
     def spans(self, seconds: Mapping[Cost, float]) -> list[Span]:
         """Returns the span of each node."""
