@@ -22,6 +22,8 @@ from outsize.planner.partition.stage_prices import ChainCut
 MOST: Final = 48
 # Steps of more stages take too long to simulate for many of them to be tried.
 MOST_STAGES: Final = 64
+# Compute paces a step where this share of it is left without collectives of weights.
+PACED: Final = 0.95
 # A smaller share of a step is no reason to leave the better balanced cut.
 WORTH: Final = 1e-3
 
@@ -35,8 +37,11 @@ def polish(start: Candidate) -> Candidate:
         places, most_s = list(islice(_neighbours(best), remaining)), best.step_s * (1 - WORTH)
         remaining -= len(places)
         tried = (_at(best, place) for place in places if best.pipeline.busy_s(place) < most_s)
-        near = (e for e in tried if e.least_beside(best) < most_s)
-        shorter = [e for e in near if e.may_be_chosen and e.least_s < most_s and e.step_s < most_s]
+        # Where compute paces a step, a cut that is longer without its collectives is longer with them.
+        paced = best.least_s >= PACED * best.step_s
+        least_s = min(most_s, best.least_s) if paced else most_s
+        near = (e for e in tried if e.least_beside(best) < most_s and e.least_s <= least_s)
+        shorter = [e for e in near if e.may_be_chosen and e.step_s < most_s]
         if not shorter:
             break
         best = min(shorter, key=lambda e: e.step_s)

@@ -32,6 +32,7 @@ from outsize.ir.units.recompute_segments import Run
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import fastest
 from outsize.planner.evaluate.candidate import Candidate
+from outsize.planner.evaluate.local_search import keeping_all
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.memory.account import peak_table
 from outsize.planner.memory.in_flight_states import states_by_stage
@@ -87,7 +88,20 @@ def selective(best: Candidate, pricing: Pricing, optimizer: str) -> Candidate:
         candidate = joint.candidate(bounds)
         if candidate is not None and candidate.may_be_chosen and candidate.step_s < best.step_s:
             best = candidate
-    return replace(best, floor_s=min(best.step_s, joint.floor_s))
+    floor_s = joint.floor_s + pricing.bounds.update_s(layout)
+    if layout.stages == 1:  # The only cut: what it computes is slower beside its collectives.
+        floor_s += _beside_collectives_s(keeping_all(best))
+    return replace(best, floor_s=min(best.step_s, floor_s))
+
+
+def _beside_collectives_s(kept: Candidate) -> float:
+    """Returns by how much collectives slow the compute of a rank that recomputes nothing; those of one that
+    does are beside at least as much.
+    """
+    alone, beside = (
+        sum(cost.forward_s + cost.backward_s for cost in costs) for costs in (kept.costs, kept.step.costs)
+    )
+    return kept.layout.microbatches * max(0.0, beside - alone)
 
 
 def _one_by_one(best: Candidate, pricing: Pricing, optimizer: str) -> Candidate:
