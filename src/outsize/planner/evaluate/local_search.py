@@ -39,7 +39,7 @@ def polish(start: Candidate) -> Candidate:
         tried = (_at(best, place) for place in places if best.pipeline.busy_s(place) < most_s)
         # Where compute paces a step, a cut that is longer without its collectives is longer with them.
         paced = best.least_s >= PACED * best.step_s
-        least_s = min(most_s, best.least_s) if paced else most_s
+        least_s = min(most_s, best.least_s * (1 + WORTH)) if paced else most_s
         near = (e for e in tried if e.least_beside(best) < most_s and e.least_s <= least_s)
         shorter = [e for e in near if e.may_be_chosen and e.step_s < most_s]
         if not shorter:

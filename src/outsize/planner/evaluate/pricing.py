@@ -186,7 +186,9 @@ class Pricing:
         if layout.chunks == 1 or layout.hosted or any_offloads(tried):
             return False
         key = layout, tried, pipeline.ranks, pipeline.ends, pipeline.even, pipeline.first_option
-        return self._cache.once(("fits nowhere", *key), lambda: fits_nowhere(pipeline))
+        return self._cache.once(
+            ("fits nowhere", *key), lambda: fits_nowhere(pipeline, self.stages.whole(layout))
+        )
 
     # -- pipelines of kinds of devices --
 

@@ -21,7 +21,7 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
 from outsize.planner.memory.range_tables import owned_gradients, owners_update
 from outsize.planner.memory.recomputed_blocks import block_ranges
-from outsize.planner.memory.sharded import GatheredBytes, KeyBytes, UnshardedBytes, device_tables
+from outsize.planner.memory.sharded import GatheredBytes, KeyBytes, UnshardedBytes, WholeBytes, device_tables
 from outsize.planner.offload.host_traffic import hosted
 from outsize.planner.partition.feasibility import none_fits
 from outsize.planner.partition.stage_prices import PricedModel
@@ -83,8 +83,16 @@ class StageTables:
         room = self._groups.room(layout.group)
         cases = [self.case(layout, self._groups.cluster.devices[0], again) for again in options]
         return room is not None and none_fits(
-            cases, layout.schedule, [room.devices[0].memory_bytes] * layout.stages
+            cases, layout.schedule, [room.devices[0].memory_bytes] * layout.stages, self.whole(layout)
         )
+
+    def whole(self, layout: Layout) -> WholeBytes | None:
+        """Returns what stages have whole for a moment, where weights are sharded."""
+        if layout.shards == 1 or layout.axes.token_parts > 1:
+            return None
+        key = *model_key(layout), self._arranged_ends.get(layout)
+        unsharded = self._unsharded(layout)
+        return unsharded and self._cache.once(("whole bytes", *key), lambda: WholeBytes.of(unsharded))
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns tables of the layout's units on such a device; where a policy lists units, all of them are

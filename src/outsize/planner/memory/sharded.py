@@ -116,6 +116,33 @@ class GatheredBytes:
         )
 
 
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeBytes:
+    """Holds for all runs what a device with shards of weights has whole at its worst moment: weights of two
+    blocks, and in a `backward` their gradients too. Neither falls when units are added.
+    """
+
+    forward: Bytes
+    backward: Bytes
+
+    @classmethod
+    def of(cls, whole: UnshardedBytes) -> Self:
+        """Computes both from what units have whole."""
+        gathered = largest_adjacent_blocks(whole.weights, whole.block, whole.ends)
+        return cls(gathered, gathered + largest_adjacent_blocks(whole.gradients, whole.block, whole.ends))
+
+    def beside(self, row: RangeTables, first: int) -> RangeTables:
+        """Returns a lower bound of the runs that begin with one unit, with what is whole there."""
+        forward, backward = self.forward[first], self.backward[first]
+        return replace(
+            row,
+            forward=row.forward + forward,
+            backward=row.backward + backward,
+            first_backward=row.first_backward + backward,
+        )
+
+
 def _with_weight_shard(ranges: RangeTables, shards: int) -> RangeTables:
     """Adds the shard of the weights that the optimizer updates; frozen ones have none."""
     part = _share(ranges.trained, shards)
@@ -126,18 +153,15 @@ def _fully_sharded(ranges: RangeTables, shards: int, whole: UnshardedBytes) -> R
     """Shards weights and gradients, and adds what is whole for a moment; replicas of other stages' tied
     weights stay whole.
     """
-    gradients = _share(ranges.gradients, shards)
-    scattering = largest_adjacent_blocks(whole.gradients, whole.block, whole.ends)
-    gathered = largest_adjacent_blocks(whole.weights, whole.block, whole.ends)
+    gradients, beside = _share(ranges.gradients, shards), WholeBytes.of(whole)
     backward = ranges.backward - ranges.gradients + gradients
-    transient = gathered + scattering
     return replace(
         ranges,
         weights=_share(ranges.weights - ranges.buffers, shards) + ranges.buffers,
         gradients=gradients,
-        forward=ranges.forward + gathered,
-        backward=backward + transient,
-        first_backward=np.minimum(ranges.first_backward, backward) + transient,
+        forward=ranges.forward + beside.forward,
+        backward=backward + beside.backward,
+        first_backward=np.minimum(ranges.first_backward, backward) + beside.backward,
     )
 
 

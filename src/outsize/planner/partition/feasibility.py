@@ -32,6 +32,7 @@ from outsize.ir.plan import ScheduleName
 from outsize.planner.memory.account import InFlightState, peak_table
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.range_tables import RangeTables
+from outsize.planner.memory.sharded import WholeBytes
 from outsize.planner.partition.least_full import least_full_cut
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 
@@ -130,23 +131,26 @@ def refuted(
     return _taking_most([[rows]] * len(room), len(rows(0).saved) - 1, states, room) is None
 
 
-def none_fits(cases: Sequence[PricedModel], schedule: ScheduleName, room: Sequence[int]) -> bool:
+def none_fits(
+    cases: Sequence[PricedModel], schedule: ScheduleName, room: Sequence[int], whole: WholeBytes | None = None
+) -> bool:
     """Returns whether no cut fits, whichever of the cases each stage is in, by the same refutation.
 
-    `room`: the bytes that each stage may take. All cases are of the same units and microbatches.
+    `room`: the bytes that each stage may take. All cases are of the same units and microbatches; `whole` is
+    what they have whole for a moment.
     """
-    rows = [partial(_row_without_crossing, case.ranges) for case in cases]
+    rows = [partial(_row_without_crossing, case.ranges, whole) for case in cases]
     states = states_by_stage(schedule, len(room), cases[0].microbatches, len(room))
     return _taking_most([rows] * len(room), cases[0].units, states, room) is None
 
 
-def fits_nowhere(pipeline: Pipeline) -> bool:
+def fits_nowhere(pipeline: Pipeline, whole: WholeBytes | None = None) -> bool:
     """Returns whether no cut of a pipeline fits in the options that it tries: no run with the first unit is a
     first stage, none with the last unit a last one, or by the same refutation.
     """
     layout, m, last = pipeline.layout, pipeline.case.microbatches, pipeline.stages - 1
     rows = {
-        id(case): partial(_row_without_crossing, case.ranges)
+        id(case): partial(_row_without_crossing, case.ranges, whole)
         for options in pipeline.options
         for case in options
     }
@@ -161,8 +165,9 @@ def fits_nowhere(pipeline: Pipeline) -> bool:
     return _taking_most(options, pipeline.case.units, states, room) is None
 
 
-def _row_without_crossing(ranges: RangeTables, first: int) -> RangeTables:
-    return _part(ranges, first).without_crossing()
+def _row_without_crossing(ranges: RangeTables, whole: WholeBytes | None, first: int) -> RangeTables:
+    row = _part(ranges, first).without_crossing()
+    return row if whole is None else whole.beside(row, first)
 
 
 def _taking_most(
