@@ -31,6 +31,7 @@ from outsize.ir.findings import (
 from outsize.ir.graph import ModelGraph
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.evaluate.candidate import Candidate
+from outsize.planner.evaluate.local_search import keeping_all
 from outsize.planner.evaluate.played_step import is_collective, is_message
 
 SEEN: Final = 0.02
@@ -82,4 +83,6 @@ def _memory_costs_s(work: PrefixTimes, candidate: Candidate) -> float:
     if not candidate.floor_s:
         return 0.0
     floor_s = work.floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
-    return candidate.floor_s - floor_s
+    costs_s = candidate.floor_s - floor_s
+    # A floor of chosen units also has what collectives slow and the optimizer's seconds.
+    return min(costs_s, candidate.step_s - keeping_all(candidate).step_s) if candidate.recomputed else costs_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 import torch
@@ -254,6 +254,31 @@ def test_no_cut_is_played_faster_than_its_bounds(
         whole = Layout(Axes(pp=pp), pp, "1f1b", microbatches, microbatches)
         alone = cut(model, whole, joined(pp, kind, speed), found.bounds)
         insist_on_laws(found.step, alone.step.seconds())
+
+
+@pytest.mark.parametrize(("axes", "weights"), [*AXES, (Axes(pp=3), "resident")])
+@pytest.mark.parametrize("kind", ["cpu", "h100-80gb"])
+@pytest.mark.parametrize("chunks", [1, 2])
+@few
+@given(graphs(max_units=6), st.integers(1, 3), st.sampled_from((1.0, 20.0, 1e4)))
+def test_no_cut_is_played_faster_than_the_longest_path_of_another(
+    axes: Axes, weights: Weights, kind: str, chunks: int, model: Model, rounds: int, speed: float
+) -> None:
+    """Whether both wait for the same or not. Its own longest path is the step, where a rank has one stage."""
+    m, stages = rounds * axes.pp, axes.pp * chunks
+    schedule: ScheduleName = "1f1b" if chunks == 1 else "interleaved"
+    layout = Layout(axes, stages, schedule, m, m * axes.replicas, weights)
+    pipeline = Pricing({layout.captured: model}, joined(axes.world_size, kind, speed), "sgd").pipeline(
+        layout, ("none", "full")
+    )
+    assert pipeline is not None
+    n = len(model[0].units)
+    cuts = list(combinations(range(1, n), stages - 1))[:6]
+    played = [Candidate.of(pipeline, (0, *inner, n), [way] * stages) for inner in cuts for way in (0, 1)]
+    for found, other in product(played, repeat=2):
+        assert found.least_beside(other) <= found.step_s * (1 + 1e-9)
+    for found in played if chunks == 1 else ():
+        assert found.least_beside(found) == pytest.approx(found.step_s)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3])
