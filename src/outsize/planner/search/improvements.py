@@ -71,7 +71,7 @@ def improved(
     loses_s: float = inf,
 ) -> Candidate:
     """Returns the best candidate of a search, improved in all ways that help while there is time, and while
-    it may come below `loses_s`, above which another plan is taken.
+    it may come below `loses_s`, above which nobody reads of it.
     """
     winner = Winner(request, result, pricing, pricing, choose(result.candidates))
     for improvement in IMPROVEMENTS:

@@ -213,7 +213,7 @@ def _by_runs(request: PlanRequest, pricing: Pricing, limits: Limits) -> Plan:
         searched
     )
     if result.candidates:
-        best = choose(result.candidates) if loses else improved(request, result, pricing, incumbents, most_s)
+        best = choose(result.candidates) if loses else improved(request, result, pricing, incumbents)
         # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
         # chosen, so it is searched again with its alternatives; what was priced is still in the cache.
         if not compares and best.step_s <= most_s and not incumbents.end_search():

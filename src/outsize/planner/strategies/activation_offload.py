@@ -32,8 +32,8 @@ from outsize.policies.activations import KEEP, OFFLOAD, Recompute, activation_po
 from outsize.policies.weights import Weights, weight_policy
 
 TRIED: Final = 8
-# A cut whose step is this many times as long as what it has to beat is not moved: moves bring 5 % at most.
-NEAR: Final = 1.1
+# A cut whose step is this many times as long as what it has to beat is not moved.
+NEAR: Final = 1.2
 
 
 def may_offload(best: Candidate, pricing: Pricing) -> bool:
