@@ -2,8 +2,9 @@
 
 Alike: the same class, the same attributes, children alike. Attributes with plain values, or containers, in
 which modules of one class differ (`layer_idx`, dropout's `p`) do not count here; `watched` tells which of
-them are read. A module that is shared, scripted or hooked, or has such a part or a shared parameter, is like
-no other.
+them are read. An object that one module alone has (a processor of attention, a partial of an activation)
+counts by its class and attributes, any other by its identity. A module that is shared, scripted or hooked, or
+has such a part or a shared parameter, is like no other.
 
 A whole number is lent as an `_Index`, which knows whether anybody has computed with it or compared it: that
 layer 7 fills `cache.layers[7]` makes it no other kind of layer than layer 8.
@@ -15,15 +16,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import NoneType
+from types import MethodType, NoneType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from outsize.program.objects import MODULE_TABLES, NUMBERS_AND_TEXT, PLAIN, Comparison, fingerprint
+from outsize.program.objects import (
+    MODULE_TABLES,
+    NUMBERS_AND_TEXT,
+    PLAIN,
+    Comparison,
+    Scope,
+    fingerprint,
+)
 
 # Two are recorded to know one.
 _LEAST = 3
@@ -32,6 +40,7 @@ _VALUES = (*NUMBERS_AND_TEXT, NoneType, dict, list, tuple)
 _HOOKS = sorted(name for name in MODULE_TABLES if name.endswith("_hooks") or "_hooks_with" in name)
 _TORCH = "torch.nn.modules.module"
 _BUILT_ALIKE = Comparison(by_value=PLAIN, of_tensor=lambda _: Tensor, of_object=id)
+_OBJECTS = Scope()
 
 
 @final
@@ -43,6 +52,7 @@ class Kinds:
         self._numbers: dict[Any, int] = {}
         self._of_module: dict[int, int] = {}
         shared = _shared(modules.values())
+        self._owners = Counter(id(value) for module in modules.values() for value in vars(module).values())
         for module in reversed([*modules.values()]):  # children come behind their parents
             key = self._key(module, shared)
             self._of_module[id(module)] = self._numbers.setdefault(key, len(self._numbers))
@@ -60,9 +70,28 @@ class Kinds:
         kind, attributes = type(module), vars(module)
         varying = self.varying.get(kind, ())
         names = (n for n in sorted(attributes.keys() - MODULE_TABLES) if n not in varying)
-        own = [(n, frozen(attributes[n])) for n in names]
+        alike = replace(_BUILT_ALIKE, of_object=partial(self._of_object, module))
+        own = [(n, fingerprint(attributes[n], alike)) for n in names]
         children = [(n, self._of_module.get(id(c))) for n, c in module._modules.items()]
         return kind, tuple(own), tuple(children)
+
+    def _of_object(self, module: nn.Module, value: Any) -> Any:
+        """Returns what is equal for two objects of two modules with which their code does the same."""
+        alike = replace(_BUILT_ALIKE, of_object=partial(self._of_object, module))
+        if type(value) is partial:
+            return partial, *(fingerprint(each, alike) for each in (value.func, value.args, value.keywords))
+        if isinstance(value, MethodType) and value.__self__ is module:
+            return MethodType, value.__func__
+        attributes = _OBJECTS.attributes_of(value, is_root=False)
+        if attributes is None or self._owners[id(value)] > 1 or not _is_all_attributes(type(value)):
+            return id(value)
+        return type(value), fingerprint(attributes, alike)
+
+
+def _is_all_attributes(kind: type) -> bool:
+    """Returns whether objects of a class have nothing but their attributes: no slots, no parts in C."""
+    slots = any(vars(each).get("__slots__") for each in kind.__mro__)
+    return kind.__new__ is object.__new__ and not slots
 
 
 def _is_ordinary(module: nn.Module, shared: set[int]) -> bool:

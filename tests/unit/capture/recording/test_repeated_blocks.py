@@ -181,6 +181,78 @@ class Refusing(nn.Module):
         return x + float(x.detach().numpy().sum())
 
 
+class Processor:
+    """Does the work of a block, as processors of attention do in diffusers."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale, self.calls = scale, 0
+
+    def __call__(self, block: Any, x: Tensor) -> Tensor:
+        """Scaled."""
+        return block.activation(block.up(x)) * self.scale
+
+
+class CountingProcessor(Processor):
+    """Keeps the number of its calls."""
+
+    def __call__(self, block: Any, x: Tensor) -> Tensor:
+        """Counted."""
+        self.calls += 1
+        return super().__call__(block, x)
+
+
+class SlottedProcessor(Processor):
+    """Has its factor where no attribute is seen."""
+
+    __slots__ = ("factor",)
+
+    def __call__(self, block: Any, x: Tensor) -> Tensor:
+        """Scaled twice."""
+        return super().__call__(block, x) * self.factor
+
+
+class Processed(Block):
+    """Has a processor, a partial and a bound method of its own."""
+
+    def __init__(self, number: int, processor: Processor) -> None:
+        super().__init__(number)
+        self.processor, self.activation = processor, partial(nn.functional.gelu, approximate="tanh")
+        self.lower = self.down_of
+
+    def down_of(self, x: Tensor) -> Tensor:
+        """The second product."""
+        return self.down(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A residual."""
+        return x + self.lower(self.processor(self, x))
+
+
+def _processed(number: int) -> nn.Module:
+    return Processed(number, Processor())
+
+
+def _odd_processor(number: int) -> nn.Module:
+    return Processed(number, Processor(2.0 if number == 4 else 1.0))
+
+
+def _odd_partial(number: int) -> nn.Module:
+    block = Processed(number, Processor())
+    if number == 4:
+        block.activation = partial(nn.functional.gelu, approximate="none")
+    return block
+
+
+def _slotted(number: int) -> nn.Module:
+    block = Processed(number, processor := SlottedProcessor())
+    processor.factor = 2.0 if number == 4 else 1.0
+    return block
+
+
+def _counting_processor(number: int) -> nn.Module:
+    return Processed(number, CountingProcessor())
+
+
 def _plain(number: int) -> nn.Module:
     return Block(number)
 
@@ -245,7 +317,13 @@ def _insist_on_equal(quick: Tape, full: Tape) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("make", [_plain, Scaled, _odd_eps, _odd_p, _odd_scale, _frozen, _evaluated, _hooked])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(_plain, Scaled, _odd_eps, _odd_p, _odd_scale, _frozen, _evaluated, _hooked),
+        *(_processed, _odd_processor, _odd_partial, _slotted),
+    ],
+)
 @pytest.mark.sample(every=2, first=1)
 def test_a_tape_with_copies_is_the_tape_without(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[int], nn.Module], precision: str
@@ -260,7 +338,7 @@ def test_a_tape_with_copies_is_the_tape_without(
     _insist_on_equal(quick, full)
 
 
-@pytest.mark.parametrize("make", [Numbered, Counting, Keeping, Writing, Viewing, _tied])
+@pytest.mark.parametrize("make", [Numbered, Counting, Keeping, Writing, Viewing, _tied, _counting_processor])
 def test_blocks_that_do_more_than_compute_are_run(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[int], nn.Module]
 ) -> None:
@@ -312,6 +390,12 @@ def test_what_a_retry_has_recorded_is_not_kept() -> None:
         known = KnownBlocks()
         record(model, (torch.zeros(2, 8),), {}, None, (), TapeOptions(blocks=known))
         assert bool(known.recorded) is is_kept
+=======
+def test_objects_of_their_own_make_no_block_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Chain(_processed)
+    quick, full, copied = _both(monkeypatch, lambda: record(model, (torch.zeros(2, 8),), {}))
+    _insist_on_equal(quick, full)
+    assert copied == (DEEP - 3) * 5
 
 
 def test_settings_that_nobody_reads_make_no_block_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
