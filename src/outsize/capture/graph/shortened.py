@@ -1,15 +1,17 @@
 """Problem: know the graph of a model of 80 equal layers at another batch size, and record only a few layers.
 
     G(a)   the whole model at size a, recorded
-    g(a)   its first LAYERS layers at size a: does each unit of G(a) cost what its like costs in g(a)?
+    g(a)   its first few layers at size a: does each unit of G(a) cost what its like costs in g(a)?
     g(c)   the same layers at size c: are its units and values those of g(a), with other figures?
     G(c)   G(a) with the figures of g(c)
     T(a)   G(a) with what tensor, context and expert parallelism divide of it: that of g(a), layer by layer
 
 Like a unit of layer 7 is that of layer 2: the first two layers and the last one stand for themselves, since
-what is saved first, or last, counts there. Values are compared by their producers, in order. If any of this
-does not hold (layers of several forms, a cache that grows with the layers, other cuts at that size), there is
-no answer, and the model is recorded whole.
+what is saved first, or last, counts there. Where layers take turns (five of Gemma 3 attend to a window, then
+one to all; every second one of another model has experts), those of a second period stand for all. Values are
+compared by their producers, in order. If any of this does not hold (layers of several forms without a period,
+a cache that grows with the layers, other cuts at that size), there is no answer, and the model is recorded
+whole.
 
 What an axis divides follows from the tape, in which each layer behind the first is a copy of it. Where layer
 2 of the short model is divided as its layer 1 is, what enters layer 3 is divided as what enters layer 2, and
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import NoneType
 from typing import Any, Final, final
 
 from torch import nn
@@ -33,13 +36,13 @@ from torch import nn
 from outsize.errors import OutsizeError
 from outsize.ir.graph import ModelGraph, Parameter, ShardedFraction, Unit, Value
 from outsize.ir.units.tensor_styles import ModuleStyle, TensorStyles
+from outsize.program.objects import MODULE_TABLES
 
-# Layers of a shortened stack; shorter stacks than LEAST are left as they are.
-LAYERS: Final = 4
+# Shorter stacks are left as they are.
 LEAST: Final = 16
 # What is divided of fewer layers is found out sooner than a few of them are recorded.
 LONG: Final = 48
-_ALONE: Final = 2  # The first layers, which are like no others.
+_LONGEST_PERIOD: Final = 8
 
 _UNIT_FIGURES: Final = tuple(
     sorted({*Unit.model_fields} - {"index", "name", "kind", "parameters", "divided", "in_sequence"})
@@ -51,72 +54,106 @@ _GRAPH_FIGURES: Final = ("batch_size", "input_bytes", "output_bytes")
 
 @final
 @dataclass(frozen=True)
-class Stacks:
-    """Holds the stacks of equal layers of a model: FQN of the list -> first layer of the stack, and the end
-    of the list.
-    """
+class LayerStack:
+    """Describes layers `first` to `end` - 1 of a list, of which each is like the one a `period` before it."""
 
-    of: dict[str, tuple[int, int]]
+    first: int
+    end: int
+    period: int = 1
+
+    @property
+    def alone(self) -> int:
+        """Returns the first layers, which are like no others: the first of all, and of each turn."""
+        return self.period + 1
+
+    @property
+    def short(self) -> int:
+        """Returns the layers of the shortened stack, of which the last is the last one's like."""
+        least = self.alone + self.period + 1
+        return least + (self.end - self.first - least) % self.period
+
+    def like(self, layer: int) -> int:
+        """Returns the layer of the shortened stack that stands for this one of the whole stack."""
+        number = layer - self.first
+        if layer == self.end - 1:
+            return self.first + self.short - 1
+        if number < self.alone:
+            return layer
+        return self.first + self.alone + (number - self.alone) % self.period
+
+    @property
+    def standing(self) -> dict[int, list[int]]:
+        """Returns the layers of the whole stack by the one of the shortened stack that stands for them."""
+        found: dict[int, list[int]] = {}
+        for layer in range(self.first, self.end):
+            found.setdefault(self.like(layer), []).append(layer)
+        return found
+
+
+@final
+@dataclass(frozen=True)
+class Stacks:
+    """Holds the stacks of equal layers of a model, by the FQN of their list."""
+
+    of: dict[str, LayerStack]
     # Each name is asked for at each size, several times.
     likes: dict[str, str] = field(default_factory=dict[str, str], repr=False, compare=False)
     places: dict[str, str] = field(default_factory=dict[str, str], repr=False, compare=False)
 
     @classmethod
     def in_model(cls, model: nn.Module) -> Stacks:
-        """Returns the lists of modules that end with LEAST layers of one form or more, outermost alone.
+        """Returns the lists of modules that end with LEAST layers of one form, or of forms in turn, or more,
+        outermost alone.
 
         A list may have None in the place of a layer; such places are no layers of any form.
         """
-        stacks: dict[str, tuple[int, int]] = {}
+        stacks: dict[str, LayerStack] = {}
         for fqn, module in model.named_modules():
             inside = any(fqn.startswith(f"{outer}." if outer else "") for outer in stacks)
             if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
-                kinds = [None if layer is None else _form(layer) for layer in module._modules.values()]
-                ends = (n for n, kind in enumerate(reversed(kinds)) if kind is None or kind != kinds[-1])
-                count = next(ends, len(kinds))
-                if count >= LEAST and [*module._modules] == [str(n) for n in range(len(kinds))]:
-                    stacks[fqn] = (len(kinds) - count, len(kinds))
+                layers = [*module._modules.values()]
+                stack = _stack(layers)
+                if stack is not None and [*module._modules] == [str(n) for n in range(len(layers))]:
+                    stacks[fqn] = stack
         return cls(stacks)
 
     @contextmanager
     def shortened(self, model: nn.Module) -> Iterator[None]:
-        """Leaves the first LAYERS layers of each stack in the model, for a while."""
-        lists = {model.get_submodule(fqn): first for fqn, (first, _) in self.of.items()}
-        whole = {stack: stack._modules for stack in lists}
+        """Leaves the first layers of each stack in the model, for a while."""
+        lists = {model.get_submodule(fqn): stack for fqn, stack in self.of.items()}
+        whole = {layers: layers._modules for layers in lists}
         try:
-            for stack, first in lists.items():
-                stack._modules = dict(list(whole[stack].items())[: first + LAYERS])
+            for layers, stack in lists.items():
+                layers._modules = dict(list(whole[layers].items())[: stack.first + stack.short])
             yield
         finally:
-            for stack, modules in whole.items():
-                stack._modules = modules
+            for layers, modules in whole.items():
+                layers._modules = modules
 
     def like(self, name: str) -> str:
         """Returns the name in the shortened model of what is like this in the whole one."""
         if name not in self.likes:
-            self.likes[name] = self._renamed(
-                name, lambda index, first, end: str(_like(index - first, end - first) + first)
-            )
+            self.likes[name] = self._renamed(name, lambda index, stack: str(stack.like(index)))
         return self.likes[name]
 
     def anywhere(self, name: str) -> str:
         """Returns the name without the number of the layer that it is in."""
         if name not in self.places:
             self.places[name] = self._renamed(
-                name, lambda index, first, end: str(index) if index < first else "*"
+                name, lambda index, stack: str(index) if index < stack.first else "*"
             )
         return self.places[name]
 
     @property
     def length(self) -> int:
         """Returns the layers of all stacks."""
-        return sum(end - first for first, end in self.of.values())
+        return sum(stack.end - stack.first for stack in self.of.values())
 
     def number(self, name: str) -> tuple[str, int] | None:
         """Returns the stack that a name is in, and the number of its layer; None outside of all stacks."""
-        for fqn, (first, _) in self.of.items():
+        for fqn, stack in self.of.items():
             found = re.match(rf"{re.escape(fqn)}\.(\d+)(?!\w)", name)
-            if found is not None and int(found[1]) >= first:
+            if found is not None and int(found[1]) >= stack.first:
                 return fqn, int(found[1])
         return None
 
@@ -126,13 +163,16 @@ class Stacks:
         Raises OtherLayer where it mentions a layer that neither of them is in.
         """
         here, there = self.number(short), self.number(whole)
-        for fqn, (first, end) in self.of.items():
-            ends = {first + LAYERS - 1: end - 1} | {first + n: first + n for n in range(_ALONE)}
+        for fqn, stack in self.of.items():
+            alone = {stack.first + n: stack.first + n for n in range(stack.alone)}
+            ends = {stack.first + stack.short - 1: stack.end - 1} | alone
             numbers = (
                 {here[1]: there[1]} if here and there and here[0] == fqn else ends if here is None else {}
             )
 
-            def number(found: re.Match[str], numbers: dict[int, int] = numbers, first: int = first) -> str:
+            def number(
+                found: re.Match[str], numbers: dict[int, int] = numbers, first: int = stack.first
+            ) -> str:
                 old = int(found[2])
                 if old >= first and old not in numbers:
                     raise OtherLayer
@@ -141,13 +181,13 @@ class Stacks:
             text = re.sub(rf"(?<![\w.])({re.escape(fqn)}\.)(\d+)(?!\w)", number, text)
         return text
 
-    def _renamed(self, name: str, number: Callable[[int, int, int], str]) -> str:
-        for fqn, (first, end) in self.of.items():
+    def _renamed(self, name: str, number: Callable[[int, LayerStack], str]) -> str:
+        for fqn, stack in self.of.items():
             prefix = f"{fqn}." if fqn else ""
             found = re.match(r"\d+", name[len(prefix) :]) if name.startswith(prefix) else None
             if found is not None:
                 rest = name[len(prefix) + found.end() :]
-                return prefix + number(int(found[0]), first, end) + rest
+                return prefix + number(int(found[0]), stack) + rest
         return name
 
 
@@ -164,11 +204,41 @@ def _form(layer: nn.Module) -> tuple[object, ...]:
     return (classes, tuple((name, p.shape, p.dtype) for name, p in layer.named_parameters()))
 
 
-def _like(layer: int, layers: int) -> int:
-    """Returns the layer of a shortened stack that stands for this one of the whole stack."""
-    if layer == layers - 1:
-        return LAYERS - 1
-    return min(layer, _ALONE)
+def _settings(layer: nn.Module) -> tuple[object, ...]:
+    """Returns what may make layers of one form take turns: the words and switches of all modules."""
+    return tuple(
+        (name, key, value if isinstance(value, bool | str) else type(value))
+        for name, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | str | NoneType | int | float) and key not in MODULE_TABLES
+    )
+
+
+def _stack(layers: Sequence[nn.Module | None]) -> LayerStack | None:
+    """Returns the stack that a list ends with: of one form and one period, else of forms in turn."""
+    forms = [None if layer is None else _form(layer) for layer in layers]
+    same = _periodic_tail(forms, 1)
+    if same >= LEAST:
+        settings = [None if layer is None else _settings(layer) for layer in layers[-same:]]
+        # Settings in which no two layers agree (a number, a name) are no turns: figures decide.
+        periods = (p for p in range(1, _LONGEST_PERIOD + 1) if _periodic_tail(settings, p) == same)
+        return _enough(len(layers) - same, len(layers), next(periods, 1))
+    tails = {period: _periodic_tail(forms, period) for period in range(2, _LONGEST_PERIOD + 1)}
+    period = max(tails, key=lambda one: tails[one])
+    return _enough(len(layers) - tails[period], len(layers), period)
+
+
+def _enough(first: int, end: int, period: int) -> LayerStack | None:
+    stack = LayerStack(first, end, period)
+    return stack if end - first >= max(LEAST, stack.short + period) else None
+
+
+def _periodic_tail(kinds: Sequence[object], period: int) -> int:
+    """Returns how many kinds at the end are each the one that comes a period later."""
+    later = [*kinds[period:], *kinds[-period:]]
+    places = range(len(kinds) - 1, -1, -1)
+    other = (n for n in places if kinds[n] is None or kinds[n] != later[n])
+    return len(kinds) - 1 - next(other, -1)
 
 
 @final
@@ -251,7 +321,9 @@ def _stands_for(short: ModelGraph, graph: ModelGraph, stacks: Stacks) -> bool:
     if any(getattr(graph, name) != getattr(short, name) for name in _GRAPH_FIGURES):
         return False
     units = {unit.name: unit for unit in short.units}
-    if {stacks.like(unit.name) for unit in graph.units} != units.keys():
+    likes = {stacks.like(unit.name) for unit in graph.units}
+    # Of layers in turn, some of the shortened stack may stand for none.
+    if not likes <= units.keys() or not all(map(stacks.number, units.keys() - likes)):
         return False
     if not all(_is_like(units[stacks.like(unit.name)], unit, stacks) for unit in graph.units):
         return False
@@ -375,8 +447,9 @@ def _refigured(unit: Unit, like: Unit) -> Unit:
 def _with_added(graph: ModelGraph, short: ModelGraph, stacks: Stacks) -> ModelGraph:
     """Returns the whole graph with what was added to the short one that stands for it. Raises OtherLayer."""
     if any(
-        _shares(short, fqn, first + _ALONE - 1) != _shares(short, fqn, first + _ALONE)
-        for fqn, (first, _) in stacks.of.items()
+        _shares(short, fqn, stack.first + stack.alone - 1)
+        != _shares(short, fqn, stack.first + stack.alone - 1 + stack.period)
+        for fqn, stack in stacks.of.items()
     ):
         raise OtherLayer
     likes = {unit.name: unit for unit in short.units}
@@ -418,22 +491,22 @@ def _with_names(unit: Unit, like: Unit, stacks: Stacks) -> Unit:
 def _of_all_layers(styles: TensorStyles, stacks: Stacks) -> TensorStyles:
     """Returns the styles of the whole model; the modules of a layer are beside each other."""
     modules: list[ModuleStyle] = []
-    for place, together in groupby(styles.modules, lambda style: stacks.number(style.module)):
-        layer = list(together)
-        for fqn, number in _stood_for(place, stacks) if place is not None else [("", 0)]:
-            for style in layer:
-                name = (
-                    style.module
-                    if place is None
-                    else f"{fqn}.{number}{style.module[len(f'{fqn}.{place[1]}') :]}"
-                )
+    by_stack = groupby(styles.modules, lambda style: (stacks.number(style.module) or ("",))[0])
+    for fqn, together in by_stack:
+        if fqn not in stacks.of:
+            modules += (
+                style.model_copy(update={"why": stacks.moved(style.why, style.module, style.module)})
+                for style in together
+            )
+            continue
+        standing, layers = stacks.of[fqn].standing, dict[int, list[ModuleStyle]]()
+        for style in together:
+            place = stacks.number(style.module)
+            assert place is not None, "a module of a stack is in one of its layers"
+            short = f"{fqn}.{place[1]}"
+            for number in standing.get(place[1], ()):
+                name = f"{fqn}.{number}{style.module[len(short) :]}"
                 why = stacks.moved(style.why, style.module, name)
-                modules.append(style.model_copy(update={"module": name, "why": why}))
+                layers.setdefault(number, []).append(style.model_copy(update={"module": name, "why": why}))
+        modules += (style for number in sorted(layers) for style in layers[number])
     return styles.model_copy(update={"modules": tuple(modules)})
-
-
-def _stood_for(place: tuple[str, int], stacks: Stacks) -> list[tuple[str, int]]:
-    """Returns the layers of the whole stack that one of the shortened stack stands for."""
-    fqn, number = place
-    first, end = stacks.of[fqn]
-    return [(fqn, n) for n in range(first, end) if _like(n - first, end - first) == number - first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import outsize
 from outsize.api.problem import Profiler, styled
 from outsize.capture.graph import shortened
 from outsize.capture.graph.build import Captured
-from outsize.capture.graph.shortened import LAYERS, LEAST, OtherLayer, Stacks
+from outsize.capture.graph.shortened import LEAST, LayerStack, OtherLayer, Stacks
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
 from outsize.planner.costs.kernel_stacks import kernel_stack
@@ -24,8 +25,9 @@ WIDTH, LENGTH, COUNT = 8, 6, 18
 class Layer(nn.Module):
     """An attention block with a residual stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: bool = True) -> None:
         super().__init__()
+        self.window = window
         self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.down = nn.Linear(4 * WIDTH, WIDTH)
@@ -34,18 +36,22 @@ class Layer(nn.Module):
         y = self.norm(x)
         shape = (*y.shape[:2], 2, WIDTH // 2)
         q, k, v = (one(y).view(shape).transpose(1, 2) for one in (self.q, self.k, self.v))
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        attended = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask if self.window else None
+        )
         x = x + self.o(attended.transpose(1, 2).reshape(y.shape))
         return x + self.down(torch.relu(self.gate(x)))
 
 
 class Stacked(nn.Module):
-    """Layers that all read one mask; `wide` ones are another module; `more`: beyond COUNT."""
+    """Layers that read one mask, but for every one of `turns`; `wide` ones are another module; `more`: beyond
+    COUNT.
+    """
 
-    def __init__(self, wide: tuple[int, ...] = (), more: int = 0, classes: int = 5) -> None:
+    def __init__(self, wide: Sequence[int] = (), more: int = 0, classes: int = 5, turns: int = 0) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, classes)
-        self.layers = nn.ModuleList(Layer() for _ in range(COUNT + more))
+        self.layers = nn.ModuleList(Layer(not turns or (n + 1) % turns > 0) for n in range(COUNT + more))
         for place in wide:
             self.layers[place].gate = nn.Linear(WIDTH, 8 * WIDTH)
             self.layers[place].down = nn.Linear(8 * WIDTH, WIDTH)
@@ -127,13 +133,68 @@ def test_what_is_divided_of_a_long_stack_is_that_of_a_few_layers(
     assert graph == styled(asked, whole, axes, True)
 
 
+_TURNS = {
+    "window": lambda: Stacked(turns=3),
+    "window, first layers apart": lambda: Stacked(wide=(0, 1), more=2, turns=3),
+    "form": lambda: Stacked(wide=range(1, COUNT, 2)),
+    "form, other end": lambda: Stacked(wide=range(0, COUNT + 3, 4), more=3),
+}
+
+
+@pytest.mark.parametrize("kind", _TURNS)
+def test_layers_that_take_turns_are_known_by_one_period(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortened, "LONG", LEAST)
+    asked = case(_TURNS[kind]())
+    (stack,) = Stacks.in_model(asked.module).of.values()
+    assert stack.period > 1
+    recorded: list[tuple[int, int]] = []
+    one = TrainingCase.captured
+
+    def counted(self: TrainingCase, samples: int) -> Any:
+        captured = one(self, samples)
+        recorded.append((samples, len(captured.graph.units)))
+        return captured
+
+    monkeypatch.setattr(TrainingCase, "captured", counted)
+    walked: list[int] = []
+
+    def graph_of(captured: Captured) -> ModelGraph:
+        walked.append(len(captured.graph.units))
+        return styled(asked, captured, Axes(), True)
+
+    graphs = asked.sized_graphs(graph_of, adds=True)
+    derived = {samples: graphs.at(samples) for samples in (4, 2, 8)}
+    whole = max(units for _, units in recorded)
+    assert {samples for samples, units in recorded if units == whole} == {4}
+    assert whole not in walked
+    monkeypatch.undo()
+    for samples, graph in derived.items():
+        expected = styled(asked, case(asked.module).captured(samples), Axes(), True)
+        assert without_numbers(graph) == without_numbers(expected)
+
+
+@pytest.mark.parametrize(
+    ("layers", "period"), [(62, 6), (42, 2), (48, 1), (17, 5), (24, 8)], ids=lambda value: str(value)
+)
+def test_each_layer_of_a_period_stands_for_its_like(layers: int, period: int) -> None:
+    """And the last layer is that of the shortened stack, at the same place of a period."""
+    stack = LayerStack(1, layers + 1, period)
+    assert stack.short % period == layers % period
+    assert sorted(layer for each in stack.standing.values() for layer in each) == [*range(1, layers + 1)]
+    for layer in range(1, layers + 1):
+        like = stack.like(layer)
+        assert (layer - like) % period == 0
+        assert layer == like or layer > stack.alone
+    assert stack.like(layers) == stack.short
+
+
 def test_what_is_divided_is_walked_for_where_layers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer in the middle is of another form; or what is said of one layer names another one."""
     monkeypatch.setattr(shortened, "LONG", LEAST)
     other = case(Stacked(wide=(COUNT // 2,)))
     graph = Profiler().graphs(other, kernel_stack("eager"), always=True)(4)
     assert graph == styled(other, other.captured(4), Axes(), True)
-    stacks = Stacks({"layers": (1, COUNT)})
+    stacks = Stacks({"layers": LayerStack(1, COUNT)})
     why = "added up by layers.3.o, layers.0.o"
     assert stacks.moved(why, "layers.3.q", "layers.9.q") == "added up by layers.9.o, layers.0.o"
     assert stacks.moved("layers.4.o", "head", "head") == f"layers.{COUNT - 1}.o"
@@ -179,16 +240,16 @@ def test_a_stack_with_another_layer_is_recorded_whole() -> None:
 def test_names_are_those_of_the_layers_that_stand_for_them() -> None:
     model = Stacked()
     stacks = Stacks.in_model(model)
-    assert stacks.of == {"layers": (0, COUNT)}
+    assert stacks.of == {"layers": LayerStack(0, COUNT)}
     names = [f"layers.{n}.q.weight" for n in (0, 1, 2, 9, COUNT - 2, COUNT - 1)]
     assert [stacks.like(name).split(".")[1] for name in names] == ["0", "1", "2", "2", "2", "3"]
     assert stacks.like("head.weight") == "head.weight"
     behind = Stacks.in_model(Stacked(wide=(0, 1), more=2))
-    assert behind.of == {"layers": (2, COUNT + 2)}
+    assert behind.of == {"layers": LayerStack(2, COUNT + 2)}
     names = [f"layers.{n}.q.weight" for n in (0, 1, 2, 3, 4, 9, COUNT + 1)]
     assert [behind.like(name).split(".")[1] for name in names] == ["0", "1", "2", "3", "4", "4", "5"]
     with stacks.shortened(model):
-        assert len(model.layers) == LAYERS
+        assert len(model.layers) == stacks.of["layers"].short == 4
     assert len(model.layers) == COUNT
 
 
@@ -197,9 +258,9 @@ def test_places_of_a_list_without_a_layer_are_no_layers() -> None:
     model = Stacked()
     nothing: Any = None
     model.layers.insert(0, nothing)
-    assert Stacks.in_model(model).of == {"layers": (1, COUNT + 1)}
+    assert Stacks.in_model(model).of == {"layers": LayerStack(1, COUNT + 1)}
     model.options = nn.ModuleList([nothing] * LEAST)
-    assert Stacks.in_model(model).of == {"layers": (1, COUNT + 1)}
+    assert Stacks.in_model(model).of == {"layers": LayerStack(1, COUNT + 1)}
 
 
 class Optional(nn.Module):

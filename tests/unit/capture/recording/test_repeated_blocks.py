@@ -364,7 +364,10 @@ def test_equal_blocks_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied == (DEEP - 3) * 7
 
 
-_MAKERS = [_plain, Scaled, _odd_eps, _odd_p, _odd_scale, _frozen, _hooked, Numbered, Counting, Keeping, _tied]
+_MAKERS = [
+    *(_plain, Scaled, _odd_eps, _odd_p, _odd_scale, _frozen, _hooked, Numbered, Counting, Keeping, _tied),
+    *(_processed, _odd_processor, _odd_partial, _slotted, _counting_processor),
+]
 
 
 @pytest.mark.parametrize("samples", [2, 5])
@@ -390,7 +393,8 @@ def test_what_a_retry_has_recorded_is_not_kept() -> None:
         known = KnownBlocks()
         record(model, (torch.zeros(2, 8),), {}, None, (), TapeOptions(blocks=known))
         assert bool(known.recorded) is is_kept
-=======
+
+
 def test_objects_of_their_own_make_no_block_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Chain(_processed)
     quick, full, copied = _both(monkeypatch, lambda: record(model, (torch.zeros(2, 8),), {}))
