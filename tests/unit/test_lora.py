@@ -120,6 +120,9 @@ def test_errors_say_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
         with_adapters(plain, 0)
     with pytest.raises(BadOption, match=r"where in Sequential .*layers of the model: 0, 2\. Next: --lora-t"):
         with_adapters(plain, RANK)
+    vars(plain)["config"] = {"num_layers": 2}  # As models of diffusers have one, without a type of model.
+    with pytest.raises(BadOption, match="peft does not know where in"):
+        with_adapters(plain, RANK)
     with pytest.raises(
         BadOption, match=r"peft puts no adapter on q_prj; .*Next: --lora-targets q_proj,k_pro"
     ):

@@ -45,7 +45,7 @@ def with_adapters(model: nn.Module, rank: int, targets: Sequence[str] | str | No
             # peft reads an attribute that transformers has renamed.
             warnings.simplefilter("ignore", FutureWarning)
             adapted: nn.Module = peft.get_peft_model(sharing_weights(model), config)
-    except ValueError as error:
+    except (ValueError, KeyError) as error:  # A KeyError where a config has no type of model (diffusers).
         layers = linear_names(model)
         raise BadOption(
             f"peft does not know where in {type(model).__name__} the adapters belong"
