@@ -49,6 +49,7 @@ class Rule(NamedTuple):
 
 # The rule of zero-bubble-v: no other rule makes a V of equal stages shorter by more than 5 %.
 IN_A_V: Final = Rule(True, inf, True, False, 0.0)
+QUICK: Final = Rule(False, 1.5, True, True, 0.0)
 
 
 def listed(job: Job, rule: Rule) -> tuple[tuple[Action, ...], ...]:
@@ -60,8 +61,16 @@ def listed(job: Job, rule: Rule) -> tuple[tuple[Action, ...], ...]:
 
 
 def quick_s(job: Job) -> float:
-    """Returns the seconds of one list schedule, to compare many jobs."""
-    return _Run(job, Rule(False, 1.5, True, True, 0.0)).ends_s()
+    """Returns the seconds of the shorter of two list schedules, with whole and with split backwards, to
+    compare many jobs. In tests/unit/planner/strategies no other rule makes a step shorter by more than 8 %.
+    """
+    rules = (QUICK, IN_A_V) if can_split(job) else (QUICK,)
+    return min(_Run(job, rule).ends_s() for rule in rules)
+
+
+def can_split(job: Job) -> bool:
+    """Returns whether some stage has a gradient of weights to postpone."""
+    return any(cost.weight_s > 0 for cost in job.costs)
 
 
 def compose(job: Job, rivals: Iterable[Schedule] = ()) -> tuple[Composed, ...]:
@@ -97,8 +106,7 @@ def is_split(composed: Composed) -> bool:
 
 
 def _rules(job: Job) -> Iterator[Rule]:
-    can_split = any(cost.weight_s > 0 for cost in job.costs)
-    for split, depth in product((False, True) if can_split else (False,), DEPTHS):
+    for split, depth in product((False, True) if can_split(job) else (False,), DEPTHS):
         for backward_first, by_way in product((True, False), repeat=2):
             for patience in PATIENCE if split else PATIENCE[:1]:
                 yield Rule(split, depth, backward_first, by_way, patience)

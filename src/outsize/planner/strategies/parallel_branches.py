@@ -61,6 +61,10 @@ MORE_S: Final = 2e-4
 # Limits the placements that are composed, the schedules of each that are priced, and the forwards of a step.
 TRIED: Final = 12
 PRICED: Final = 4
+# No rule makes a step shorter than two of them do by more than this.
+FAR: Final = 1.1
+# So many placements in a row that bring nothing end the search, as the more promising come first.
+IN_VAIN: Final = 3
 # In this many of the most promising placements each stage is tried on the other ranks.
 MOVED: Final = 3
 ALTERNATIVES: Final = 3
@@ -206,12 +210,13 @@ class _Composer:
         tried = dict.fromkeys(islice(self._ranked(self._placements()), TRIED))
         moved_stages = (moved for placement in islice(tried, MOVED) for moved in self._moved(placement))
         tried = islice(self._ranked(iter({**tried, **dict.fromkeys(moved_stages)})), TRIED)
-        best = None
+        best, in_vain = None, 0
         for number, placement in enumerate(tried):
-            if number and limit_s > NEAR * most_s:
+            if (number and limit_s > NEAR * most_s) or in_vain == IN_VAIN:
                 break
+            in_vain += 1
             for candidate in self._priced(placement, limit_s):
-                best, limit_s = candidate, candidate.judged_s
+                best, limit_s, in_vain = candidate, candidate.judged_s, 0
         return best
 
     def _placements(self) -> Iterator[Placed]:
@@ -302,7 +307,10 @@ class _Composer:
         if pipeline is None:
             return
         bounds = (0, *accumulate(map(len, placement.units)))
-        for composed in islice(compose(self._job(pipeline, bounds), rivals=self._rivals(placement)), PRICED):
+        job = self._job(pipeline, bounds)
+        if quick_s(job) >= FAR * limit_s:
+            return
+        for composed in islice(compose(job, rivals=self._rivals(placement)), PRICED):
             if composed.step_s >= limit_s:
                 return  # Simulated with messages that queue it is no shorter.
             named = replace(layout, actions=written(composed.schedule))
