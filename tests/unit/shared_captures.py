@@ -30,7 +30,8 @@ def each_model_captured_once() -> Iterator[None]:
         tensors = [t for t in leaves((args, kwargs, target)) if isinstance(t, Tensor)]
         looks = tuple((t.shape, t.dtype, t.device) for t in tensors)
         autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        key = id(module), id(loss_fn), looks, tuple(kwargs), autocast
+        layers = tuple(name for name, _ in module.named_modules())  # A plan shortens stacks for a while.
+        key = id(module), layers, id(loss_fn), looks, tuple(kwargs), autocast
         if key not in recorded:
             # The table keeps the module and its loss alive, because their ids are in the key.
             recorded[key] = (module, loss_fn), record(module, args, kwargs, loss_fn, target, options)
