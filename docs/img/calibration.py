@@ -28,7 +28,7 @@ def main() -> None:
     mpl.rcParams.update({"svg.hashsalt": "calibration", "svg.fonttype": "none", "font.size": 10})
     import matplotlib.pyplot as plt
 
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else sorted(RESULTS.glob("*.json"))[-1]
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else sorted(RESULTS.glob("*linux.json"))[-1]
     points = points_of(json.loads(path.read_text(encoding="utf-8")))
     seconds = [value for row in points for value in row[1:]]
     ends = [min(seconds) / 1.3, max(seconds) * 1.3]

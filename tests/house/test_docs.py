@@ -76,7 +76,8 @@ def test_the_changelog_has_each_heading_once() -> None:
 
 
 def test_a_page_can_be_read_at_once() -> None:
-    pages = [page for page in PAGES if page.parent != DECISIONS or page.name == "README.md"]
+    # The index of the decisions has a line for each of them, and is searched and not read.
+    pages = [page for page in PAGES if page.parent != DECISIONS]
     longest = {page.name for page in pages if line_count(page) > PAGE_LINES}
     assert longest == WRITTEN
 
