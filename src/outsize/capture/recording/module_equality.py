@@ -35,6 +35,8 @@ from outsize.program.objects import (
 
 # Two are recorded to know one.
 _LEAST = 3
+# Objects are compared by their attributes so far; those within belong to something larger than a block.
+_LEVELS = 2
 # A layer of peft has its own name in a dict of settings.
 _VALUES = (*NUMBERS_AND_TEXT, NoneType, dict, list, tuple)
 _HOOKS = sorted(name for name in MODULE_TABLES if name.endswith("_hooks") or "_hooks_with" in name)
@@ -52,6 +54,7 @@ class Kinds:
         self._numbers: dict[Any, int] = {}
         self._of_module: dict[int, int] = {}
         shared = _shared(modules.values())
+        self._classes = Counter(map(type, modules.values()))
         self._owners = Counter(id(value) for module in modules.values() for value in vars(module).values())
         for module in reversed([*modules.values()]):  # children come behind their parents
             key = self._key(module, shared)
@@ -65,19 +68,21 @@ class Kinds:
         return kind if self._count[kind] >= _LEAST else None
 
     def _key(self, module: nn.Module, shared: set[int]) -> Any:
-        if not _is_ordinary(module, shared):
+        if self._classes[type(module)] < _LEAST or not _is_ordinary(module, shared):
             return (id(module),)
         kind, attributes = type(module), vars(module)
         varying = self.varying.get(kind, ())
         names = (n for n in sorted(attributes.keys() - MODULE_TABLES) if n not in varying)
-        alike = replace(_BUILT_ALIKE, of_object=partial(self._of_object, module))
+        alike = replace(_BUILT_ALIKE, of_object=partial(self._of_object, module, _LEVELS))
         own = [(n, fingerprint(attributes[n], alike)) for n in names]
         children = [(n, self._of_module.get(id(c))) for n, c in module._modules.items()]
         return kind, tuple(own), tuple(children)
 
-    def _of_object(self, module: nn.Module, value: Any) -> Any:
+    def _of_object(self, module: nn.Module, levels: int, value: Any) -> Any:
         """Returns what is equal for two objects of two modules with which their code does the same."""
-        alike = replace(_BUILT_ALIKE, of_object=partial(self._of_object, module))
+        if not levels:
+            return id(value)
+        alike = replace(_BUILT_ALIKE, of_object=partial(self._of_object, module, levels - 1))
         if type(value) is partial:
             return partial, *(fingerprint(each, alike) for each in (value.func, value.args, value.keywords))
         if isinstance(value, MethodType) and value.__self__ is module:

@@ -249,6 +249,14 @@ def _slotted(number: int) -> nn.Module:
     return block
 
 
+def _looped(number: int) -> nn.Module:
+    """Its processor knows an object that knows it, as trainers and their loops do."""
+    block = Processed(number, processor := Processor())
+    other: Any = Processor(2.0)
+    processor.other, other.other = other, processor  # pyright: ignore[reportAttributeAccessIssue]
+    return block
+
+
 def _counting_processor(number: int) -> nn.Module:
     return Processed(number, CountingProcessor())
 
@@ -321,7 +329,7 @@ def _insist_on_equal(quick: Tape, full: Tape) -> None:
     "make",
     [
         *(_plain, Scaled, _odd_eps, _odd_p, _odd_scale, _frozen, _evaluated, _hooked),
-        *(_processed, _odd_processor, _odd_partial, _slotted),
+        *(_processed, _odd_processor, _odd_partial, _slotted, _looped),
     ],
 )
 @pytest.mark.sample(every=2, first=1)
