@@ -63,7 +63,7 @@ TRIED: Final = 12
 PRICED: Final = 4
 # No rule makes a step shorter than two of them do by more than this.
 FAR: Final = 1.1
-# So many placements in a row that bring nothing end the search, as the more promising come first.
+# So many placements in a row that bring nothing end the search where another plan wins as it is.
 IN_VAIN: Final = 3
 # In this many of the most promising placements each stage is tried on the other ranks.
 MOVED: Final = 3
@@ -212,7 +212,7 @@ class _Composer:
         tried = islice(self._ranked(iter({**tried, **dict.fromkeys(moved_stages)})), TRIED)
         best, in_vain = None, 0
         for number, placement in enumerate(tried):
-            if (number and limit_s > NEAR * most_s) or in_vain == IN_VAIN:
+            if (number and limit_s > NEAR * most_s) or (in_vain == IN_VAIN and limit_s > most_s):
                 break
             in_vain += 1
             for candidate in self._priced(placement, limit_s):
