@@ -240,7 +240,7 @@ class _Bindings:
 
     @cached_property
     def identities(self) -> dict[str, Any]:
-        """What `_identities` was of the module; containers may have other contents by now."""
+        """Returns the identities that the module had; its containers may have other contents by now."""
         known = {id(table): before for table, before in self._filled}
         known |= {id(table): fingerprint(type(table)(), _BINDINGS) for table in self._empty}
         pairs = [*zip(self._names, self._values, strict=True)]

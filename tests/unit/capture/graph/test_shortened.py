@@ -32,20 +32,18 @@ class Layer(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, gains: Sequence[Tensor]) -> Tensor:
         y = self.norm(x)
         shape = (*y.shape[:2], 2, WIDTH // 2)
         q, k, v = (one(y).view(shape).transpose(1, 2) for one in (self.q, self.k, self.v))
-        attended = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask if self.window else None
-        )
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.o(attended.transpose(1, 2).reshape(y.shape))
-        return x + self.down(torch.relu(self.gate(x)))
+        return x + self.down(torch.relu(self.gate(x))) * gains[self.window]
 
 
 class Stacked(nn.Module):
-    """Layers that read one mask, but for every one of `turns`; `wide` ones are another module; `more`: beyond
-    COUNT.
+    """Layers that read one mask and one gain, every one of `turns` another gain; `wide` ones are another
+    module; `more`: beyond COUNT.
     """
 
     def __init__(self, wide: Sequence[int] = (), more: int = 0, classes: int = 5, turns: int = 0) -> None:
@@ -58,9 +56,10 @@ class Stacked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = (x.mean(-1) > 0)[:, None, None, :]
+        gains = x.mean(-1, keepdim=True), x.amax(-1, keepdim=True)
         y = self.first(x)
         for layer in self.layers:
-            y = layer(y, mask)
+            y = layer(y, mask, gains)
         return self.head(y)
 
 
@@ -83,15 +82,8 @@ def without_numbers(graph: ModelGraph) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize(
-    ("precision", "first"), [("fp32", 0), pytest.param("bf16-mixed", 0, marks=pytest.mark.full), ("fp32", 2)]
-)
-@pytest.mark.sample("fp32-2")
-def test_figures_of_a_few_layers_are_those_of_all(
-    precision: str, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the first layers have another form, as in models whose first layers have no experts."""
-    asked = case(Stacked(wide=tuple(range(first)), more=first)).under(precision)
+def counted_captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Returns a list to which each capture from now on adds its samples and its units."""
     recorded: list[tuple[int, int]] = []
     one = TrainingCase.captured
 
@@ -101,6 +93,19 @@ def test_figures_of_a_few_layers_are_those_of_all(
         return captured
 
     monkeypatch.setattr(TrainingCase, "captured", counted)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("precision", "first"), [("fp32", 0), pytest.param("bf16-mixed", 0, marks=pytest.mark.full), ("fp32", 2)]
+)
+@pytest.mark.sample("fp32-2")
+def test_figures_of_a_few_layers_are_those_of_all(
+    precision: str, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the first layers have another form, as in models whose first layers have no experts."""
+    asked = case(Stacked(wide=tuple(range(first)), more=first)).under(precision)
+    recorded = counted_captures(monkeypatch)
     graph_at = Profiler().graphs(asked, kernel_stack("eager"), always=True)
     sizes = (4, 2, 1, 16)
     derived = {samples: graph_at(samples) for samples in sizes}
@@ -147,15 +152,7 @@ def test_layers_that_take_turns_are_known_by_one_period(kind: str, monkeypatch: 
     asked = case(_TURNS[kind]())
     (stack,) = Stacks.in_model(asked.module).of.values()
     assert stack.period > 1
-    recorded: list[tuple[int, int]] = []
-    one = TrainingCase.captured
-
-    def counted(self: TrainingCase, samples: int) -> Any:
-        captured = one(self, samples)
-        recorded.append((samples, len(captured.graph.units)))
-        return captured
-
-    monkeypatch.setattr(TrainingCase, "captured", counted)
+    recorded = counted_captures(monkeypatch)
     walked: list[int] = []
 
     def graph_of(captured: Captured) -> ModelGraph:
