@@ -5,11 +5,20 @@ Two cheap cases run always; `make parity` runs each fault on each rank, twenty t
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked import in_forks
 from forked_launcher import ForkedLauncher, Result, launch_in_fork
+from patience import free_port, until
+
+from outsize.ops.watchdog import watch
+from outsize.ops.watchdog.options import WatchOptions
+from outsize.run.progress import Progress
+from outsize.train.world.join import join, take_rank
 
 pytestmark = pytest.mark.dist
 WORKER = Path(__file__).with_name("watchdog_worker.py")
@@ -99,3 +108,26 @@ def test_slow_ranks_alarm_nobody(run: object) -> None:
     """Noise: slow first steps, evaluations, gaps below the limit, and computing for longer than it."""
     result = run("noise", 1, 3)  # pyright: ignore[reportCallIssue]
     assert (result.code, result.err.count("outsize: ")) == (0, 0), result.err
+
+
+def test_a_rank_whose_store_has_ended_goes_on_in_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 fails between two meetings; rank 1 goes on unwatched to what its own code says of it."""
+    monkeypatch.setattr(watch, "_CONNECT_S", 1.0)
+    port = free_port()
+
+    def nobody_answers() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) != 0
+
+    def rank(number: int) -> None:
+        take_rank(number, 2, "127.0.0.1", port)
+        world = join()
+        if number == 0:
+            os._exit(0)
+        until(nobody_answers)
+        watch._watch(Progress(range(2)), world, WatchOptions(60.0, "end"))
+        os._exit(0)
+
+    in_forks(tmp_path, 2, rank)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from typing import Any, Final, final
 
@@ -28,6 +29,7 @@ from outsize.train.world.world import World
 
 STDERR: Final = 2
 _TOGETHER_S: Final = 0.2  # Until then every rank has read the verdict.
+_CONNECT_S: Final = 30.0  # A store that does not answer by then has ended with rank 0.
 
 
 @final
@@ -70,12 +72,20 @@ def _watch(progress: Progress, world: World, options: WatchOptions) -> None:
 
 
 def _own_connection() -> Any:
-    """Returns another connection to the default group's store; None where there is no store (MPI)."""
+    """Returns another connection to the default group's store; None where there is no store (MPI), or none
+    any more: rank 0 has failed meanwhile, and this rank finds out why itself, and not after half an hour.
+    """
     try:
         run: Any = dist.distributed_c10d
-        return sealed_store(
-            run.PrefixStore("outsize/watchdog", run._get_default_store()).clone(), run_secret()
-        )
+        shared = run.PrefixStore("outsize/watchdog", run._get_default_store())
+        before = shared.timeout
+        shared.set_timeout(min(before, timedelta(seconds=_CONNECT_S)))
+        try:
+            own = shared.clone()
+        finally:
+            shared.set_timeout(before)
+        own.set_timeout(before)
+        return sealed_store(own, run_secret())
     except (RuntimeError, ValueError):
         return None
 

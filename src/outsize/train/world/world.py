@@ -79,7 +79,10 @@ def join_world(
         timeout=timedelta(seconds=timeout_s),
         device_id=_bound_device(device_type, local_rank, per_device),
     )
-    return _world(local_rank, device_type, per_device, owned=True)
+    world = _world(local_rank, device_type, per_device, owned=True)
+    # Rank 0 has the store. If it went on and failed, those that still join would look for it in vain.
+    dist.barrier(group=world.host)
+    return world
 
 
 def _world(local_rank: int, device_type: str, per_device: int, *, owned: bool = False) -> World:
