@@ -276,12 +276,15 @@ def whole_tensor_updates(candidate: Candidate, optimizer: str) -> Iterator[Whole
 def expected(candidate: Candidate, batch_size: int, bounds: Sequence[int]) -> Expected:
     """Returns the figures that a plan shows; `bounds` are those of the graph's units."""
     measured = all(c.source == "measured" for c in candidate.pipeline.case.base.units)
+    ranks, units = candidate.layout.ranks, [end - first for first, end in pairwise(bounds)]
+    loads = {rank: _load(candidate, rank) for rank in set(ranks)}
+    stages = (_figures(candidate, s, units[s], loads[rank]) for s, rank in enumerate(ranks))
     return Expected(
         step_s=candidate.step_s,
         bubble=candidate.bubble,
         samples_per_s=batch_size / candidate.step_s if candidate.step_s else 0.0,
         update_s=candidate.update_s,
-        stages=tuple(_figures(candidate, s, end - first) for s, (first, end) in enumerate(pairwise(bounds))),
+        stages=tuple(stages),
         source="measured" if measured else "roofline",
         margins=tuple(dict.fromkeys(map(peak_margin, candidate.devices))),
     )
@@ -310,11 +313,11 @@ def check_enough(batch_size: int, microbatches: int) -> None:
         )
 
 
-def _figures(candidate: Candidate, stage: int, units: int) -> StageFigures:
+def _figures(candidate: Candidate, stage: int, units: int, load: Load) -> StageFigures:
     first, end = candidate.bounds[stage], candidate.bounds[stage + 1]
     memory, cost = candidate.memories[stage], candidate.costs[stage]
     rank, device = candidate.layout.ranks[stage], candidate.devices[stage]
-    used = in_use(candidate.held_bytes(rank), device, _load(candidate, rank))
+    used = in_use(candidate.held_bytes(rank), device, load)
     return StageFigures(
         units=units,
         parameters=sum(p.numel for p in candidate.graph.owned_parameters(first, end - 1)),

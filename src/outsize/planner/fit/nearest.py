@@ -7,9 +7,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from operator import itemgetter
 from typing import Final, Self, final
+
+import numpy as np
 
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import Cluster, Device
@@ -18,7 +20,14 @@ from outsize.ir.formatting import byte_unit, bytes_text, microbatches_text, need
 from outsize.ir.plan import ScheduleName
 from outsize.planner.evaluate.plan_findings import shortage
 from outsize.planner.fit.changes import SettingChange, sufficing
-from outsize.planner.memory.account import InFlightState, StageMemory, account_stage, peak_table
+from outsize.planner.memory.account import (
+    InFlightState,
+    StageMemory,
+    account_stage,
+    component_table,
+    peak_table,
+    peaks_of_components,
+)
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.partition.feasibility import ChainFeasibility
 from outsize.planner.partition.least_full import least_full_cut
@@ -243,12 +252,13 @@ def _state_bytes(case: PricedModel) -> int:
 def _least_full(case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> LeastFull:
     bounds = least_full_cut(case, schedule, stages, cluster)
     states = states_by_stage(schedule, stages, case.microbatches, stages)
-    runs = zip(pairwise(bounds), states, strict=True)
-    memories = [account_stage(case.ranges, case.graph, *of) for of in runs]
-    pairs = zip(memories, cluster.devices[:stages], strict=True)
-    fractions = [memory.peak_bytes / device.memory_bytes for memory, device in pairs]
+    first, end = bounds[:-1], bounds[1:]
+    parts = component_table(case.ranges.at((np.array(first), np.array(end))), case.microbatches)
+    peaks = [float(peaks_of_components(parts[:, s : s + 1], own)[0]) for s, own in enumerate(states)]
+    fractions = [peak / d.memory_bytes for peak, d in zip(peaks, cluster.devices[:stages], strict=True)]
     stage = fractions.index(max(fractions))
-    return LeastFull(case, schedule, stages, stage, memories[stage], fractions[stage])
+    memory = account_stage(case.ranges, case.graph, (first[stage], end[stage]), states[stage])
+    return LeastFull(case, schedule, stages, stage, memory, fractions[stage])
 
 
 def widened(cluster: Cluster, stages: int) -> Cluster:

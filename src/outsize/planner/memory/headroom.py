@@ -98,11 +98,12 @@ class Load:
 
 def _with_workspace(graph: ModelGraph, first: int, end: int) -> Iterator[int]:
     """Yields the units first..end-1 whose convolutions read several pixels for one."""
+    of_units = graph.units[first:end]
+    convolving = [u for u in of_units if any(work.family == "convolution" for work in u.forward)]
+    if not convolving:
+        return
     pixels = {p.name: prod(p.shape[2:]) for p in graph.parameters}
-    for unit in graph.units[first:end]:
-        convolves = any(work.family == "convolution" for work in unit.forward)
-        if convolves and any(pixels.get(name, 1) > 1 for name in unit.parameters):
-            yield unit.index
+    yield from (u.index for u in convolving if any(pixels.get(name, 1) > 1 for name in u.parameters))
 
 
 @final

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from outsize.ir.graph import ModelGraph, Unit, Value
 from outsize.ir.profile import Profile
-from outsize.ir.units.recompute_segments import Run, blocks, segments
+from outsize.ir.units.recompute_segments import Run, segments
 from outsize.planner.memory.activations import UnitBytes, by_storage, held_backward, own_bytes, storages_of
 
 # This number stands for a moment that does not occur.
@@ -95,9 +95,11 @@ class StageBytes:
     stores: tuple[StageStorage, ...]
 
     @classmethod
-    def of(cls, graph: ModelGraph, profile: Profile, gradients: Sequence[int], run: Run) -> Self:
+    def of(
+        cls, graph: ModelGraph, profile: Profile, gradients: Sequence[int], run: Run, block_of: Sequence[str]
+    ) -> Self:
         """Builds the stage with the units of a run; `gradients`: bytes for the weights that each of its units
-        owns.
+        owns; `block_of`: the block of each unit of the graph (ir/units/recompute_segments.py:blocks).
         """
         first, end = run
         n, units = end - first, graph.units[first:end]
@@ -113,7 +115,7 @@ class StageBytes:
         # In a user's own loop gradients are made anew in each backward, beside those that are there.
         at_unit, passing = (weights_behind[1:], weights_behind) if graph.in_loop else (0, 0)
         return cls(
-            block=tuple(blocks([u.name for u in graph.units])[first:end]),
+            block=tuple(block_of[first:end]),
             own=tuple(np.maximum(own, 0).tolist()),
             workspace=tuple(c.workspace_bytes for c in costs),
             backward=tuple((held + at_unit + weights.sum()).tolist()),

@@ -9,7 +9,8 @@
               where they stay), divided evenly over them, so that they add up to what it holds; weights that
               several stages use stay with their owner
     choice    p (divisors of the number of devices), v, microbatches, degree, recompute of all or nothing:
-              those whose bound is below the best step are priced, and the fastest that fits is taken
+              those whose bound is below the best step and whose sums of bytes fit are priced, and the fastest
+              that fits is taken
 
 Deviations: gradients count from the first forward on. Devices must be equal. Complexity: choices x
 O(actions). Oracle:
@@ -52,7 +53,7 @@ from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout, rank_named
 from outsize.planner.memory.headroom import with_usable_memory
 from outsize.planner.memory.optimizer_states import optimizer_bytes
-from outsize.planner.memory.range_tables import Bytes, RangeTables
+from outsize.planner.memory.range_tables import Bytes, RangeTables, bytes_of_units
 from outsize.planner.memory.sharded import single_units
 from outsize.planner.offload.host_traffic import (
     BLOCKS,
@@ -66,7 +67,7 @@ from outsize.planner.offload.host_traffic import (
 from outsize.planner.partition.stage_prices import ChainCut, Pipeline, PricedModel
 from outsize.planner.simulation.host_copies import CopyCosts
 from outsize.policies.activations import KEEP, RECOMPUTE, WHOLE_STAGE, Recompute, activation_policy
-from outsize.policies.weights import OF_SEVERAL, RESIDENT, Weights
+from outsize.policies.weights import OF_SEVERAL, RESIDENT, Weights, weight_policy
 from outsize.schedules.families import LAYER_BY_LAYER
 
 # These numbers of stages of all devices are tried.
@@ -140,7 +141,7 @@ def _round_robin(
 ) -> Plan | None:
     """Returns the fastest that fits; of those as fast, the one with fewest devices and stages.
 
-    A plan's bound is its compute alone, then its step without copies; only what may win is played with them.
+    A plan's bound is its compute, then its step without copies; only what may win is played with them.
     """
     known = cache(lambda count, bounds: _in_stages(*models[count], bounds, request.optimizer))
     planned = cache(lambda pp, count, bounds: _plan(request, models[count][0], cluster, pp, count, bounds))
@@ -196,17 +197,44 @@ def _layouts_and_cuts(
     units_s = cache(lambda count: UnitSeconds.of(models[count][1]))
     optimizer = optimizer_bytes(request.optimizer)
     moved_bytes = cache(lambda count: float(updated(models[count][0], optimizer).sum()))
+    least_bytes = cache(lambda count: _least_bytes(*models[count], count, request.optimizer))
+    room_bytes = max(device.memory_bytes for device in with_usable_memory(cluster).devices)
     for pp, (count, (graph, _)) in product(sizes, models.items()):
         if graph.form == "tape" and request.total_microbatches in (None, count):
             seconds = units_s(count)
             update_s = moved_bytes(count) / pp / Host.of(cluster, pp).bytes_per_s
             cuts = dict.fromkeys(_cut(ends(count, max(most, pp)), seconds, pp) for most in MOST)
             for cut, weights, recomputed in product(filter(None, cuts), degrees, recomputes):
-                compute = seconds.recomputed() if recomputed else seconds
-                least_s = count * float(compute.total.sum()) / pp + update_s
+                loaded_bytes, kept_bytes = least_bytes(count)
+                held_bytes = loaded_bytes if weight_policy(weights).stays_loaded else 0
+                if held_bytes + (0 if recomputed else kept_bytes) > pp * room_bytes:
+                    continue
+                least_s = _compute_s(seconds, cut, pp, count, recomputed=recomputed) + update_s
                 stages = len(cut) - 1
                 layout = Layout(Axes(pp=pp), stages, LAYER_BY_LAYER.name, count, count, weights)
                 yield least_s, layout, ChainCut(cut, (int(recomputed),) * stages)
+
+
+def _compute_s(seconds: UnitSeconds, cut: Sequence[int], pp: int, count: int, *, recomputed: bool) -> float:
+    """Returns a lower bound of what the devices compute: each waits for the stages before its first one in
+    both directions, and both passes are as long as a microbatch through all stages and the others through the
+    longest stage.
+    """
+    stages = seconds.merged(cut)
+    stages = stages.recomputed() if recomputed else stages
+    waited_s = np.cumsum(stages.total[:pp]) - stages.total[:pp]
+    own_s = stages.total.reshape(-1, pp).sum(axis=0)
+    passes = (stages.forward, stages.backward)
+    through_s = sum(float(times.sum() + (count - 1) * times.max()) for times in passes)
+    return max(through_s, float((count * own_s + waited_s).max()))
+
+
+def _least_bytes(graph: ModelGraph, profile: Profile, count: int, optimizer: str) -> tuple[int, int]:
+    """Returns what all devices hold together, whatever the cut: of weights that stay, and of activations that
+    wait for the end of the forwards, which do all microbatches of a stage before the next one.
+    """
+    sizes = bytes_of_units(graph, profile, optimizer_bytes(optimizer))
+    return int((sizes["weights"] - sizes["buffers"]).sum()), count * int(sizes["saved"].sum())
 
 
 def _cut(ends: Sequence[int], seconds: UnitSeconds, pp: int) -> tuple[int, ...]:
@@ -264,7 +292,7 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
         update={
             "stages": tuple(rows),
             "limited_by": limit,
-            "degrees": tuple(_degrees(plan, stages, cluster)),
+            "degrees": tuple(_degrees(plan, stages, cluster, (candidate, bound))),
         }
     )
     why = (
@@ -295,10 +323,14 @@ def _shortages(candidate: Candidate) -> Iterator[MemoryShortage]:
             yield MemoryShortage(stage=None, device=room.name, needs_bytes=held, room_bytes=room.memory_bytes)
 
 
-def _degrees(plan: Plan, stages: PricedModel, cluster: Cluster) -> Iterator[Degree]:
-    """Yields what each degree would cost if all else were as in this plan."""
+def _degrees(
+    plan: Plan, stages: PricedModel, cluster: Cluster, own: tuple[Candidate, Bound]
+) -> Iterator[Degree]:
+    """Yields what each degree would cost if all else were as in this plan, whose `own` price is known."""
     for weights in (RESIDENT.name, *OF_SEVERAL):
-        candidate, bound = _estimate_and_bound(plan.model_copy(update={"weights": weights}), stages, cluster)
+        other = plan.model_copy(update={"weights": weights})
+        is_own = weights == plan.weights
+        candidate, bound = own if is_own else _estimate_and_bound(other, stages, cluster)
         yield Degree(
             weights=weights,
             microbatches=plan.microbatches,

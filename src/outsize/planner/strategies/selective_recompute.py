@@ -15,7 +15,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, Stage
 from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress_units
-from outsize.ir.units.recompute_segments import Run
+from outsize.ir.units.recompute_segments import Run, blocks
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.pricing import Pricing
@@ -40,6 +40,8 @@ from outsize.policies.activations import SELECTIVE, Recompute
 Units = frozenset[int]
 # Up to this many stages have a finding each; more share one.
 MANY: Final = 3
+# The bytes of this many stages are kept: of all in a long pipeline, which are asked for one after the other.
+MOST_STAGES: Final = 1024
 # A choice of units changes these tables of a stage.
 OWN = (
     "saved",
@@ -86,18 +88,18 @@ class UnitLevelModel:
     def stage(self) -> Callable[[Run], StageBytes]:
         """Returns the function run of pieces -> bytes of the stage with it; it keeps the last results."""
         graph, profile, gradients, ends = self.graph, self.profile, self.gradients, self.ends
-        sharded = self.gathered is not None
+        sharded, block_of = self.gathered is not None, blocks([unit.name for unit in graph.units])
 
         # It does not hold the model that holds it: a cycle would keep all tables until Python looks for one.
         def stage(run: Run) -> StageBytes:
             first, end = ends[run[0]], ends[run[1]]
             own: list[int] = gradients[first:end].tolist()
-            whole = StageBytes.of(graph, profile, own, (first, end))
+            whole = StageBytes.of(graph, profile, own, (first, end), block_of)
             # The first backward is bounded by a later one, as in memory/sharded.py.
             later = {"first_backward": whole.backward, "first_passing": whole.passing}
             return replace(whole, **later) if sharded else whole
 
-        return lru_cache(maxsize=64)(stage)
+        return lru_cache(maxsize=MOST_STAGES)(stage)
 
     @cached_property
     def case(self) -> Callable[[PricedModel, Run, Units], PricedModel]:

@@ -51,9 +51,10 @@ def test_every_run_holds_what_its_segments_do(
     full = RangeTables.of(graph, profile, optimizer)
     whole = RangeTables(*(getattr(full, name)[np.ix_(ends, ends)] for name in RangeTables.__slots__))
     tables = block_ranges(whole, graph, profile, gradients, ends)
+    block_of = blocks([unit.name for unit in graph.units])
     for i, j in combinations(range(len(ends)), 2):
         run = ends[i], ends[j]
-        stage = StageBytes.of(graph, profile, gradients[slice(*run)].tolist(), run)
+        stage = StageBytes.of(graph, profile, gradients[slice(*run)].tolist(), run, block_of)
         held, here = stage.held(set(range(run[1] - run[0]))), tables.of_run(i, j)
         assert here.saved == held.saved_bytes
         assert (here.forward, here.backward, here.first_backward) == (

@@ -12,6 +12,7 @@ from planner_graphs import profile_of
 from test_memory_activations import kept
 
 from outsize.ir.graph import ModelGraph
+from outsize.ir.units.recompute_segments import blocks
 from outsize.planner.memory.activations import ActivationTables, UnitBytes
 from outsize.planner.memory.recomputed_stage import StageBytes, StageStorage
 
@@ -35,8 +36,9 @@ def test_nothing_recomputed_is_the_walk(case: tuple[ModelGraph, UnitBytes]) -> N
         ActivationTables.of(graph, alone),
         profile_of(graph, [1.0] * n, units.workspace.tolist()),
     )
+    block_of = blocks([unit.name for unit in graph.units])
     for first, end in combinations(range(n + 1), 2):
-        stage = StageBytes.of(graph, profile, units.gradients[first:end].tolist(), (first, end))
+        stage = StageBytes.of(graph, profile, units.gradients[first:end].tolist(), (first, end), block_of)
         held, received = stage.held(()), [v for v in graph.values if v.producer < first <= v.saved_by < end]
         assert held.saved_bytes == units.saved[first:end].sum() - tables.saved_boundary[first, end]
         there = tables.forward[first, end], tables.backward[first, end], tables.first_backward[first, end]
@@ -87,7 +89,8 @@ def test_what_is_not_chosen_stays(case: tuple[ModelGraph, UnitBytes], draw: rand
     graph, units = told(*case), case[1]
     n = len(graph.units)
     profile = profile_of(graph, [1.0] * n, units.workspace.tolist())
-    stage = StageBytes.of(graph, profile, units.gradients.tolist(), (0, n))
+    block_of = blocks([unit.name for unit in graph.units])
+    stage = StageBytes.of(graph, profile, units.gradients.tolist(), (0, n), block_of)
     chosen = {u for u in range(n) if draw.random() < 0.5}
     left = sum(size for u, size in enumerate(stage.own) if u not in chosen)
     assert left <= stage.held(chosen).saved_bytes <= left + sum(s.size_bytes for s in stage.stores)

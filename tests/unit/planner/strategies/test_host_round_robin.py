@@ -165,9 +165,10 @@ def test_more_memory_and_more_devices_never_make_it_slower() -> None:
     assert times[2][2] < 0.7 * times[1][2] < float("inf")
 
 
-def test_no_step_is_shorter_than_its_bound() -> None:
+@pytest.mark.parametrize("counts", [(1, 2), (2, 4), (8,)])
+def test_no_step_is_shorter_than_its_bound(counts: tuple[int, ...]) -> None:
     """Which is what all devices compute, and a share of the update for each host."""
-    cluster, found = several(9000, 4), models()
+    cluster, found = several(9000, 4), models(counts=counts)
     request = PlanRequest(batch_size=8, weights="host")
     bounded = list(host_round_robin._layouts_and_cuts(request, found, cluster, [False, True]))
     assert {layout.axes.pp for _, layout, _ in bounded} == {2, 4}
@@ -178,6 +179,25 @@ def test_no_step_is_shorter_than_its_bound() -> None:
         made = price(plan.model_copy(update=changes), *found[count], cluster)
         assert made.expected is not None
         assert 0 < least_s <= made.expected.step_s
+
+
+@pytest.mark.parametrize(("memory_mib", "saved_mib"), [(1250, 200), (900, 2), (1430, 400), (2300, 700)])
+def test_what_is_left_out_for_its_bytes_fits_nowhere(memory_mib: int, saved_mib: int) -> None:
+    found, request = models(saved_mib=saved_mib), PlanRequest(batch_size=8)
+    kept, everything = (
+        {
+            (layout.axes.pp, layout.microbatches, layout.weights, cut.bounds, cut.choices)
+            for _, layout, cut in host_round_robin._layouts_and_cuts(request, found, cluster, [False, True])
+        }
+        for cluster in (several(memory_mib, 4), several(90000, 4))
+    )
+    assert kept < everything
+    for pp, count, weights, bounds, choices in everything - kept:
+        plan = host_round_robin._plan(request, found[count][0], several(memory_mib, 4), pp, count, bounds)
+        changes = {"weights": weights, "recompute": "full" if choices[0] else "none"}
+        assert findings(
+            price(plan.model_copy(update=changes), *found[count], several(memory_mib, 4)), MemoryShortage
+        )
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "ranks"), [(4, 2, 2), (4, 7, 2), (6, 9, 3), (8, 12, 2)])
