@@ -95,11 +95,13 @@ class Incumbents:
 class Limits:
     """Says what a search may leave out.
 
-    Above `loses_s` the caller takes another plan, so pipelines there are not compared with others. Unless it
-    `explains`, what pipelines lack that do not fit is not looked for: neither the plan nor NoFeasiblePlan
-    says it. `incumbents` end it when its time is over.
+    Above `loses_s` the caller takes another plan, so pipelines there are not compared with others; above
+    `unread_s` nobody reads of a pipeline either, so it is not improved, and layouts that no cut brings below
+    it are left out. Unless it `explains`, what pipelines lack that do not fit is not looked for: neither the
+    plan nor NoFeasiblePlan says it. `incumbents` end it when its time is over.
     """
 
     explains: bool = True
     loses_s: float = inf
+    unread_s: float = inf
     incumbents: Incumbents = field(default_factory=Incumbents)

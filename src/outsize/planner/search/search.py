@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from math import inf
 from operator import not_
@@ -120,7 +121,9 @@ def search(
     pipelines = Pricing(candidates, cluster, request.optimizer) if cluster.unequal else pricing
     try:
         given_plan = _with_given_axes(
-            request.without_axis_search, pipelines, replace(limits, loses_s=attempt.most_s)
+            request.without_axis_search,
+            pipelines,
+            replace(limits, loses_s=attempt.most_s, unread_s=limits.loses_s),
         )
     except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
         # Pipelines whose search was ended are not known to fit nowhere.
@@ -207,13 +210,14 @@ def _by_runs(request: PlanRequest, pricing: Pricing, limits: Limits) -> Plan:
     searched, compares = layouts if PIPELINES.helps(request, cluster) else (), most_s == inf
     if searched and not any(map(pricing.has_pieces, searched)):
         raise too_few_pieces(searched, pricing)
-    loses = not compares and _lose(searched, pricing, most_s)
-    options = searched_for(request.recompute)
+    loses = not compares and not _below(searched, pricing, most_s)
+    options, tried = searched_for(request.recompute), _below(searched, pricing, limits.unread_s) or searched
     result = BranchAndBound(pricing, options, compares=compares, any_fits=loses, incumbents=incumbents).run(
-        searched
+        tried
     )
     if result.candidates:
-        best = choose(result.candidates) if loses else improved(request, result, pricing, incumbents)
+        improves = partial(improved, request, result, pricing, incumbents, limits.unread_s)
+        best = choose(result.candidates) if loses else improves()
         # A plan above `most_s` loses to a mesh, and nobody reads what it is compared with. This one may be
         # chosen, so it is searched again with its alternatives; what was priced is still in the cache.
         if not compares and best.step_s <= most_s and not incumbents.end_search():
@@ -235,11 +239,11 @@ def _by_runs(request: PlanRequest, pricing: Pricing, limits: Limits) -> Plan:
     raise _nothing_fits(request, layouts, pricing)
 
 
-def _lose(layouts: Sequence[Layout], pricing: Pricing, most_s: float) -> bool:
-    """Returns whether every step of these layouts takes longer, whatever their stages hold."""
-    if pricing.unequal:
-        return False
-    return all(pricing.bounds.floor_without_memory_s(layout) > most_s for layout in layouts)
+def _below(layouts: Sequence[Layout], pricing: Pricing, most_s: float) -> Sequence[Layout]:
+    """Returns the layouts of which some step may take at most so long, whatever their stages hold."""
+    if pricing.unequal or most_s == inf:
+        return layouts
+    return [layout for layout in layouts if pricing.bounds.floor_without_memory_s(layout) <= most_s]
 
 
 def _asked(request: PlanRequest, models: Models) -> list[int]:
