@@ -98,6 +98,22 @@ def class_weights(labels: Tensor) -> Tensor:
     return WEIGHTS[labels[labels != -100]].sum()
 
 
+def masked_and_all(logits: Tensor, labels: Tensor) -> Tensor:
+    """Means over two counts: the tokens that count, and all."""
+    return masked(logits, labels) + 0.1 * logits.square().mean()
+
+
+def all_summed(logits: Tensor, labels: Tensor) -> Tensor:
+    """The numerator, which the count of the whole batch divides afterwards."""
+    of_all = 0.1 * logits.square().sum() / (IDS.numel() * CLASSES)
+    return summed(logits, labels) + of_all * counted(LABELS)
+
+
+def padded_summed(logits: Tensor, labels: Tensor) -> Tensor:
+    of_all = 0.1 * logits.square().sum() / (IDS.numel() * CLASSES)
+    return summed(logits, labels) + of_all * counted(PADDED)
+
+
 CASES = {
     "function": Case(mean, summed),
     "leaf of the model": Case(None, summed, criterion=nn.CrossEntropyLoss),
@@ -113,11 +129,15 @@ CASES = {
     "label smoothing": Case(smoothed, lambda y, t: summed(y, t, label_smoothing=0.1)),
     "padded microbatch": Case(mean, summed, labels=PADDED),
     "padded microbatch, mask": Case(masked, summed, labels=PADDED),
+    "two counts": Case(masked_and_all, all_summed),
+    "padded microbatch, two counts": Case(masked_and_all, padded_summed, labels=PADDED),
     "padded microbatch, leaf": Case(None, summed, labels=PADDED, criterion=nn.CrossEntropyLoss),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"stages": 2},
     "replicas": {"stages": 1, "axes": {"dp_replicate": 2}},
+    "shards": {"stages": 1, "axes": {"dp_shard": 2}},
+    "tokens over ranks": {"stages": 1, "axes": {"cp": 2}},
 }
 
 

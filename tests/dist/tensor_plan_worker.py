@@ -38,7 +38,8 @@ from outsize.run.stage.rng import borrowed_generators, seeder
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection
-from outsize.train.batch.loss_weights import LossShares, LossTrial
+from outsize.train.batch.loss_trials import LossTrial
+from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.reference import reference_step
 from outsize.train.context.options import EngineOptions
 from outsize.train.engine.engine import Engine

@@ -87,8 +87,15 @@ def over_the_mask(output: Tensor, labels: Tensor) -> Tensor:
     return (output.square().mean(1) * mask).sum() / mask.sum()
 
 
+def over_the_mask_and_all(output: Tensor, labels: Tensor) -> Tensor:
+    return over_the_mask(output, labels) + output.pow(2).mean()
+
+
+MEANS = [tokens, class_weights, over_the_mask, two_counts, over_the_mask_and_all]
+
+
 @pytest.mark.parametrize("make", [Projection, Layers])
-@pytest.mark.parametrize("loss", [tokens, class_weights, over_the_mask], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", MEANS, ids=lambda loss: loss.__name__)
 def test_the_gradients_are_those_of_the_batch_in_one_piece(make: Callable[[], nn.Module], loss: Loss) -> None:
     x, labels = batch()  # The first of four microbatches has no label that counts.
     whole = make()
@@ -112,7 +119,7 @@ def notes_of(loss: Loss, microbatches: int = 4, *, steps: int = 1) -> list[str]:
     return [note for note in verdict.notes if "in one piece" in note]
 
 
-@pytest.mark.parametrize("loss", [contrastive, dice, triplet, two_counts], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [contrastive, dice, triplet], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_loss_over_the_whole_batch_is_noted_with_both_numbers(loss: Loss, steps: int) -> None:
     (note,) = notes_of(loss, steps=steps)
@@ -122,7 +129,7 @@ def test_a_loss_over_the_whole_batch_is_noted_with_both_numbers(loss: Loss, step
     assert "microbatches=1" in note
 
 
-@pytest.mark.parametrize("loss", [tokens, class_weights, over_the_mask], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", MEANS, ids=lambda loss: loss.__name__)
 def test_a_loss_that_weights_make_whole_is_not_noted(loss: Loss) -> None:
     assert notes_of(loss) == []
 
@@ -148,7 +155,8 @@ def without_small_batches(outputs: Tensor, labels: Tensor) -> Tensor:
         (with_a_slip, "raised KeyError: 'two'; its tape decided"),
         (without_small_batches, "dice wants two"),
         (dice, "test_undivided_batch.py"),
-        (two_counts, "means over different counts"),
+        (contrastive, "test_undivided_batch.py.*outsize.split"),
+        (triplet, "cdist"),
     ],
 )
 def test_an_engine_warns_once_where_it_cannot_derive_weights(loss: Loss, says: str) -> None:

@@ -156,7 +156,7 @@ _TORCH_MODULES: Final = f"{pathlib.Path(nn.__file__).parent / 'modules'}{os.sep}
 # The files of outsize that call a model, a loss function or a region of torch.utils.checkpoint.
 _CALLERS: Final = (
     *("fallbacks.py", "recorder.py", "intercept.py"),
-    *("loss_weights.py", "by_modules.py", "reference.py"),
+    *("loss_trials.py", "by_modules.py", "reference.py"),
     *(f"integrations{os.sep}{name}.py" for name in ("transformers", "training_step")),
 )
 # Look-ups in these classes are those of the objects that they wrap: UserDict, os.environ.

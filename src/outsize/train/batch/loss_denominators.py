@@ -11,6 +11,8 @@ The tape is interpreted abstractly, once, in order. Each slot has one of these v
     (Term, ...)    a sum of terms; each is a numerator that adds up over samples, divided by the product of
                    its measures. `reduced` says that the sum over samples has been taken; before, the slot
                    has one entry per sample or token.
+    (OneSample,)   a value of one sample, which a loop over samples has taken; what functions make of it is
+                   another one, and sums of them are sums over samples
     Underivable    in place of a term: a summand that is none, and the instruction that made it so
 
 Symbols -> names: A -> the numerator, which is not represented; B -> `Term.measures`; d -> `Term.limits`.
@@ -18,9 +20,11 @@ Symbols -> names: A -> the numerator, which is not represented; B -> `Term.measu
 Samples lie in the dims that are longer on a tape of more samples (`grown`); without one dim 0 is taken for
 them where a reduction leaves other dims.
 
-Deviation: every function that is not named here keeps entries of samples apart. This is wrong for a function
-that mixes samples (a contrastive loss), which no weighting makes right; `outsize check` compares with the
-undivided batch. Complexity:
+Where the loss is a sum of terms with different counts, a program can weigh each by its own (loss_terms.py).
+
+Deviation: every function that is not named here or in loss_samples.py keeps entries of samples apart. This is
+wrong for one that mixes samples in another way, which no weighting makes right; a loss function is tried for
+that (loss_trials.py), and `outsize check` compares with the undivided batch. Complexity:
 O(instructions + reads). Oracle: tests/unit/train/batch/test_loss_denominators.py computes the loss of the
 undivided batch.
 """
@@ -30,7 +34,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import torch.nn.functional as F
 from torch.nn import _reduction
@@ -38,6 +42,7 @@ from torch.nn import _reduction
 from outsize.program.liveness import replicable
 from outsize.program.tape import Instruction, Ref, Tape, Weight, backward_slice
 from outsize.program.tree import leaves
+from outsize.train.batch.loss_samples import Taken, combined_dims, operator, taken
 
 
 @final
@@ -92,6 +97,15 @@ class Term:
     number: tuple[int, float] | None = None
     constant: bool = False
 
+    @property
+    def adds_up(self) -> bool:
+        """Tells whether the term is a sum over samples, which no count divides."""
+        return not (self.measures or self.constant)
+
+    def weighs_as(self, other: Term) -> bool:
+        """Tells whether microbatches have the same shares in both terms, whatever the batch."""
+        return (self.measures, self.limits) == (other.measures, other.limits)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -102,19 +116,30 @@ class Underivable:
     name: str
 
 
-Value = tuple[Term | Underivable, ...]
+@final
+@dataclass(frozen=True, slots=True)
+class OneSample:
+    """A value that follows from one sample alone, the one with this number."""
+
+    number: int
+
+
+Value = tuple[Term | Underivable | OneSample, ...]
 _PER_SAMPLE: Value = (Term(reduced=False),)
 _CONSTANT = Term(reduced=True, constant=True)
+_SUMMED = Term(reduced=True)
+S = TypeVar("S")
 
 # Functions of one tensor that leave a term a term, up to a constant factor.
 _CASTS = ["to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"]
 _SHAPES = ["view", "reshape", "squeeze", "unsqueeze", "flatten", "ravel", "permute", "transpose", "expand"]
 _LINEAR = frozenset([*_CASTS, *_SHAPES, "neg", "negative", "nan_to_num"])
-_ADDING = frozenset(["add", "radd", "iadd", "sub", "rsub", "isub", "subtract"])
+ADDING = frozenset(["add", "radd", "iadd", "sub", "rsub", "isub", "subtract"])
 _MULTIPLYING = frozenset(["mul", "rmul", "imul", "multiply"])
-_DIVIDING = frozenset(["div", "truediv", "itruediv", "divide", "true_divide"])
+DIVIDING = frozenset(["div", "truediv", "itruediv", "divide", "true_divide"])
 _LOWER_LIMITS = frozenset(["clamp", "clamp_min", "clip", "maximum", "max"])
-_JOINING = frozenset(["stack", "cat", "concat", "hstack"])
+_PRODUCTS = frozenset(["dot", "vdot", "inner", "einsum"])
+JOINING = frozenset(["stack", "cat", "concat", "hstack"])
 _CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
 
 
@@ -126,7 +151,7 @@ class Denominators:
     """
 
     def __init__(self, tape: Tape, grown: Tape | None = None) -> None:
-        self._tape = tape
+        self.tape = tape
         same = grown is not None and len(grown.instructions) == len(tape.instructions)
         self._grown = grown if same else None
         self._free = replicable(tape)
@@ -139,42 +164,113 @@ class Denominators:
         }
         for instruction in tape.instructions:
             value = self._result(instruction)
-            for slot in instruction.defines():
-                self._values[slot] = _PER_SAMPLE if slot in outputs and not _known(value) else value
+            for number, slot in enumerate(instruction.defines()):
+                own = self._single(instruction, number) or value
+                self._values[slot] = _PER_SAMPLE if slot in outputs and not _known(own) else own
 
     @property
-    def loss(self) -> Value:
+    def loss(self) -> tuple[Term | Underivable, ...]:
         """The summands of the loss; without a loss none."""
-        return () if self._tape.loss is None else self._of(self._tape.loss)
+        value = () if self.tape.loss is None else self.value_of(self.tape.loss)
+        return _union([_SUMMED if isinstance(summand, OneSample) else summand] for summand in value)
 
-    def _of(self, operand: Any) -> Value:
+    def value_of(self, operand: Any) -> Value:
         """The value of an argument: of a tensor, of all tensors in a list, `()` of all else."""
         slots = [leaf.slot for leaf in leaves(operand) if isinstance(leaf, Ref)]
         return _union(self._values.get(slot, ()) for slot in slots)
 
     def _result(self, instruction: Instruction) -> Value:
-        operands = self._of((instruction.args, instruction.kwargs))
+        operands = self.value_of((instruction.args, instruction.kwargs))
         if not operands:
             return ()
         if not instruction.is_leaf:
-            for rule in (self._linear, self._loss_function, self._reduction, self._arithmetic):
+            for rule in (
+                self._samples_apart,
+                self._linear,
+                self._loss_function,
+                self._reduction,
+                self._arithmetic,
+            ):
                 value = rule(instruction)
                 if value is not None:
                     return value
         # Entries that stay apart need no denominator; what an unknown function sums up has an unknown one.
-        scalar = all(not self._tape.metas[slot].shape for slot in instruction.defines())
+        scalar = all(not self.tape.metas[slot].shape for slot in instruction.defines())
         return self._underivable(instruction) if scalar or _reduced(operands) else _PER_SAMPLE
+
+    # -- samples --------------------------------------------------------------------------------------
+
+    def _single(self, instruction: Instruction, number: int) -> Value:
+        """The value of the sample that `x[3]` or the given result of `unbind(x)` is; `()` for all else."""
+        operand = _first(instruction)
+        if (
+            instruction.is_leaf
+            or not isinstance(operand, Ref)
+            or set(self.value_of(operand)) != set(_PER_SAMPLE)
+        ):
+            return ()
+        if self._taken(instruction, operand) != "one":
+            return ()
+        index = instruction.args[1] if operator(instruction) != "unbind" and instruction.args[1:] else number
+        place = index[0] if isinstance(index, tuple) else index
+        return (OneSample(place if isinstance(place, int) else number),)
+
+    def _taken(self, instruction: Instruction, operand: Ref) -> Taken | None:
+        return taken(instruction, len(self.tape.metas[operand.slot].shape), self._sample_dims(operand))
+
+    def _samples_apart(self, instruction: Instruction) -> Value | None:
+        """What takes samples out of a batch or brings several together; None for any other function."""
+        operands = self.value_of((instruction.args, instruction.kwargs))
+        singles = {summand for summand in operands if isinstance(summand, OneSample)}
+        if singles:
+            return self._of_singles(instruction, operands)
+        if self._has_pairs(instruction):
+            return self._underivable(instruction)
+        operand = _first(instruction)
+        if not isinstance(operand, Ref) or not _dependent(self.value_of(operand)):
+            return None
+        dims, samples = len(self.tape.metas[operand.slot].shape), self._sample_dims(operand)
+        mixes = samples & combined_dims(instruction, dims) or self._taken(instruction, operand) == "some"
+        return self._underivable(instruction) if mixes else None
+
+    def _of_singles(self, instruction: Instruction, operands: Value) -> Value:
+        """What a function makes of values of single samples."""
+        if len(operands) == 1:
+            return operands
+        name, sums = operator(instruction), {_SUMMED}
+        if name in JOINING and all(isinstance(summand, OneSample) for summand in operands):
+            return _PER_SAMPLE
+        if name in ADDING and all(isinstance(summand, OneSample) or summand in sums for summand in operands):
+            return (_SUMMED,)
+        return self._underivable(instruction)
+
+    def _has_pairs(self, instruction: Instruction) -> bool:
+        """Whether the result has an entry for each pair of samples; where no other tape says so, whether it
+        is a square of two values that have entries of samples.
+        """
+        reads = [slot for slot in instruction.reads() if _dependent(self._values.get(slot, ()))]
+        for slot in instruction.defines():
+            shape = self.tape.metas[slot].shape
+            grown = self._grown.metas[slot].shape if self._grown is not None else ()
+            if len(grown) == len(shape) > 0:
+                if sum(a != b for a, b in zip(shape, grown, strict=True)) > 1:
+                    return True
+            elif len(shape) == len(set(shape)) + 1 == 2 and len(reads) > 1:
+                return True
+        return False
+
+    # -- functions ------------------------------------------------------------------------------------
 
     def _linear(self, instruction: Instruction) -> Value | None:
         """Functions of one tensor that keep its terms, and lists; None for any other function."""
-        name = _operator(instruction)
+        name = operator(instruction)
         if name in _LINEAR:
-            return self._of(_first(instruction))
-        return self._of((instruction.args, instruction.kwargs)) if name in _JOINING else None
+            return self.value_of(_first(instruction))
+        return self.value_of((instruction.args, instruction.kwargs)) if name in JOINING else None
 
     def _underivable(self, instruction: Instruction) -> Value:
         """The first operand that is no term already, or else this instruction."""
-        operands = self._of((instruction.args, instruction.kwargs))
+        operands = self.value_of((instruction.args, instruction.kwargs))
         known = next((x for x in operands if isinstance(x, Underivable)), None)
         return (known or Underivable(instruction.where, instruction.name),)
 
@@ -186,6 +282,8 @@ class Denominators:
         reduction = _reduction_of(arguments)
         if reduction is None:
             return None
+        if _reduced(self.value_of((instruction.args, instruction.kwargs))):
+            return self._underivable(instruction)  # a weight that follows from the batch
         if reduction == "none":
             return _PER_SAMPLE
         if reduction == "sum":
@@ -199,7 +297,7 @@ class Denominators:
         # Targets that are no value of the tape were frozen with it, and cannot be counted anew.
         if not isinstance(target, Ref):
             return self._underivable(instruction)
-        if self._tape.metas[target.slot].dtype.is_floating_point:  # class probabilities: a mean over samples
+        if self.tape.metas[target.slot].dtype.is_floating_point:  # class probabilities: a mean over samples
             return (Term(reduced=True, measures=(Samples(),)),)
         readable = weights is None or self._is_readable(weights)
         if not self._is_readable(target) or not readable:
@@ -210,21 +308,23 @@ class Denominators:
         """Whether the operand follows from inputs, constants and buffers, before the step."""
         if isinstance(operand, Weight):
             return operand.kind == "buffer"
-        needs = backward_slice(self._tape.instructions, self._tape.metas, [operand.slot])
+        needs = backward_slice(self.tape.instructions, self.tape.metas, [operand.slot])
         return all(self._free[i] for i in needs)
 
     # -- reductions -----------------------------------------------------------------------------------
 
     def _reduction(self, instruction: Instruction) -> Value | None:
         """`sum` and `mean`; None for any other function."""
-        name, operand = _operator(instruction), _first(instruction)
-        if name not in ("sum", "nansum", "mean", "nanmean") or not isinstance(operand, Ref):
+        name, operand = operator(instruction), _first(instruction)
+        if name in _PRODUCTS and self._sums_products(instruction):
+            return (_SUMMED,)
+        if name not in ("sum", "nansum", "mean", "count_nonzero") or not isinstance(operand, Ref):
             return None
-        value = self._of(operand)
-        if all(isinstance(term, Underivable) or term.reduced for term in value):
+        value = self.value_of(operand)
+        if all(not isinstance(term, Term) or term.reduced for term in value):
             return value  # a sum or mean over a list of losses
         # A reduction over other dims than those of samples leaves one entry for each sample.
-        dims = _dims(instruction, len(self._tape.metas[operand.slot].shape))
+        dims = _dims(instruction, len(self.tape.metas[operand.slot].shape))
         if dims is not None:
             over_samples = bool(dims & self._sample_dims(operand))
             return self._underivable(instruction) if over_samples or _reduced(value) else _PER_SAMPLE
@@ -235,9 +335,19 @@ class Denominators:
             return self._underivable(instruction)
         return tuple(replace(term, reduced=True, measures=(*term.measures, *measures)) for term in terms)
 
+    def _sums_products(self, instruction: Instruction) -> bool:
+        """Whether a product of tensors is summed over all entries, those of a sample with its own alone."""
+        equation = next(iter(instruction.args), None)
+        if set(self.value_of((instruction.args, instruction.kwargs))) != set(_PER_SAMPLE):
+            return False
+        if not isinstance(equation, str):
+            return all(not self.tape.metas[slot].shape for slot in instruction.defines())
+        operands, _, result = equation.replace(" ", "").partition("->")
+        return not result and "->" in equation and len({operand[:1] for operand in operands.split(",")}) == 1
+
     def _sample_dims(self, operand: Ref) -> set[int]:
         """Returns the dims along which samples lie."""
-        shape = self._tape.metas[operand.slot].shape
+        shape = self.tape.metas[operand.slot].shape
         grown = self._grown.metas[operand.slot].shape if self._grown is not None else ()
         if len(grown) != len(shape):
             return {0}
@@ -247,11 +357,11 @@ class Denominators:
         """Returns what a mean over all entries divides by: their number where a mask has selected them,
         else the samples.
         """
-        if isinstance(operand, Ref) and self._tape.guards:
-            meta = self._tape.metas[operand.slot]
-            needs = backward_slice(self._tape.instructions, self._tape.metas, [operand.slot])
-            called = {self._tape.instructions[i].target for i in needs}
-            shapes = {g.value for g in self._tape.guards if g.target in called and isinstance(g.value, tuple)}
+        if isinstance(operand, Ref) and self.tape.guards:
+            meta = self.tape.metas[operand.slot]
+            needs = backward_slice(self.tape.instructions, self.tape.metas, [operand.slot])
+            called = {self.tape.instructions[i].target for i in needs}
+            shapes = {g.value for g in self.tape.guards if g.target in called and isinstance(g.value, tuple)}
             if any(shape and shape[0] == meta.shape[0] for shape in shapes if meta.shape):
                 # As many as samples where these coincide, so that it agrees with the other microbatches.
                 return Number(float(meta.shape[0]))
@@ -261,38 +371,38 @@ class Denominators:
 
     def _arithmetic(self, instruction: Instruction) -> Value | None:
         """Sums, products and quotients; None for any other function."""
-        name, operands = _operator(instruction), [*instruction.args, *instruction.kwargs.values()][:2]
+        name, operands = operator(instruction), [*instruction.args, *instruction.kwargs.values()][:2]
         if len(operands) < 2:
             return None
-        if name in _ADDING:
+        if name in ADDING:
             return self._sum(operands)
         if name in _MULTIPLYING:
             return self._product(instruction, operands)
-        return self._quotient(instruction, *operands) if name in _DIVIDING else None
+        return self._quotient(instruction, *operands) if name in DIVIDING else None
 
     def _sum(self, operands: Sequence[Any]) -> Value:
-        values = [self._of(operand) for operand in operands]
+        values = [self.value_of(operand) for operand in operands]
         # A constant (a regularizer) counts once in the batch, and not once for each microbatch.
         constant = any(not v and operand != 0 for v, operand in zip(values, operands, strict=True))
         union = _union(values)
         return _union([union, (_CONSTANT,)]) if constant and _reduced(union) else union
 
     def _product(self, instruction: Instruction, operands: Sequence[Any]) -> Value:
-        values = [value for operand in operands if (value := self._of(operand))]
+        values = [value for operand in operands if (value := self.value_of(operand))]
         # A factor that does not depend on samples is in A, and cancels in L_m / L.
         if len(values) == 1:
             return values[0]
         return _PER_SAMPLE if set(_union(values)) == set(_PER_SAMPLE) else self._underivable(instruction)
 
     def _quotient(self, instruction: Instruction, dividend: Any, divisor: Any) -> Value:
-        value, below = self._of(dividend), self._of(divisor)
+        value, below = self.value_of(dividend), self.value_of(divisor)
         if not below:
             return self._by_constant(instruction, value, divisor)
         if set(value) | set(below) == set(_PER_SAMPLE):
             return _PER_SAMPLE
         if not isinstance(divisor, Ref) or not self._is_readable(divisor) or len(value) != 1:
             return self._underivable(instruction)
-        slot, limits = self._without_limits(divisor.slot)
+        slot, limits = self.without_limits(divisor.slot)
         inner, term = self._values[slot], value[0]
         if len(inner) != 1 or not isinstance(inner[0], Term) or not isinstance(term, Term):
             return self._underivable(instruction)
@@ -310,21 +420,21 @@ class Denominators:
         """A term divided by a Python number, which may be a value that Python read from a tensor."""
         if term.measures or term.constant:
             return term
-        for guard in self._tape.guards:
+        for guard in self.tape.guards:
             # `loss.sum() / n` with `n = int(mask.sum())`: the number was read off a tensor, under this guard.
             if guard.value == number and not isinstance(guard.value, bool | tuple):
-                read = self._of(guard.args)
+                read = self.value_of(guard.args)
                 if set(read) == {Term(reduced=True)}:
                     return replace(term, measures=(Number(float(number)),))
         return term if number == 1 else replace(term, number=(instruction.index, float(number)))
 
-    def _without_limits(self, slot: int) -> tuple[int, tuple[Limit, ...]]:
+    def without_limits(self, slot: int) -> tuple[int, tuple[Limit, ...]]:
         """The slot behind lower limits and added constants, and these in the order in which they apply."""
         limits: list[Limit] = []
-        while (producer := self._tape.producer.get(slot)) is not None:
-            instruction = self._tape.instructions[producer]
-            name, operand = _operator(instruction), _first(instruction)
-            if not isinstance(operand, Ref) or name not in _LOWER_LIMITS | _ADDING | _LINEAR:
+        while (producer := self.tape.producer.get(slot)) is not None:
+            instruction = self.tape.instructions[producer]
+            name, operand = operator(instruction), _first(instruction)
+            if not isinstance(operand, Ref) or name not in _LOWER_LIMITS | ADDING | _LINEAR:
                 break
             if name not in _LINEAR:
                 limit = _limit(instruction, name)
@@ -335,7 +445,7 @@ class Denominators:
         return slot, tuple(reversed(limits))
 
 
-def _union(values: Iterable[Value]) -> Value:
+def _union(values: Iterable[Iterable[S]]) -> tuple[S, ...]:
     return tuple(dict.fromkeys(summand for value in values for summand in value))
 
 
@@ -346,12 +456,12 @@ def _known(value: Value) -> bool:
 
 def _reduced(value: Value) -> bool:
     """Whether any summand has no entries of samples left."""
-    return any(isinstance(summand, Underivable) or summand.reduced for summand in value)
+    return any(not isinstance(summand, Term) or summand.reduced for summand in value)
 
 
-def _operator(instruction: Instruction) -> str:
-    """The name of the function, without underscores."""
-    return instruction.name.rpartition(":")[2]
+def _dependent(value: Value) -> bool:
+    """Whether the value has entries of samples, or is of one."""
+    return any(isinstance(s, OneSample) or (isinstance(s, Term) and not s.reduced) for s in value)
 
 
 def _first(instruction: Instruction) -> Any:

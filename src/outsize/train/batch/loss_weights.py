@@ -2,32 +2,28 @@
 
 A mean over the batch is the mean over microbatches weighted by what each mean was taken over: samples, the
 targets that count, or a denominator of the loss's own. loss_denominators.py reads these off the tape; they
-are evaluated on each microbatch before the step. A loss that adds up over samples weighs each by 1.
-Where no weights follow from the tape, or the terms of the loss ask for different ones, samples are counted,
-and `LossShares.doubt` or `terms_disagree` says so.
+are evaluated on each microbatch before the step. A loss that adds up over samples weighs each by 1. Where the
+terms of the loss ask for different weights, a microbatch weighs by its samples, and the program weighs each
+term relative to that (loss_terms.py). Where it cannot, or no weights follow from the tape, samples alone are
+counted, and `doubt_of` says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.guards.trace import without_writes
-from outsize.capture.recording.fallbacks import LossFn
 from outsize.device.accelerators import is_accelerator, widest_float
 from outsize.device.readback import host_numbers
 from outsize.errors import OutsizeError
-from outsize.errors.interruptions import raise_interruption
-from outsize.program.python_reads import LOSS
 from outsize.program.reader import SlotReader, SlotValues, buffers_behind
 from outsize.program.tape import Ref, Tape, Weight
-from outsize.program.tree import map_leaves, map_tensors
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_denominators import (
     Denominators,
@@ -40,6 +36,8 @@ from outsize.train.batch.loss_denominators import (
     Term,
     Underivable,
 )
+from outsize.train.batch.loss_terms import NONE, can_weigh, terms_apart
+from outsize.train.batch.loss_trials import REJECTIONS, LossTrial, trial_of
 
 
 @final
@@ -47,13 +45,8 @@ class UnknownShares(UserWarning):
     """Says that no weights of the microbatches were found that give the loss of the undivided batch."""
 
 
-REJECTIONS: Final = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-"""A loss function raises one of these for shapes and values that it does not take."""
-DEVICE_ERRORS: Final = (torch.OutOfMemoryError, torch.AcceleratorError)
-_TRIED_SAMPLES: Final = 4
 Counting = Literal["auto", "samples", "sum"]
 FROM_LOSS: Final[Counting] = "auto"
-Tapes = Callable[[Batch], Tape]
 
 
 @final
@@ -62,29 +55,25 @@ class Counted(NamedTuple):
 
     `samples` are those of the microbatch, `denominators` what each term of its loss was divided by (empty
     where no weights follow from the tape), `limits` the lower limits and constants that were applied to each
-    of them. `summed` says that the loss adds up over samples.
+    of them. `summed` says that the loss adds up over samples. A denominator is None for a term that does,
+    beside others that do not. `weighs` says that the program can weigh its terms one by one.
     """
 
     samples: int
-    denominators: tuple[float, ...] = ()
+    denominators: tuple[float | None, ...] = ()
     limits: tuple[tuple[Limit, ...], ...] = ()
     summed: bool = False
+    weighs: bool = False
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class LossTrial:
-    """How to find out what a tape does not say: whether the loss adds up over samples.
-
-    `example` is a microbatch of the tape; `record_again` records the tape of another number of samples. The
-    loss function is tried on the devices that it computes on, where its own tensors are: those of the tape,
-    with the target at `home` where there is one.
+class PartWeights(NamedTuple):
+    """The share of a microbatch in the loss, and the ratios to it of the shares of single terms; none where
+    its program weighs no terms.
     """
 
-    loss_fn: LossFn | None
-    example: Batch
-    record_again: Tapes
-    home: torch.device | None = None
+    share: float
+    ratios: tuple[float, ...] = ()
 
 
 @final
@@ -102,17 +91,31 @@ class LossShares:
         counting: Counting = FROM_LOSS,
         trial: LossTrial | None = None,
         home: torch.device | None = None,
+        runs: Tape | None = None,
     ) -> None:
-        """`home` is where the tape is; without a `trial` no loss is taken for a sum."""
-        tape = _detailed(tape)
-        summands = _summands(tape, trial) if counting == FROM_LOSS else ()
+        """`home` is where the tape is; without a `trial` no loss is taken for a sum. `runs` is the form of
+        the tape that is run.
+        """
+        whole, tape = tape, _detailed(tape)
+        found = _interpreted(tape, trial) if counting == FROM_LOSS else None
+        summands = () if found is None else found.loss
         terms = [term for term in summands if isinstance(term, Term)]
         self.doubt = next((x for x in summands if isinstance(x, Underivable)), None)
         self.summed, self.trial_error = counting == "sum", None
         if counting == FROM_LOSS and trial is not None:
-            tried, self.trial_error = _adds_up(trial.loss_fn, tape, trial)
-            self.summed = _is_sum(tape, terms, self.doubt, trial, tried)
+            tried = trial_of(trial, tape, model)
+            self.trial_error = tried.error
+            self.summed = _is_sum(tape, terms, self.doubt, trial, tried.adds_up)
+            is_one_mean = all(term.weighs_as(terms[0]) for term in terms if not term.constant)
+            if tried.mixed is not None and self.doubt is None and is_one_mean:
+                self.doubt = Underivable(tried.mixed.where, tried.mixed.name)
+        apart = None if self.summed or found is None or tape is not whole else terms_apart(found)
+        if apart is not None and not can_weigh(tape, apart[1], runs):
+            apart = None
+        self.sums = NONE if apart is None else apart[1]
         self._terms = [] if self.summed else [term for term in terms if term.measures]
+        if apart is not None:
+            self._terms = [_scaled(term, tape, trial) for term in apart[0]]
         measures = [measure for term in self._terms for measure in term.measures]
         class_weights = [m.class_weights for m in measures if isinstance(m, Targets)]
         buffers = {weight.name for weight in class_weights if isinstance(weight, Weight)}
@@ -125,6 +128,16 @@ class LossShares:
         `each` holds the LossShares of the microbatches, where they have tapes of their own.
         """
         return shares_of(counted_each(each or [self] * len(parts), parts))
+
+    @property
+    def ratios(self) -> int:
+        """Returns how many terms the program can weigh one by one; 0 where it weighs none."""
+        return len(self._terms) if self.sums else 0
+
+    @property
+    def divides(self) -> tuple[bool, ...]:
+        """Returns which terms are divided by something."""
+        return tuple(bool(term.measures) for term in self._terms)
 
     def measured(self, part: Batch) -> list[list[float | Tensor]]:
         """Returns the measures of each term in one microbatch, without limits; tensors are 0-dim."""
@@ -148,9 +161,13 @@ def counted_each(each: Sequence[LossShares], parts: Sequence[Batch]) -> list[Cou
     numbers = iter(host_numbers([m for terms in measured for m in chain.from_iterable(terms)]))
     # Each divisor was divided by the measures before it, so the numerator of the last is the product.
     counts = [tuple(math.prod(next(numbers) for _ in term) for term in terms) for terms in measured]
+    known = [
+        tuple(n if divides else None for n, divides in zip(count, shares.divides, strict=True))
+        for shares, count in zip(each, counts, strict=True)
+    ]
     return [
-        Counted(part.size, count, shares.limits, shares.summed)
-        for shares, part, count in zip(each, parts, counts, strict=True)
+        Counted(part.size, count, shares.limits, shares.summed, bool(shares.sums))
+        for shares, part, count in zip(each, parts, known, strict=True)
     ]
 
 
@@ -185,28 +202,55 @@ def _slots(measures: Sequence[Measure]) -> list[int]:
 
 def shares_of(counted: Sequence[Counted]) -> list[float]:
     """Weights of all microbatches of a batch, as `LossShares.of` gives them."""
+    return [weights.share for weights in weights_of(counted)]
+
+
+def weights_of(counted: Sequence[Counted]) -> list[PartWeights]:
+    """Shares of all microbatches of a batch, with the ratios of terms where their programs weigh these."""
     if counted[0].summed:
-        return [1.0] * len(counted)
-    columns = _columns(counted)
-    if not columns or terms_disagree(counted):
-        return _shares([part.samples for part in counted], ())
-    return columns[0]
+        return [PartWeights(1.0)] * len(counted)
+    all_columns = _columns(counted)
+    columns = [column for column in all_columns if column is not None]
+    # A mean over nothing in all of the batch is NaN, as it is of the undivided one.
+    ones = tuple(math.nan if column is None else 1.0 for column in all_columns)
+    equal = [(ones or (1.0,) * len(part.denominators)) if part.weighs else () for part in counted]
+    if columns and not terms_disagree(counted):
+        return list(map(PartWeights, columns[0], equal))
+    by_samples = _shares([part.samples for part in counted], ())
+    if not columns or not _weigh_terms(counted):
+        return list(map(PartWeights, by_samples, equal))
+    nothing = [math.nan] * len(counted)
+    ratios = ([a / b for a, b in zip(each or nothing, by_samples, strict=True)] for each in all_columns)
+    return list(map(PartWeights, by_samples, zip(*ratios, strict=True)))
 
 
 def terms_disagree(counted: Sequence[Counted]) -> bool:
     """Whether the terms of the loss ask for different weights: means over samples and over tokens, say."""
-    first, *others = _columns(counted) or [[]]
+    first, *others = [column for column in _columns(counted) if column is not None] or [[]]
     return any(not math.isclose(a, b, rel_tol=1e-9) for o in others for a, b in zip(first, o, strict=True))
 
 
-def _columns(counted: Sequence[Counted]) -> list[list[float]]:
-    """The weights that each term asks for; none where microbatches have different terms."""
-    if len({(len(part.denominators), part.limits) for part in counted}) > 1:
+def _weigh_terms(counted: Sequence[Counted]) -> bool:
+    """Whether all microbatches have programs that weigh their terms."""
+    return all(part.weighs for part in counted)
+
+
+def _columns(counted: Sequence[Counted]) -> list[list[float] | None]:
+    """The weights that each term asks for, None where nothing counts for it; no terms where microbatches have
+    different ones.
+    """
+    kinds = {(tuple(n is None for n in part.denominators), part.limits) for part in counted}
+    if len(kinds) > 1:
         return []
     columns = zip(*(part.denominators for part in counted), strict=True)
-    return [
-        _shares(c, limits) for c, limits in zip(columns, counted[0].limits, strict=True) if sum(c) or limits
-    ]
+    return [_column(c, limits) for c, limits in zip(columns, counted[0].limits, strict=True)]
+
+
+def _column(counts: Sequence[float | None], limits: Sequence[Limit]) -> list[float] | None:
+    known = [count for count in counts if count is not None]
+    if not known:
+        return [1.0] * len(counts)
+    return _shares(known, limits) if sum(known) or limits else None
 
 
 def _shares(counts: Sequence[float], limits: Sequence[Limit]) -> list[float]:
@@ -231,7 +275,7 @@ def doubt_of(each: Sequence[LossShares], counted: Sequence[Counted]) -> str | No
     if unsure is not None and unsure.doubt is not None:
         tried = "" if unsure.trial_error is None else f", and {trial_text(unsure.trial_error)}"
         return f"{unsure.doubt.name} ({unsure.doubt.where}) does not add up over samples{tried}"
-    if not counted[0].summed and terms_disagree(counted):
+    if not counted[0].summed and terms_disagree(counted) and not _weigh_terms(counted):
         return "its terms are means over different counts, such as samples and tokens"
     return None
 
@@ -255,16 +299,25 @@ def _detailed(tape: Tape) -> Tape:
     return tape.loss_detail or tape
 
 
-def _summands(tape: Tape, trial: LossTrial | None) -> tuple[Term | Underivable, ...]:
-    """The summands of the loss; where one is no term, a tape of more samples shows where samples lie."""
-    summands = Denominators(tape).loss
-    if trial is None or all(isinstance(summand, Term) for summand in summands):
-        return summands
+def _interpreted(tape: Tape, trial: LossTrial | None) -> Denominators:
+    """The interpretation of the tape; where a summand of the loss is no term, a tape of more samples shows
+    where samples lie.
+    """
+    found = Denominators(tape)
+    if trial is None or all(isinstance(summand, Term) for summand in found.loss):
+        return found
     try:
         grown = _doubled_tape(trial)
     except OutsizeError:  # the user's forward takes no other number of samples
-        return summands
-    return Denominators(tape, grown).loss
+        return found
+    return Denominators(tape, grown)
+
+
+def _scaled(term: Term, tape: Tape, trial: LossTrial | None) -> Term:
+    """A sum over samples by a number that grows with them is a mean."""
+    if not term.adds_up or term.number is None or trial is None:
+        return term
+    return replace(term, measures=(Samples(),)) if _scale([term.number], tape, trial) else term
 
 
 def _doubled_tape(trial: LossTrial) -> Tape:
@@ -293,56 +346,3 @@ def _scale(numbers: Sequence[tuple[int, float]], tape: Tape, trial: LossTrial) -
     if len(other.instructions) != len(tape.instructions):
         return True
     return any(number not in other.instructions[index].args for index, number in numbers)
-
-
-def _adds_up(loss_fn: LossFn | None, tape: Tape, trial: LossTrial) -> tuple[bool | None, Exception | None]:
-    """Whether the loss of two samples is twice that of one. Tried on random outputs of the model's shapes.
-
-    Every one of the first samples has to say so: a divisor with a lower limit does not move where a sample
-    has nothing that counts. None, and what it raised, for a loss function that takes no such outputs, and
-    where no sample says anything. Raises what says that the device is in no state to compute.
-    """
-    if loss_fn is None or LOSS in tape.live:
-        return None, None  # A live one draws from a generator of its own, which a trial would move.
-    draw, part = torch.Generator().manual_seed(0), trial.example
-    output = map_leaves(lambda leaf: _drawn(leaf, tape, part.size, draw), tape.output)
-    answers = list[bool]()
-    for sample in range(min(part.size, _TRIED_SAMPLES)):
-        try:
-            once = _tried(loss_fn, output, _samples(part, [sample], trial.home))
-            twice = _tried(loss_fn, map_leaves(_doubled, output), _samples(part, [sample] * 2, trial.home))
-        except DEVICE_ERRORS:
-            raise
-        except Exception as error:  # any code of the user's may run in a loss function; the engine says what
-            raise_interruption(error)
-            return None, error
-        if once != 0 and math.isfinite(once) and math.isfinite(twice):
-            answers.append(math.isclose(twice, 2 * once, rel_tol=1e-3))
-    return (all(answers) if answers else None), None
-
-
-def _tried(loss_fn: LossFn, output: Any, target: tuple[Any, ...]) -> float:
-    """The loss of made-up values; what the loss function writes is taken back."""
-    with torch.no_grad(), without_writes(loss_fn):
-        return float(loss_fn(output, *target))
-
-
-def _drawn(leaf: Any, tape: Tape, samples: int, draw: torch.Generator) -> Any:
-    """One sample of an output: between 0 and 1, which is a logit, a probability and a pixel."""
-    if not isinstance(leaf, Ref):
-        return leaf
-    meta, shape = tape.metas[leaf.slot], list(tape.metas[leaf.slot].shape)
-    if samples in shape:
-        shape[shape.index(samples)] = 1
-    return torch.rand(shape, generator=draw).to(meta.device, meta.dtype)
-
-
-def _doubled(leaf: Any) -> Any:
-    alone = isinstance(leaf, Tensor) and 1 in leaf.shape
-    return torch.cat([leaf, leaf], list(leaf.shape).index(1)) if alone else leaf
-
-
-def _samples(part: Batch, numbers: list[int], device: torch.device | None) -> tuple[Any, ...]:
-    """The target of these samples, on a device."""
-    target = part.take(torch.tensor(numbers)).target
-    return target if device is None else map_tensors(lambda tensor: tensor.to(device), target)

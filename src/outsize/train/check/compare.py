@@ -25,7 +25,9 @@ from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
-from outsize.train.batch.loss_weights import LossShares, LossTrial
+from outsize.train.batch.loss_terms import with_fixed_ratios
+from outsize.train.batch.loss_trials import LossTrial
+from outsize.train.batch.loss_weights import LossShares, counted_each, weights_of
 from outsize.train.check.reference import TapeOf, reference_step, tape_for
 from outsize.train.engine.engine import Engine
 
@@ -86,10 +88,12 @@ def reference_snapshots(
     for of_update in _by_updates(counted, loop.steps):
         snapshots.clear()
         for (parts, counters), number in zip(of_update, numbers, strict=False):
-            shares = counters[0].of(parts, counters)
+            weights = weights_of(counted_each(counters, parts))
+            shares = [each.share for each in weights]
+            weighed = _weighed_tapes(tape, parts, counters, [each.ratios for each in weights])
             seeds = [seeder(loop.seed, number, mb) for mb in range(len(parts))]
             with DeferredStatistics(model).collecting() if loop.bn == "deferred" else nullcontext():
-                loss = reference_step(model, tape, parts, shares, seeds, loop.loss_fn).loss
+                loss = reference_step(model, weighed, parts, shares, seeds, loop.loss_fn).loss
             snapshots.append(_snapshot(loss, _grads(whole.named_parameters()), whole))
         _make_dense(model.parameters())
         optimizer.step()
@@ -104,6 +108,20 @@ def _by_updates(batches: Sequence[Any], steps: int) -> Iterator[Sequence[Any]]:
     """
     yield from repeat(batches[:1], steps - 1)
     yield batches
+
+
+def _weighed_tapes(
+    tape: Tape | TapeOf,
+    parts: Sequence[Batch],
+    counters: Sequence[LossShares],
+    ratios: Sequence[Sequence[float]],
+) -> TapeOf:
+    """Returns a function that finds a microbatch's tape, whose terms of the loss weigh by its ratios."""
+    tapes = {id(part): tape_for(tape, part) for part in parts}
+    for part, counter, of_part in zip(parts, counters, ratios, strict=True):
+        if of_part:
+            tapes[id(part)] = with_fixed_ratios(tapes[id(part)], counter.sums, of_part)
+    return lambda part: tapes[id(part)]
 
 
 def _counters(

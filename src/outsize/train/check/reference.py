@@ -5,8 +5,9 @@
 
 It uses nothing of the tape's replay. Where a model draws random numbers, the generators are seeded before
 each random instruction as in every engine (law 6): `_Follower` walks along the eager calls and knows from the
-tape which of them draw. It also proves that the eager calls are the tape's, one by one. A microbatch whose
-inputs make the model take other decisions (padding) has a tape of its own, here as in an engine.
+tape which of them draw, and which of them add up terms of the loss that weigh differently (loss_terms.py).
+It also proves that the eager calls are the tape's, one by one. A microbatch whose inputs make the model take
+other decisions (padding) has a tape of its own, here as in an engine.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.rng import Seed, borrowed_generators
 from outsize.run.stage.stage import zero_gradients
 from outsize.train.batch.batch import Batch
+from outsize.train.batch.loss_terms import CountDivision, WeighedSum
 
 Visit = Callable[[Instruction, Any], None]
 TapeOf = Callable[[Batch], Tape]
@@ -92,7 +94,7 @@ def eager(
     """Runs one forward of the user's model; `visit(instruction, result)` sees every call."""
     with ExitStack() as stack:
         follower = None
-        if visit is not None or any(i.random for i in tape.instructions):
+        if visit is not None or any(i.random or _weighs(i) for i in tape.instructions):
             follower = _Follower(tape, with_loss(model, loss_fn), seed, visit)
             stack.enter_context(watching(follower, dispatch=False))
         if not tape.instructions:
@@ -124,14 +126,14 @@ class _Follower(Watcher):
         self._muted = False
 
     def on_module(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._step(self._fqn.get(id(module)), lambda: fn(module, *args, **kwargs))
+        return self._step(self._fqn.get(id(module)), lambda _: fn(module, *args, **kwargs))
 
     def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._step(fn, lambda: fn(*args, **kwargs))
+        return self._step(fn, lambda weighed: (weighed or fn)(*args, **kwargs))
 
     def on_loss(self, loss_fn: LossFn, arguments: tuple[Any, ...]) -> Any:
         """Calls the loss function, which is one instruction where it runs live."""
-        return self._step(loss_fn, lambda: loss_fn(*arguments))
+        return self._step(loss_fn, lambda _: loss_fn(*arguments))
 
     def on_aten(self, op: Any, args: Any, kwargs: Any) -> Any:
         return op(*args, **kwargs)
@@ -149,18 +151,19 @@ class _Follower(Watcher):
                 next_step="look for Python state that changes from call to call",
             )
 
-    def _step(self, target: Any, run: Callable[[], Any]) -> Any:
+    def _step(self, target: Any, run: Callable[[Any], Any]) -> Any:
         instruction = None if self._muted else self._matching(target)
         if instruction is None:
-            return run()
+            return run(None)
+        weighed = instruction.target if _weighs(instruction) else None
         if instruction.random:
             self._seed(instruction.index)
         self._muted = True
         try:
-            out = run()
+            out = run(weighed)
             if instruction.writes_twice:  # This run is flat, so that the backward does not run it again.
                 with torch.no_grad():
-                    run()
+                    run(weighed)
         finally:
             self._muted = False
         if self._visit is not None:
@@ -189,5 +192,10 @@ def _is_watched(instruction: Instruction) -> bool:
     return not hasattr(instruction.target, "_overloadpacket") and instruction.target is not insist
 
 
+def _weighs(instruction: Instruction) -> bool:
+    return isinstance(instruction.target, WeighedSum | CountDivision)
+
+
 def _same(recorded: Any, called: Any) -> bool:
-    return recorded == called and called is not None
+    function = recorded.function if isinstance(recorded, WeighedSum | CountDivision) else recorded
+    return function == called and called is not None

@@ -142,7 +142,8 @@ class _ShareWarnings:
         if doubt is not None and not self._of_doubt and self._speaks:
             warn_user(
                 f"the share of each microbatch in the loss cannot be derived: {doubt}; they count by their "
-                "samples, which may not give the loss of the whole batch. outsize check shows by how much",
+                "samples, which may not give the loss of the whole batch. outsize check shows by how much; "
+                "model = outsize.split(model, (x,)) and a loss of model(x) in your loop is that of the batch",
                 UnknownShares,
             )
         self._of_doubt |= doubt is not None
@@ -375,7 +376,7 @@ class Pipelined(Executor):
     def _load(self, step: _Step, pieces: Sequence[Piece], replica: int) -> PipelineInputs:
         return PipelineInputs(
             [step.variants[piece.part] for piece in pieces],
-            [list(step.parts[piece.part].tensors()) for piece in pieces],
+            [step.variants[piece.part].inputs(step.parts[piece.part], piece.ratios) for piece in pieces],
             [piece.share * step.scale for piece in pieces],
             [seeder(self._seed, step.number, piece.number) for piece in pieces],
             self._programs.channels(step.variants[piece.part] for piece in pieces),

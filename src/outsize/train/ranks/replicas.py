@@ -21,7 +21,7 @@ from outsize.device.accelerators import widest_float
 from outsize.run.transport.control_messages import all_gather_values, gather_values
 from outsize.run.transport.groups import RankGroup
 from outsize.schedules.sharded import BUCKET_BYTES
-from outsize.train.batch.loss_weights import Counted, shares_of
+from outsize.train.batch.loss_weights import Counted, PartWeights, weights_of
 from outsize.train.ranks.gradient_allreduce import ByStage, GradientSum
 
 
@@ -30,13 +30,15 @@ class Piece(NamedTuple):
     """A microbatch to run: its place among the rank's parts, its number in the whole batch, its share of the
     loss.
 
-    `counts` is False for a repeated one.
+    `counts` is False for a repeated one. `ratios` are those of the loss's terms, where its program weighs
+    them.
     """
 
     part: int
     number: int
     share: float
     counts: bool = True
+    ratios: tuple[float, ...] = ()
 
 
 class Replicas(ABC):
@@ -193,18 +195,26 @@ def _is_written_to(tensor: Tensor) -> bool:
 
 def pieces_of(index: int, count: int, counted: Sequence[Counted]) -> list[Piece]:
     """Returns the pieces of replica `index` of `count`, which all know the whole batch."""
-    shares, each = shares_of(counted), -(-len(counted) // count)
-    last = len(shares) - 1
+    weights, each = weights_of(counted), -(-len(counted) // count)
+    last = len(weights) - 1
     numbers = range(index * each, (index + 1) * each)
-    return [Piece(n, n, shares[n]) if n <= last else Piece(last, n, 0.0, counts=False) for n in numbers]
+    return [
+        Piece(n, n, weights[n].share, ratios=weights[n].ratios) if n <= last else _repeated(last, n, weights)
+        for n in numbers
+    ]
 
 
 def own_pieces(index: int, everyones: Sequence[Sequence[Counted]]) -> list[Piece]:
     """Returns the pieces of replica `index`, which has its own parts alone; `everyones` are those of all
     replicas.
     """
-    shares = shares_of([counted for replica_parts in everyones for counted in replica_parts])
+    weights = weights_of([counted for replica_parts in everyones for counted in replica_parts])
     before, own = sum(map(len, everyones[:index])), len(everyones[index])
-    each = max(map(len, everyones))
-    pieces = [Piece(part, before + part, shares[before + part]) for part in range(own)]
-    return pieces + [Piece(own - 1, len(shares), 0.0, counts=False)] * (each - own)
+    each, own_weights = max(map(len, everyones)), weights[before : before + own]
+    pieces = [Piece(n, before + n, of.share, ratios=of.ratios) for n, of in enumerate(own_weights)]
+    return pieces + [_repeated(own - 1, len(weights), own_weights)] * (each - own)
+
+
+def _repeated(part: int, number: int, weights: Sequence[PartWeights]) -> Piece:
+    """Returns a piece that runs the last part once more, and does not count."""
+    return Piece(part, number, 0.0, counts=False, ratios=weights[-1].ratios)

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Final, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outsize.capture.graph.build import Captured, build_graph
 from outsize.capture.guards.check import ChangedRead, ReadGuards
@@ -37,7 +37,9 @@ from outsize.run.stage.boundary import backward_edges, forward_edges
 from outsize.run.stage.cut import Cut, cut
 from outsize.run.stage.to_device import TapeHome
 from outsize.train.batch.batch import Batch, evaluating_loss
-from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares, LossTrial
+from outsize.train.batch.loss_terms import ratios_of, with_ratios
+from outsize.train.batch.loss_trials import LossTrial
+from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares
 from outsize.train.ranks.context_parallel import ContextRanks
 from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.variants.changed_values import ChangedValues
@@ -66,6 +68,11 @@ class Variant:
     def tape(self) -> Tape:
         """The recorded program, of one device."""
         return self.captured.tape
+
+    def inputs(self, part: Batch, ratios: Sequence[float]) -> list[Tensor]:
+        """The inputs of the stages' programs: tensors of the microbatch, and ratios of the loss's terms."""
+        tensors = part.tensors()
+        return [*tensors, ratios_of(ratios, tensors[0].device)] if self.shares.sums else tensors
 
     @cached_property
     def loss_dtype(self) -> torch.dtype | None:
@@ -258,6 +265,16 @@ class Variants:
             own = own if tensor is None else tensor.local(own)
         owners = self._owners(captured)
         owners = [owners[instruction.origin] for instruction in own.instructions]
+        shares = LossShares(
+            tape,
+            self._model,
+            self._options.counting,
+            LossTrial(loss_fn, part, lambda other: self._record(other, loss_fn), home),
+            home,
+            own,
+        )
+        if shares.sums:
+            own = with_ratios(tape, shares.sums, own, shares.ratios)
         self._made += 1
         return Variant(
             self._made - 1,
@@ -271,13 +288,7 @@ class Variants:
                 homes=self._placed.homes,
             ),
             InputGuards(tape, self._model, home),
-            LossShares(
-                tape,
-                self._model,
-                self._options.counting,
-                LossTrial(loss_fn, part, lambda other: self._record(other, loss_fn), home),
-                home,
-            ),
+            shares,
             ReadGuards(tape.reads, tape.decisions),
             home,
         )

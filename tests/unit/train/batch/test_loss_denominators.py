@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from outsize.capture.recording.fallbacks import record
 from outsize.train.batch.batch import Batch
-from outsize.train.batch.loss_weights import LossShares, LossTrial, unexpected_of
+from outsize.train.batch.loss_trials import LossTrial
+from outsize.train.batch.loss_weights import LossShares, unexpected_of
 
 CLASSES, SAMPLES, LENGTH = 5, 8, 6
 CLASS_WEIGHTS = torch.tensor([1.0, 0.2, 3.0, 0.5, 2.0])

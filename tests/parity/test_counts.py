@@ -1,0 +1,407 @@
+"""Situations in which parts of a batch count unequally: each has the numbers of the undivided batch.
+
+The oracle is the model on the whole batch, with one call of the loss and one backward; nothing of outsize is
+in it. All is in float64, so that orders of additions stay below 1e-9. What no weights make right says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import outsize
+from outsize.train.batch.loss_weights import UnknownShares
+
+SAMPLES, LENGTH, WORDS, MICROBATCHES = 8, 6, 7, 4
+DRAW = torch.Generator().manual_seed(3)
+IDS = torch.randint(WORDS, (SAMPLES, LENGTH), generator=DRAW)
+LENGTHS = torch.tensor([1, 6, 2, 2, 5, 3, 4, 6])
+COUNTS = torch.arange(LENGTH) < LENGTHS[:, None]
+LABELS = torch.randint(WORDS, (SAMPLES, LENGTH), generator=DRAW).masked_fill(~COUNTS, -100)
+NOTHING_FIRST = LABELS.clone()
+NOTHING_FIRST[:2] = -100  # the first of four microbatches
+VALUES = torch.randn(SAMPLES, generator=DRAW, dtype=torch.float64)
+SAMPLE_WEIGHTS = VALUES.abs() + 0.1
+CLASS_WEIGHTS = torch.rand(WORDS, generator=DRAW, dtype=torch.float64) + 0.2
+IMAGES = torch.randn(SAMPLES, 5, generator=DRAW, dtype=torch.float64)
+HAS_IMAGE = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0], dtype=torch.float64)
+
+Loss = Callable[..., Tensor]
+
+
+@final
+class Tokens(nn.Module):
+    """Scores of words for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Linear(8, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embed(ids))))
+
+
+@final
+class Packed(nn.Module):
+    """Tokens see those before them in their own document, which begins where positions begin again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x, document = self.embed(ids), (positions == 0).cumsum(1)
+        sees = (document[:, :, None] == document[:, None, :]).tril()
+        scores = (x @ x.transpose(1, 2)).masked_fill(~sees, -torch.inf)
+        return self.head(scores.softmax(-1) @ x)
+
+
+@final
+class Towers(nn.Module):
+    """Embeddings of two views of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.scale = nn.Linear(5, 4), nn.Linear(5, 4), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return F.normalize(self.one(x), dim=1), F.normalize(self.other(y), dim=1), self.scale.exp()
+
+
+@final
+class WithImages(nn.Module):
+    """Scores of words, and a reconstruction of the image, which some samples do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.see, self.draw = Tokens(), nn.Linear(5, 4), nn.Linear(4, 5)
+
+    def forward(self, ids: Tensor, image: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tokens(ids), self.draw(torch.tanh(self.see(image * has[:, None])))
+
+
+def flat(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return scores.flatten(0, 1), labels.flatten()
+
+
+def tokens(scores: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    return F.cross_entropy(*flat(scores, labels), **how)
+
+
+def each_token(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores.transpose(1, 2), labels, reduction="none")
+
+
+def own_mask(scores: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).double()
+    return (each_token(scores, labels) * mask).sum() / mask.sum()
+
+
+def own_mask_and_all(scores: Tensor, labels: Tensor) -> Tensor:
+    return own_mask(scores, labels) + 0.1 * scores.square().mean()
+
+
+def weights_of_samples(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    of_samples = each_token(scores, labels).sum(1) / (labels != -100).sum(1)
+    return (of_samples * weights).sum() / weights.sum()
+
+
+def sequences(scores: Tensor, labels: Tensor) -> Tensor:
+    return (each_token(scores, labels).sum(1) / (labels != -100).sum(1)).mean()
+
+
+def loop_over_samples(scores: Tensor, labels: Tensor) -> Tensor:
+    return torch.stack([F.cross_entropy(a, b) for a, b in zip(scores, labels, strict=True)]).mean()
+
+
+def z_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    return tokens(scores, labels) + 0.1 * scores.logsumexp(-1).square().mean()
+
+
+def with_a_sum(scores: Tensor, labels: Tensor) -> Tensor:
+    """A mean over tokens, and a penalty that adds up over samples."""
+    loss = tokens(scores, labels)
+    loss += 1e-2 * scores.square().sum()
+    return loss
+
+
+def two_heads(scores: Tensor, labels: Tensor, values: Tensor) -> Tensor:
+    return (tokens(scores, labels) + 0.5 * F.mse_loss(scores.mean((1, 2)), values)) / 2
+
+
+def distilled(scores: Tensor, labels: Tensor) -> Tensor:
+    chosen = scores[labels != -100].log_softmax(-1)
+    of_teacher = F.kl_div(chosen, torch.full_like(chosen, 1 / WORDS), reduction="batchmean")
+    return of_teacher + 0.5 * scores.square().mean()
+
+
+def balanced(scores: Tensor, labels: Tensor) -> Tensor:
+    """Positives and negatives, each by their number."""
+    truth = (labels > 2).double()
+    each = F.binary_cross_entropy_with_logits(scores[..., 0], truth, reduction="none")
+    return (each * truth).sum() / truth.sum() + (each * (1 - truth)).sum() / (1 - truth).sum()
+
+
+def weighted_positives(scores: Tensor, labels: Tensor) -> Tensor:
+    three = torch.tensor(3.0, dtype=torch.float64)
+    return F.binary_cross_entropy_with_logits(scores[..., 0], (labels > 2).double(), pos_weight=three)
+
+
+def focal(scores: Tensor, labels: Tensor) -> Tensor:
+    truth = (labels > 2).double()
+    each = F.binary_cross_entropy_with_logits(scores[..., 0], truth, reduction="none")
+    return (each * (scores[..., 0].sigmoid() - truth) ** 2).sum() / truth.sum().clamp(min=1)
+
+
+def dice_of_samples(scores: Tensor, labels: Tensor) -> Tensor:
+    chosen, truth = scores[..., 0].sigmoid(), (labels > 2).double()
+    return (1 - (2 * (chosen * truth).sum(1) + 1) / (chosen.sum(1) + truth.sum(1) + 1)).mean()
+
+
+def ctc(scores: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    inputs, wanted = torch.full_like(lengths, LENGTH), labels[:, :3].clamp(min=1)
+    return F.ctc_loss(scores.log_softmax(-1).transpose(0, 1), wanted, inputs, lengths.clamp(max=3))
+
+
+def image_and_text(output: tuple[Tensor, Tensor], labels: Tensor, image: Tensor, has: Tensor) -> Tensor:
+    scores, drawn = output
+    of_images = (drawn - image).square().mean(1)
+    return tokens(scores, labels) + (of_images * has).sum() / has.sum()
+
+
+@final
+@dataclass(frozen=True)
+class Situation:
+    """A model, a batch and a loss."""
+
+    loss: Loss
+    target: tuple[Tensor, ...] = (LABELS,)
+    make: Callable[[], nn.Module] = Tokens
+    args: tuple[Tensor, ...] = (IDS,)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def how(**given: Any) -> Loss:
+    return lambda scores, labels: tokens(scores, labels, **given)
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0], [0, 0, 1, 2, 3, 4], [0, 1, 0, 1, 0, 1]] * 2)
+PACKED_LABELS = IDS.roll(-1, 1).masked_fill(POSITIONS.roll(-1, 1) == 0, -100)
+
+EQUAL = {
+    "masked language modelling": Situation(tokens, (LABELS.masked_fill(LABELS % 3 > 0, -100),)),
+    "padding to the longest": Situation(tokens),
+    "packing with position ids": Situation(tokens, (PACKED_LABELS,), Packed, (IDS, POSITIONS)),
+    "shifted labels": Situation(lambda scores, labels: tokens(scores[:, :-1], labels[:, 1:])),
+    "a microbatch without a counted token": Situation(tokens, (NOTHING_FIRST,)),
+    "the same, by a mask": Situation(own_mask, (NOTHING_FIRST,)),
+    "the same, beside a mean over all": Situation(own_mask_and_all, (NOTHING_FIRST,)),
+    "images missing": Situation(
+        image_and_text, (LABELS, IMAGES, HAS_IMAGE), WithImages, (IDS, IMAGES, HAS_IMAGE)
+    ),
+    "z-loss over all tokens": Situation(z_loss),
+    "a penalty that adds up": Situation(with_a_sum),
+    "two heads": Situation(two_heads, (LABELS, VALUES)),
+    "distillation of chosen tokens": Situation(distilled),
+    "label smoothing and ignore_index": Situation(how(label_smoothing=0.1)),
+    "class weights": Situation(how(weight=CLASS_WEIGHTS)),
+    "class weights and label smoothing": Situation(how(weight=CLASS_WEIGHTS, label_smoothing=0.1)),
+    "pos_weight": Situation(weighted_positives),
+    "positives and negatives by their numbers": Situation(balanced),
+    "reduction none and a mask": Situation(own_mask),
+    "reduction sum": Situation(how(reduction="sum")),
+    "a sum by the number of samples": Situation(
+        lambda scores, labels: tokens(scores, labels, reduction="sum") / len(labels)
+    ),
+    "focal loss by positives": Situation(focal),
+    "dice of each sample": Situation(dice_of_samples),
+    "connectionist temporal classification": Situation(ctc, (LABELS, LENGTHS)),
+    "weights of samples": Situation(weights_of_samples, (LABELS, SAMPLE_WEIGHTS)),
+    "means of sequences": Situation(sequences),
+    "a loop over samples": Situation(loop_over_samples),
+    "a last short batch": Situation(two_heads, (LABELS[:5], VALUES[:5]), args=(IDS[:5],)),
+}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def made(situation: Situation) -> nn.Module:
+    torch.manual_seed(0)
+    return situation.make().double()
+
+
+def undivided(situation: Situation) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients of one call on the whole batch."""
+    model = made(situation)
+    loss = situation.loss(model(*situation.args), *situation.target)
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def engine_of(situation: Situation, example: int = SAMPLES, **options: Any) -> Any:
+    args, target = (tuple(t[:example] for t in given) for given in (situation.args, situation.target))
+    given: dict[str, Any] = {"stages": 2, "microbatches": MICROBATCHES, **options}
+    return outsize.parallelize(
+        made(situation), args, target=target, loss_fn=situation.loss, optimizer=sgd, **given
+    )
+
+
+@contextmanager
+def without_a_doubt() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnknownShares)
+        yield
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_the_numbers_are_those_of_the_undivided_batch(name: str) -> None:
+    situation, engine = EQUAL[name], engine_of(EQUAL[name])
+    loss, gradients = undivided(situation)
+    with without_a_doubt():
+        close(engine.step(*situation.args, target=situation.target, update=False).loss, loss)
+    found = {n: p.grad for n, p in engine.weights.module.named_parameters() if p.grad is not None}
+    close(found, gradients)
+
+
+def dice_of_all(scores: Tensor, labels: Tensor) -> Tensor:
+    chosen, truth = scores[..., 0].sigmoid(), (labels > 2).double()
+    return 1 - 2 * (chosen * truth).sum() / (chosen.sum() + truth.sum())
+
+
+def pairs(output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    one, other, scale = output
+    scores, truth = one @ other.T * scale, torch.arange(len(one))
+    return (F.cross_entropy(scores, truth) + F.cross_entropy(scores.T, truth)) / 2
+
+
+def balanced_load(scores: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a mixture of experts: fractions of tokens by mean probabilities (arXiv:2101.03961)."""
+    routed = scores.softmax(-1)
+    chosen = F.one_hot(routed.argmax(-1), WORDS).double().mean((0, 1))
+    return tokens(scores, labels) + 0.1 * WORDS * (chosen * routed.mean((0, 1))).sum()
+
+
+def hardest(scores: Tensor, labels: Tensor) -> Tensor:
+    return each_token(scores, labels).flatten().topk(5).values.mean()
+
+
+def halves(scores: Tensor, labels: Tensor) -> Tensor:
+    """Chosen and rejected answers, in two halves of the batch."""
+    chosen, rejected = scores.mean((1, 2)).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def normalised(scores: Tensor, labels: Tensor) -> Tensor:
+    """Samples are compared in a function that only a trial sees through."""
+    means = scores.mean(1)
+    return (means[torch.arange(len(means)).flip(0)] * means).mean().square()
+
+
+def perplexity(scores: Tensor, labels: Tensor) -> Tensor:
+    return tokens(scores, labels).exp()
+
+
+OVER_THE_BATCH = {
+    "dice of the whole batch": Situation(dice_of_all),
+    "pairs of all samples": Situation(pairs, (), Towers, (IMAGES, IMAGES.flip(1))),
+    "load of experts": Situation(balanced_load),
+    "the hardest tokens of the batch": Situation(hardest),
+    "pairs in two halves": Situation(halves),
+    "samples beside others": Situation(normalised),
+    "perplexity": Situation(perplexity),
+}
+
+
+@pytest.mark.parametrize("name", OVER_THE_BATCH)
+def test_a_loss_over_the_whole_batch_says_so_and_is_exact_over_a_split_model(name: str) -> None:
+    situation = OVER_THE_BATCH[name]
+    with pytest.warns(UnknownShares, match="outsize.split"):
+        engine_of(situation).step(*situation.args, target=situation.target or None)
+    wanted_loss, gradients = undivided(situation)
+    model = outsize.split(made(situation), situation.args, stages=2, microbatches=MICROBATCHES)
+    loss = situation.loss(model(*situation.args), *situation.target)
+    loss.backward()
+    close(loss.detach(), wanted_loss)
+    close({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, gradients)
+
+
+@pytest.mark.parametrize("name", ["padding to the longest", "two heads"])
+def test_steps_that_accumulate_weigh_by_what_they_count(name: str) -> None:
+    """Steps of unequal counts, clipped once by the norm of their sum."""
+    situation = EQUAL[name]
+    engine = engine_of(situation, 4, clip_norm=0.01)
+    plain = made(situation)
+    optimizer = sgd(plain.parameters())
+    situation.loss(plain(*situation.args), *situation.target).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    optimizer.step()
+    parts = [slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 8)]
+    ready = [
+        outsize.microbatch(
+            *(a[rows] for a in situation.args), target=tuple(t[rows] for t in situation.target)
+        )
+        for rows in parts
+    ]
+    with without_a_doubt():
+        result = engine.step(ready)
+    close(result.grad_norm, norm)
+    close(dict(engine.weights.module.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_a_count_of_the_whole_batch_that_the_loop_has_taken() -> None:
+    """`num_items_in_batch`: losses of accumulated steps are divided by one number, and add up."""
+    situation = Situation(lambda scores, labels: tokens(scores, labels, reduction="sum") / int(LENGTHS.sum()))
+    engine = engine_of(situation, 4)
+    loss, gradients = undivided(situation)
+    halves = [engine.step(IDS[rows], target=LABELS[rows], update=False) for rows in (slice(4), slice(4, 8))]
+    close(sum(half.loss for half in halves), loss)
+    close({n: p.grad for n, p in engine.weights.module.named_parameters()}, gradients)
+
+
+@pytest.mark.parametrize("samples", [7, 3, 1])
+def test_an_evaluation_over_an_uneven_tail(samples: int) -> None:
+    situation = EQUAL["two heads"]
+    engine, model = engine_of(situation), made(situation)
+    ids, target = IDS[:samples], (LABELS[:samples], VALUES[:samples])
+    with torch.no_grad(), without_a_doubt():
+        found = engine.evaluate(ids, target=target, gather=True)
+        outputs = model(ids)
+        close(found.loss, situation.loss(outputs, *target))
+        close(torch.cat(list(found.outputs)), outputs)
+        close(engine.evaluate(ids, target=target).loss.exp(), situation.loss(outputs, *target).exp())
+
+
+def test_normalisation_over_a_microbatch_is_named_with_what_to_type() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, WORDS))
+    verdict = outsize.check(
+        model, (IMAGES.float(),), target=LABELS[:, 0], loss_fn=F.cross_entropy, stages=2, microbatches=4
+    )
+    assert verdict.bit_equal
+    assert any("BatchNorm" in note and "bn=sync" in note for note in verdict.notes)
+
+
+def test_a_copy_of_the_model_is_not_changed_by_a_trial() -> None:
+    situation = EQUAL["two heads"]
+    model = made(situation)
+    before = copy.deepcopy(model.state_dict())
+    verdict = outsize.check(
+        model, situation.args, target=situation.target, loss_fn=situation.loss, stages=2, microbatches=4
+    )
+    assert verdict.bit_equal
+    assert verdict.notes == ()
+    close(dict(model.state_dict()), dict(before))
