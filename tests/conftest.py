@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Garbage is collected after many more objects than by default, which takes a thirtieth of the suite's time.
     """
     gc.set_threshold(50_000, 20, 50)
+    os.environ["OUTSIZE_RECORDINGS"] = "off"  # No test depends on what another one has left.
     unpickled.guard()
     if sim_process.is_child():
         sim_process.prepare_child(config)

@@ -26,7 +26,7 @@ importlib.import_module("outsize.schedules.families")
 
 if TYPE_CHECKING:
     from outsize.api import check, estimate, fit, largest, largest_batch, measure, plan
-    from outsize.api.records import Checkpoint, Clip, Compile, Lora, Loss, Ranks, Request, Watch
+    from outsize.api.records import Checkpoint, Clip, Compile, Lora, Loss, Ranks, Recordings, Request, Watch
     from outsize.errors import OutsizeError
     from outsize.ir.answers.verdict import Verdict
     from outsize.ir.cluster import Cluster
@@ -70,6 +70,7 @@ _HOME = {
     "Lora": "outsize.api.records",
     "Loss": "outsize.api.records",
     "Ranks": "outsize.api.records",
+    "Recordings": "outsize.api.records",
     "Request": "outsize.api.records",
     "Watch": "outsize.api.records",
     "Cluster": "outsize.ir.cluster",
@@ -103,6 +104,7 @@ __all__ = [
     "Profile",
     "ProfileSet",
     "Ranks",
+    "Recordings",
     "Request",
     "RowParallelLinear",
     "Schedule",

@@ -148,13 +148,15 @@ def _sizes(case: TrainingCase, request: PlanRequest, cluster: Cluster, plan: Pla
     samples = plan.microbatch_size if plan is not None else _fewest_samples(request)
     there = case.under(request.precision).on(cluster)
     ranks = (plan.axes if plan is not None else request.mesh(1)).token_parts
-    try:
+
+    def found() -> LossBytes | None:
         captured = there.with_loss_of(samples)
+        return loss_bytes(captured.tape, there.whole, ranks) if captured.graph.form == "tape" else None
+
+    try:
+        sizes = there.answered(("loss bytes", ranks), samples, LossBytes | None, found)
     except OutsizeError:
         return None
-    if captured.graph.form != "tape":
-        return None
-    sizes = loss_bytes(captured.tape, there.whole, ranks)
     least = min(device.memory_bytes for device in cluster.devices)
     worth = sizes is not None and sizes.pieces > 1 and sizes.whole_bytes // ranks > WORTH * least
     return sizes if worth else None

@@ -55,7 +55,7 @@ from outsize.planner.search.incumbents import Incumbents, Limits
 from outsize.planner.search.search import search
 from outsize.policies.precisions import FP32, precision_policy
 from outsize.run.stage.to_device import no_common_casts
-from outsize.train.measure.training_case import TrainingCase, as_batch
+from outsize.train.measure.training_case import TrainingCase, as_batch, bare_graph
 from outsize.train.measure.units import measure_sizes
 
 Args = tuple[Any, ...]
@@ -308,7 +308,7 @@ def _judged(
 
 
 def _fitted(case: TrainingCase, request: PlanRequest, answer: Plan | OutsizeError, cluster: Cluster) -> Fit:
-    graph = case.under(request.precision).on(cluster).captured(request.batch_size).graph
+    graph = bare_graph(case.under(request.precision).on(cluster), request.batch_size)
     return as_asked(request, answer, graph, cluster)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, final
 
 from torch import nn
 
 from outsize.api.options import CaseOptions, FitOptions, request_of
-from outsize.api.records import OF_A_SEARCH, Lora, Loss, Request
+from outsize.api.records import OF_A_SEARCH, Lora, Loss, Recordings, Request
 from outsize.axes.registry import PARTS
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.experts import with_experts
 from outsize.capture.graph.row_parallel import longest_sequence, with_rows
 from outsize.capture.graph.tensor_parallel import with_styles
+from outsize.capture.kept.store import Folder, KeptModel
 from outsize.capture.measure.local_cluster import find_cluster
 from outsize.capture.measure.units import Progress
 from outsize.capture.models.lora import with_adapters
@@ -81,11 +84,20 @@ class Profiler:
         def graph_of(captured: Captured) -> ModelGraph:
             return stack.of_graph(styled(case, captured, Axes() if axes is None else axes, always))
 
-        adds = always or bool(axes is not None and axes.used_of(PARTS))
-        recorded = case.sized_graphs(graph_of, sizes, adds=adds).at if self.measured is not True else None
-        if recorded is None:
+        if self.measured is True:
             return lambda samples: case.with_lasting(graph_of(case.captured(samples)))
-        return lambda samples: case.with_lasting(recorded(samples))
+        parts = (1, 1, 1) if axes is None else (axes.product_parts, axes.expert_parts, axes.token_parts)
+        adds = always or bool(axes is not None and axes.used_of(PARTS))
+        recorded = functools.cache(lambda: case.sized_graphs(graph_of, sizes, adds=adds))
+        question = "styled", stack.to_json(), *parts, always
+
+        def at(samples: int) -> ModelGraph:
+            def found() -> ModelGraph:
+                return case.with_lasting(recorded().at(samples))
+
+            return case.answered(question, samples, ModelGraph, found)
+
+        return at
 
     def counts(self, counts: Sequence[int], batch_size: int) -> Sequence[int]:
         """Returns those counts of microbatches whose costs can be had; a profile covers some sizes only."""
@@ -104,9 +116,9 @@ class Profiler:
         opens_meshes = request.opens_axes(cluster) and not request.exact and bool(counts)
         whole = case.taken(-(-size // counts[0]), needed, case.recorded_whole) if opens_meshes else None
         if whole is not None:
-            profile = roofline(whole.graph, cluster.devices[0])
+            profile = roofline(whole, cluster.devices[0])
             optimizer = optimizer_bytes(request.optimizer)
-            opens_meshes = not exceeds_all_devices(whole.graph, profile, optimizer, cluster)
+            opens_meshes = not exceeds_all_devices(whole, profile, optimizer, cluster)
         sizes = [-(-size // count) for count in counts]
         stack = kernel_stack(request.kernels, cluster.devices[0].kind)
         graph_at = self.graphs(case, stack, request.mesh(1), opens_meshes, sizes)
@@ -200,10 +212,20 @@ def adapted_case(
     if lora.rank is not None:
         model = with_adapters(model, lora.rank, lora.targets)
     if asked.inference:
-        return TrainingCase.for_inference(model, args, kwargs, options.get("batch_dims"))
-    if asked.loop:
-        return TrainingCase.for_loop(model, args, kwargs, options.get("batch_dims"))
-    return case_of(model, args, kwargs, options)
+        case = TrainingCase.for_inference(model, args, kwargs, options.get("batch_dims"))
+    elif asked.loop:
+        case = TrainingCase.for_loop(model, args, kwargs, options.get("batch_dims"))
+    else:
+        case = case_of(model, args, kwargs, options)
+    return _keeping(case, Recordings.of(asked.recordings, "recordings"))
+
+
+def _keeping(case: TrainingCase, recordings: Recordings) -> TrainingCase:
+    """Returns the case with the folder in which answers about its recordings are kept, if there is one."""
+    if recordings.folder is None:
+        return case
+    folder = Folder(Path(recordings.folder), recordings.most_bytes)
+    return replace(case, kept=KeptModel(folder, (case.module, case.loss_fn, recordings.depends_on)))
 
 
 def asked_of(case: TrainingCase, asked: Request) -> PlanRequest:

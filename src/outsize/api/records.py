@@ -274,6 +274,23 @@ class Watch(OptionRecord):
 
 @final
 @dataclass(frozen=True)
+class Recordings(OptionRecord):
+    """Where plans keep what they have found out by recordings, so that the next question about the same model
+    needs none; `recordings=` takes a folder or this record.
+    """
+
+    folder: Annotated[str | Path | None, "'recordings'"] = None
+    """The folder, which is made for you alone; None: nothing is kept. What a recording depends on (the model,
+    its code and packages, the example batch, the loss) is compared each time; what cannot be compared with
+    certainty is not kept."""
+    depends_on: Annotated[str, "'variables'"] = ""
+    """What recordings depend on besides: variables of the environment that the model's code reads."""
+    most_bytes: Annotated[int, "1 << 30"] = 256 << 20
+    """How large the folder may grow; what was not used for longest goes first."""
+
+
+@final
+@dataclass(frozen=True)
 class Lora(OptionRecord):
     """LoRA adapters that peft puts on the model before it is planned, as `peft.get_peft_model` makes
     them; the weights of the model itself are frozen. `lora=` takes a rank or this record.
@@ -368,6 +385,9 @@ class Request(OptionRecord):
     batch, then all backwards, with the outputs of the whole batch and their gradients on every device."""
     lora: Annotated[int | Lora | None, "8"] = None
     """Plans for the model with LoRA adapters of this rank, or as `outsize.Lora` says."""
+    recordings: Annotated[str | Path | Recordings | None, "'recordings'"] = None
+    """The folder that keeps what recordings of the model have told, for the next question about it; or as
+    `outsize.Recordings` says. By default nothing is kept; the commands keep it in the user's cache folder."""
     measured: Annotated[bool | ProfileSet | None, "True"] = None
     """True times the units on this machine; the result of `measure` uses its times, and only the
     microbatch sizes that it covers are considered. By default units are estimated."""
@@ -475,7 +495,7 @@ def _no_axis(name: Any) -> BadOption:
     )
 
 
-RECORDS: Final = (Checkpoint, Clip, Compile, Loss, Lora, Ranks, Request, Watch)
+RECORDS: Final = (Checkpoint, Clip, Compile, Loss, Lora, Ranks, Recordings, Request, Watch)
 """Lists every record of options."""
 for _record in RECORDS:
     FieldHelp.attach(_record)

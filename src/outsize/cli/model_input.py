@@ -4,9 +4,11 @@ files.
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from outsize.cli.options import BATCH, check_not_planned
 from outsize.errors import BadOption
@@ -16,11 +18,18 @@ if TYPE_CHECKING:
     from torch import nn
 
     from outsize.api.options import LossOptions
-    from outsize.api.records import Lora
+    from outsize.api.records import Lora, Recordings
     from outsize.capture.models.losses import Objective
     from outsize.ir.answers.request import LayoutOptions, PlanRequest
     from outsize.ir.plan import Plan
     from outsize.ir.profile import ProfileSet
+
+OFF: Final = "off"
+# What differs from one terminal to the next, and no model asks for.
+_SESSION: Final = re.compile(
+    r"(_|PWD|OLDPWD|SHLVL|COLUMNS|LINES|DISPLAY|WINDOWID|STY|PS\d|LS_COLORS|COLORTERM|MAIL|HIST\w+|PYTEST_\w+|OUTSIZE_RECORDINGS)$"
+    r"|(TERM|TMUX|SSH_|XDG_|DBUS_|GPG_|VTE_|VSCODE_|WAYLAND_|KONSOLE_|ITERM_|PROMPT|LESS)"
+)
 
 
 @final
@@ -70,6 +79,22 @@ def make_model_input(
     # With labels a transformers model returns its loss, which saves a capture.
     wanted = Objective() if "labels" in kwargs else objective(model, args, kwargs, seed)
     return ModelInput(model, args, kwargs, wanted)
+
+
+def cache_folder(name: str) -> Path:
+    """Returns a folder where this user's programs keep what can be made again (XDG)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "outsize" / name
+
+
+def recordings(asked: str | None) -> Recordings | None:
+    """Returns where recordings are kept, which depend on all variables but those of a terminal's session."""
+    from outsize.api.records import Recordings
+
+    if asked == OFF:
+        return None
+    variables = (f"{name}={value}" for name, value in sorted(os.environ.items()) if not _SESSION.match(name))
+    return Recordings(asked or cache_folder("recordings"), "\n".join(variables))
 
 
 def is_model(target: object, module: bool = False) -> bool:

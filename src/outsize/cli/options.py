@@ -256,6 +256,16 @@ TimeLimit = Annotated[
         help="End the search after so long with the best plan so far, or else with the first it finds.",
     ),
 ]
+Recordings = Annotated[
+    str | None,
+    typer.Option(
+        "--recordings",
+        metavar="FOLDER|off",
+        envvar="OUTSIZE_RECORDINGS",
+        help="Where answers about recordings of MODEL are kept for the next question; by default in the "
+        "user's cache folder.",
+    ),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="Use this plan instead of making one.")
 ]

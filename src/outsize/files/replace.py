@@ -45,6 +45,23 @@ def replace_bytes(path: str | Path, data: bytes, files: FileSystem = DISK) -> No
     files.sync_folder(target.parent)
 
 
+def replace_unsynced(path: Path, data: bytes) -> None:
+    """Does what `replace_bytes` does for a file that can be made again, and that the user alone may read.
+
+    It waits for no disk: after a power cut the file may be empty, or gone. Raises OSError.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
+    try:
+        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o600)
+        with open(file, "wb") as opened:
+            opened.write(data)
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
 def write_synced(path: Path, data: Iterable[Buffer], files: FileSystem = DISK) -> None:
     """Writes a file piece by piece and syncs its bytes; its name is safe after `sync_folder`."""
     file = files.create(path)

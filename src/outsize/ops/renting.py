@@ -19,7 +19,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.hardware.devices import kind_named
 from outsize.planner.evaluate.ranking import refusal
 from outsize.planner.fit.from_plan import recompute_of
-from outsize.train.measure.training_case import TrainingCase
+from outsize.train.measure.training_case import TrainingCase, bare_graph
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -63,7 +63,7 @@ def rank_clusters(
     case = adapted_case(model, args, kwargs, options, asked)
     request = asked_of(case, asked)
     ranked = sorted((_ranked(case, request, cluster) for cluster in clusters), key=_order)
-    whole = case.under(request.precision).on(clusters[0]).captured(request.batch_size).graph
+    whole = bare_graph(case.under(request.precision).on(clusters[0]), request.batch_size)
     return ClusterRanking(
         model=whole.model,
         parameters=sum(parameter.numel for parameter in whole.parameters),

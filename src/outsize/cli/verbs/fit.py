@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.cli import collected, options, uncollected
+from outsize.cli import collected, model_input, options, uncollected
 from outsize.cli.flags import with_records
 from outsize.cli.model_input import ModelInput, batch_size, make_model_input
 from outsize.cli.model_size import ModelSize
@@ -84,6 +84,7 @@ def fit(
     prices: Prices = None,
     top: Top = 5,
     beside: Beside = None,
+    recordings: options.Recordings = None,
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
@@ -113,6 +114,7 @@ def fit(
             inference=inference or None,
             loop=loop or None,
             lora=Lora(lora_rank, options.targets_in(lora_targets)),
+            recordings=model_input.recordings(recordings),
         ),
     }
     stand_in(model.partition(":")[0])

@@ -5,7 +5,6 @@ here).
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outsize.cli import options
-from outsize.cli.model_input import ModelInput, batch_size, make_model_input, write_text
+from outsize.cli.model_input import ModelInput, batch_size, cache_folder, make_model_input, write_text
 from outsize.cli.processes.link_worker import measured_links
 from outsize.cli.screen import Screen
 from outsize.errors import BadOption
@@ -95,7 +94,7 @@ def measure(
     timed_device(where)  # Whether the device is here is said before a model is built.
     with screen.working(f"building {model}"):
         inputs = make_model_input(model, input, max(sizes or (size,)), seed=seed)
-    how, stored = how_on(where), {"cache": _cache_folder(), "fresh": fresh}
+    how, stored = how_on(where), {"cache": cache_folder("profiles"), "fresh": fresh}
     how = dataclasses.replace(how, threads=threads or how.threads, repeats=repeats, every=every, **stored)
     wanted = sizes or [2**k for k in range(size.bit_length())] + [size]
     case = _training_case(inputs, precision)
@@ -148,9 +147,3 @@ def _deliver_links(screen: Screen, measured: LinkMeasurements, out: Path | None)
     samples = [sample.model_dump(mode="json") for sample in measured.samples]
     links = {kind: link.model_dump(mode="json") for kind, link in lines.items()}
     screen.result({"cluster": cluster.model_dump(mode="json"), "links": links, "samples": samples}, tables)
-
-
-def _cache_folder() -> Path:
-    """Returns the folder where this user's programs keep what can be made again (XDG)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "outsize" / "profiles"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.cli import options, uncollected
+from outsize.cli import model_input, options, uncollected
 from outsize.cli.flags import with_records
 from outsize.cli.model_input import (
     ModelInput,
@@ -89,6 +89,7 @@ def plan(
     lora_targets: options.LoraTargets = None,
     objective: options.ObjectiveOption = "time",
     time_limit: options.TimeLimit = None,
+    recordings: options.Recordings = None,
     measure: options.Measure = False,
     profile: Profile = None,
     out: Out = None,
@@ -122,6 +123,7 @@ def plan(
     options.check_not_planned(edited, "--check", {**mesh.sizes, **asked.given(), "time_limit": time_limit})
     lora = Lora(lora_rank, options.targets_in(lora_targets))
     asked = replace(asked, inference=inference or None, loop=loop or None, lora=lora, time_limit_s=time_limit)
+    asked = replace(asked, recordings=model_input.recordings(recordings))
     wanted: OutlookOptions = {
         "optimizer": optimizer,
         "precision": precision,

@@ -18,6 +18,7 @@ from outsize.capture.graph.build import Captured, build_graph, multiplied_in, on
 from outsize.capture.graph.by_modules import captured_by_modules
 from outsize.capture.graph.scaled import ScaledSizes
 from outsize.capture.graph.shortened import SizedGraphs, Stacks
+from outsize.capture.kept.store import KeptModel
 from outsize.capture.models.generation import cache_bytes, forward_arguments, generates
 from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.models.weight_sharing import frozen
@@ -30,7 +31,7 @@ from outsize.capture.recording.fallbacks import (
 )
 from outsize.capture.recording.leaf_rule import KnownBlocks
 from outsize.device.accelerators import CPU
-from outsize.errors import BadOption, ExampleRejected, NotCapturable
+from outsize.errors import BadOption, ExampleRejected, NotCapturable, OutsizeError
 from outsize.errors.interruptions import suppressed
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
@@ -45,6 +46,7 @@ from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, re
 from outsize.train.batch.wrapped_models import insist_on_unwrapped
 
 Recorded = TypeVar("Recorded")
+Answer = TypeVar("Answer")
 
 _Key = tuple[str, bool, int, int, int]
 """Holds the precision, whether costs are those of accelerators, pieces of loss and modules, and samples."""
@@ -64,7 +66,7 @@ class TrainingCase:
     `accelerated` says that its costs are those of accelerators, which have kernels that a CPU lacks.
     `inference` says that its weights are frozen and its forward has no loss. `in_loop` says that the loop is
     the user's own, which computes the loss (`outsize.split`). `loss_pieces` and `module_pieces` are those of
-    its plans (Plan).
+    its plans (Plan). `kept` has the answers about recordings that an earlier process has kept.
     """
 
     module: nn.Module
@@ -86,6 +88,7 @@ class TrainingCase:
         default_factory=dict, repr=False, compare=False
     )
     known_caches: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
+    kept: KeptModel | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def for_inference(
@@ -173,7 +176,7 @@ class TrainingCase:
         module = _copied(self.module, device)
         recorded = ("recordings", "short_recordings", "blocks", "known", "known_short", "known_scaled")
         empty: dict[str, Any] = {name: {} for name in recorded}
-        return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, **empty)
+        return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, kept=None, **empty)
 
     def in_pieces(self, loss: int, modules: int = 1) -> TrainingCase:
         """Returns the case with its loss, and its wide modules, in so many pieces of rows, as far as they can
@@ -182,6 +185,24 @@ class TrainingCase:
         if (loss, modules) == (self.loss_pieces, self.module_pieces):
             return self
         return dataclasses.replace(self, loss_pieces=loss, module_pieces=modules)
+
+    def answered(
+        self, question: Sequence[Any], samples: int, kind: Any, find: Callable[[], Answer]
+    ) -> Answer:
+        """Returns the answer to a question about recordings at a size, which is plain values of a `kind`.
+
+        It is kept, where the case has a folder for that, for the next process that asks about this model.
+        """
+        if self.kept is None:
+            return find()
+        try:
+            batch = self.batch.resized(samples)
+        except OutsizeError:  # The recording says what is wrong.
+            return find()
+        costs = self.precision, self.accelerated, self.inference, self.in_loop
+        pieces = self.loss_pieces, self.module_pieces
+        asked = *question, *costs, *pieces, samples, *batch.tree(), batch.dims, batch.listed
+        return self.kept.answer(asked, kind, find)
 
     def captured(self, samples: int) -> Captured:
         """Returns the model captured at `samples` samples."""
@@ -272,9 +293,13 @@ class TrainingCase:
             bare if adds else None,
         )
 
-    def recorded_whole(self, samples: int) -> Captured:
+    def recorded_whole(self, samples: int) -> ModelGraph:
         """Returns the whole model at a size at which it was recorded before, or else at `samples`."""
-        return self.captured(min(self._recorded_sizes, default=samples))
+
+        def found() -> ModelGraph:
+            return self.captured(min(self._recorded_sizes, default=samples)).graph
+
+        return self.answered(("whole",), samples, ModelGraph, found)
 
     @property
     def _recorded_sizes(self) -> list[int]:
@@ -337,6 +362,11 @@ class TrainingCase:
         with suppressed():  # any other error is shown when the model is recorded
             return not _runs(self.module, batch)
         return False
+
+
+def bare_graph(case: TrainingCase, samples: int) -> ModelGraph:
+    """Returns the graph of the whole model at a size, with nothing added."""
+    return case.answered(("graph",), samples, ModelGraph, lambda: case.captured(samples).graph)
 
 
 def _key(case: TrainingCase, samples: int) -> _Key:

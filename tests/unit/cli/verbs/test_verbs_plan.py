@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from outsize.ir.plan import Plan
 
 Outsize = Callable[..., Any]
@@ -132,3 +134,26 @@ def test_a_time_limit_ends_the_search_with_a_plan_that_says_so(outsize: Outsize,
     assert refused.code == 2
     assert "--time-limit cannot be used together with --check" in refused.err
     assert "time_limit_s=-1.0 makes no sense" in outsize(*call, "-1").err
+
+
+def test_recordings_are_kept_in_the_users_cache_unless_off(
+    outsize: Outsize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("OUTSIZE_RECORDINGS")
+    asked = (
+        "plan",
+        "torch.nn:Linear?in_features=8&out_features=8",
+        "--input",
+        "8",
+        "--cluster",
+        "2xl4",
+        "--json",
+    )
+    kept = tmp_path / "cache" / "outsize" / "recordings"
+    without = outsize(*asked, "--recordings", "off").out
+    assert not kept.exists()
+    assert outsize(*asked).out == outsize(*asked).out == without
+    assert list(kept.glob("*.answer"))
+    outsize(*asked, "--recordings", str(tmp_path / "elsewhere"))
+    assert list((tmp_path / "elsewhere").glob("*.answer"))
