@@ -200,7 +200,7 @@ def _request(row: Row, gpu: str, microbatches: int) -> dict[str, Any]:
     dp = dp // ep if dp % ep == 0 else dp
     sharded = "fsdp" in sharding or sharding == "hsdp"
     axes: dict[str, Any] = {"tp": tp, "cp": cp, "ep": ep, "others": 1}
-    zero = "distributed" in sharding
+    zero = _divides_states(row)
     outer = count // 8 if sharding == "hsdp" else 1
     sharded, zero = sharded and dp > outer, zero and dp > outer
     axes |= {"dp_shard": dp // outer, "dp_replicate": outer} if sharded or zero else {"dp_replicate": dp}
@@ -234,15 +234,31 @@ def _request(row: Row, gpu: str, microbatches: int) -> dict[str, Any]:
     return asked
 
 
+def _divides_states(row: Row) -> bool:
+    """Tells whether replicas divide the optimizer's states. NVIDIA's code for MLPerf does unless it is told
+    otherwise (`USE_DIST_OPTIMIZER` in config_common.sh of llama31_405b and llama31_8b,
+    `use_distributed_optimizer` in flux1_schnell.yaml; rounds 5.0 and 5.1), and logs do not always say so.
+    The UNet's sums gradients in buckets, where compiled stages do so block by block: it is asked for with
+    whole states, whose update takes 5 to 8 ms longer.
+    """
+    if row["model"].startswith("Stable"):
+        return False
+    nvidia = row["system"].startswith("MLPerf") and not row["hardware"].startswith("MI")
+    silent = nvidia and not row["shard"] and row["model"].startswith(("Llama 3.1", "FLUX"))
+    return silent or "distributed" in row["shard"].lower()
+
+
 def _stack(row: Row) -> str:
     """The kernels that a row ran. NVIDIA's code for MLPerf, which others submit as it is, replays graphs in
-    all benchmarks that are here (developer.nvidia.com on MLPerf 2.1 to 5.1); AMD's does not say so.
+    all benchmarks that are here (developer.nvidia.com on MLPerf 2.1 to 5.1); AMD's does not say so. Its UNet
+    is inductor's, with FlashAttention and without a transformer engine (`inductor: True`, `USE_TE_DPA` off in
+    sd2_mlperf_train_moments.yaml and config_common.sh of rounds 4.1 and 5.0).
     """
     for words, stack in _STACKS:
         if words in row["notes"]:
             return stack
     if row["system"].startswith("MLPerf") and not re.match(r"MI\d", row["hardware"]):
-        return "fused-graphs"
+        return "compiled-graphs" if row["model"].startswith("Stable") else "fused-graphs"
     return "fused" if row["system"].startswith(_FUSED) else "eager"
 
 

@@ -84,6 +84,42 @@ class Rotated(nn.Module):
         return x + self.down(functional.silu(up[..., : self.inner]) * up[..., self.inner :])
 
 
+class Joined(nn.Module):
+    """Two streams of tokens that attend to each other, rotary embeddings by a stack of halves, and a product
+    of what attention and an MLP beside it have joined: layers of transformers that make images.
+    """
+
+    def __init__(self, width: int = 16, heads: int = 4, inner: int = 32) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.norm, self.text_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.text_qkv = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.up, self.out = nn.Linear(width, inner), nn.Linear(width + inner, width)
+        self.text_out = nn.Linear(width, width)
+
+    def turn(self, x: Tensor) -> Tensor:
+        real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+        turned = torch.stack([-imaginary, real], dim=-1).flatten(3)
+        angles = torch.outer(torch.arange(x.shape[1]), torch.ones(self.head_dim)).to(x.dtype)[None, :, None]
+        return x * angles.cos() + turned * angles.sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        text, image = x.split_with_sizes([2, x.shape[1] - 2], dim=1)
+        rows, text_rows = self.norm(image), self.text_norm(text)
+        both = [
+            torch.cat([own_text(text_rows), own(rows)], dim=1).unflatten(-1, (-1, self.head_dim))
+            for own_text, own in zip(self.text_qkv, self.qkv, strict=True)
+        ]
+        q, k, v = self.turn(both[0]), self.turn(both[1]), both[2]
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2, 3)
+        text_mixed, mixed = mixed.split_with_sizes([2, x.shape[1] - 2], dim=1)
+        text = text + self.text_out(text_mixed.contiguous())
+        joined = torch.cat([mixed, functional.gelu(self.up(rows))], dim=2)
+        return torch.cat([text, image + self.out(joined)], dim=1)
+
+
 class Energy(nn.Module):
     """A force is the gradient of an energy, and the loss is of forces: gradients of gradients."""
 
@@ -175,6 +211,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "encoder": lambda: encoder(0.2),
     "attention": lambda: (nn.Sequential(Attention(), Attention()), (torch.randn(2, 6, 16),), {}),
     "rotated": lambda: (nn.Sequential(Rotated(), Rotated()), (torch.randn(2, 6, 16),), {}),
+    "joined": lambda: (nn.Sequential(Joined(), Joined()), (torch.randn(2, 6, 16),), {}),
     "mlp": mlp,
     "adapters": adapters,
     "energy": lambda: (Energy(), (torch.randn(5, 6),), {}),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("parity", "unit"))
 
@@ -62,10 +63,19 @@ def steps_of(name: str, dtype: torch.dtype) -> int:
     return 1 if (name, dtype) == ("narrow_resnet18", SINGLE) else STEPS
 
 
+def freeze(model: nn.Module, *, frozen: bool) -> None:
+    """Freezes every second weight, or trains it again."""
+    for parameter in list(model.parameters())[::2]:
+        parameter.requires_grad_(not frozen)
+
+
 @cache
-def plain(name: str, dtype: torch.dtype) -> Numbers:
-    """Losses, norms, the first step's gradients, the parameters after the last."""
+def plain(name: str, dtype: torch.dtype, *, thaws: bool = False) -> Numbers:
+    """Losses, norms, the first step's gradients, the parameters after the last; with `thaws` every second
+    weight is frozen in the first step.
+    """
     model, batch = made(name, dtype)
+    freeze(model, frozen=thaws)
     batch = BatchDims(rejection(model, case(name).loss)).of(batch)
     optimizer = (adamw if dtype == DOUBLE else sgd)(model.parameters())
     parts = batch.split(MICROBATCHES)
@@ -81,6 +91,7 @@ def plain(name: str, dtype: torch.dtype) -> Numbers:
         found["losses"].append(loss)
         optimizer.step()
         optimizer.zero_grad()
+        freeze(model, frozen=False)
     found["parameters"] = {n: p.detach() for n, p in model.named_parameters()}
     return found
 
@@ -177,6 +188,30 @@ def test_plans_over_shards_give_the_numbers_of_one_process(
             asked.append((name, dtype, plan, plain(name, dtype)))
     found = on_ranks(tmp_path, 2 * pp * replicate, lambda group: work(asked, group))
     assert found == [[]] * (2 * pp * replicate)
+
+
+def thawed(name: str, plan: Plan, expected: Numbers, group: dist.ProcessGroup) -> tuple[list[str], float]:
+    """Which weights are sharded, and the largest distance of a trained weight, frozen before or not."""
+    model, batch = made(name, DOUBLE)
+    freeze(model, frozen=True)
+    found = {"loss_fn": case(name).loss, "optimizer": adamw, "seed": SEED, "clip_norm": CLIP}
+    with all_in(DOUBLE):
+        engine = make_engine(model, plan, group, EngineOptions(**found))
+        for _ in expected["losses"]:
+            engine.step(*batch.args, target=batch.target or None, **batch.kwargs)
+            freeze(engine.weights.module, frozen=False)
+    own = dict(engine.weights.named_parameters())
+    sharded = [n for n, p in own.items() if isinstance(p, DTensor)]
+    return sharded, max(distance(full_of(p), expected["parameters"][n]) for n, p in own.items())
+
+
+def test_weights_that_were_frozen_at_first_stay_whole_and_train_later(tmp_path: Path) -> None:
+    with all_in(DOUBLE):
+        plan, expected = plan_of("gpt2", 1, weights="resident"), plain("gpt2", DOUBLE, thaws=True)
+        names = [name for name, _ in made("gpt2", DOUBLE)[0].named_parameters()]
+    for sharded, worst in on_ranks(tmp_path, 2, lambda group: thawed("gpt2", plan, expected, group)):
+        assert set(sharded) == set(names[1::2])
+        assert worst < 1e-10
 
 
 def parts_of_parts(name: str, plan: Plan, expected: Numbers, group: dist.ProcessGroup) -> dict[str, float]:

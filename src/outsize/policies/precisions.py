@@ -44,11 +44,19 @@ class Cast:
     moved_bytes     bytes that its kernels read and write
     launches        kernels: the largest element, the scale, the cast, the copy in the other order
     workspace_bytes bytes that they hold at their peak, with the result
+    by_writer       the kernel that writes an operand casts it, too, since it knows the scale before: a half
+                    of the bytes is left
     """
 
     moved_bytes: float
     launches: int
     workspace_bytes: float
+    by_writer: bool = False
+
+    @property
+    def left(self) -> float:
+        """Returns what is left of the bytes beside the kernels that write operands."""
+        return 0.5 if self.by_writer else 1.0
 
 
 @final
@@ -157,14 +165,16 @@ _COMPILED: Final = Cast(moved_bytes=5, launches=3, workspace_bytes=1)
 _TRANSFORMER_ENGINE: Final = "transformer_engine.pytorch.autocast with the recipe"
 
 
-def _in_both_orders(item_bytes: float, launches: int, *, reads: int) -> Cast:
+def _in_both_orders(item_bytes: float, launches: int, *, reads: int, by_writer: bool = False) -> Cast:
     """Returns a library's cast, which writes its operand by rows and by columns: one is for each product."""
-    moved_bytes = 2 * reads + 2 * item_bytes
-    return Cast(moved_bytes=moved_bytes, launches=launches, workspace_bytes=2 * item_bytes)
+    moved_bytes, held = 2 * reads + 2 * item_bytes, 2 * item_bytes
+    return Cast(moved_bytes=moved_bytes, launches=launches, workspace_bytes=held, by_writer=by_writer)
 
 
 def _of_blocks(dtype: str, item_bytes: float, side: int, casts: Cast, recipe: str) -> ScaledProducts:
-    """Returns products whose scales are of blocks, as a library computes them: an operand is cast once."""
+    """Returns products whose scales are of blocks, as a library computes them: an operand is cast once, by a
+    kernel of its own, since a block of columns has the elements of many rows, and a norm works row by row.
+    """
     return ScaledProducts(
         forward=dtype,
         backward=dtype,
@@ -246,7 +256,7 @@ FP8: Final = PrecisionPolicy(
         eager=_TORCHAO,
         fused=_COMPILED,
         # The scale is that of steps before (DelayedScaling), so that an operand is read once.
-        library=_in_both_orders(1, 1, reads=1),
+        library=_in_both_orders(1, 1, reads=1, by_writer=True),
         forward_casts=("input", "weight"),
         backward_casts=("gradient", "weight", "gradient", "input"),
         one_backward=True,

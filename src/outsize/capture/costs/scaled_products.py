@@ -258,7 +258,7 @@ class _Counted:
             launches=eager.launches * len(operands),
             fused_bytes=round(fused.moved_bytes * written),
             fused_launches=fused.launches * len(needed),
-            library_bytes=round(cast_bytes * call.elements(of_library)),
+            library_bytes=round(library.left * cast_bytes * call.elements(of_library)),
             library_launches=library.launches,
         )
 

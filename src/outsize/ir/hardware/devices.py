@@ -105,6 +105,7 @@ FigureName = Literal[
     "cublas_workspace_mib",
     "matmul",
     "narrow_matmul",
+    "four_bit_matmul",
     "sustained_matmul",
     "attention",
     "library_attention",
@@ -278,13 +279,14 @@ _SLOWEST_HOST_LINK: Final = "pcie3"
 @final
 class Reached(Record):
     """Holds the shares of a device's peak that the best products and fused attention reach, what products in
-    eight bits reach of theirs over what those in bfloat16 do, what a host of its time needs to launch an op
-    of a training loop, and how many instructions its processors issue in the time of a FLOP at the peak of
-    ordinary float32; 0 where kernels are not known to be bound by them.
+    eight bits and in four reach of theirs over what those in bfloat16 do, what a host of its time needs to
+    launch an op of a training loop, and how many instructions its processors issue in the time of a FLOP at
+    the peak of ordinary float32; 0 where kernels are not known to be bound by them.
     """
 
     matmul: float = Field(gt=0, le=1)
     narrow_matmul: float = Field(gt=0, le=2)
+    four_bit_matmul: float = Field(gt=0, le=2)
     attention: float = Field(gt=0, le=1)
     host_s: float = Field(gt=0, le=1)
     instructions_per_flop: float = Field(ge=0, le=1)
@@ -295,6 +297,7 @@ def reached_by(kind: str) -> Reached:
     return Reached(
         matmul=figure_of("matmul", kind),
         narrow_matmul=figure_of("narrow_matmul", kind),
+        four_bit_matmul=figure_of("four_bit_matmul", kind),
         attention=figure_of("attention", kind),
         host_s=figure_of("host_us", kind) / 1e6,
         instructions_per_flop=figure_of("instructions_per_flop", kind),

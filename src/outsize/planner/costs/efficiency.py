@@ -74,8 +74,8 @@ class Efficiency(Record):
     float32; 0 where kernels are not bound by them. With `copies_tf32` convolutions in TF32 copy their
     images, as those of two bytes do. `host_shares` are the host's seconds for an op of a family, forward and
     for a gradient, over `host_s`; families that are not in it need the mean. `narrow_products` is how much
-    of their peak products in eight bits and fewer reach, over what those in more reach of theirs. `split_s`
-    is what a backward in two halves takes more for each unit whose weights wait.
+    of their peak products in few bits reach, by the beginning of their type, over what those in more reach
+    of theirs. `split_s` is what a backward in two halves takes more for each unit whose weights wait.
 
     A device that runs ahead of its host waits for it: a pass takes the longer of both. On a CPU the host is
     the device, so `host_s` is 0 and `launch_s` is all.
@@ -94,7 +94,7 @@ class Efficiency(Record):
     copies_tf32: bool = False
     instructions_per_flop: float = Field(default=0.0, ge=0)
     update: float | None = Field(default=None, gt=0)
-    narrow_products: float = Field(default=1.0, gt=0)
+    narrow_products: dict[str, float] = Field(default_factory=dict)
     split_s: float = Field(default=0.0, ge=0)
 
     def host_share(self, family: OpFamily, passed: int) -> float:
@@ -102,6 +102,10 @@ class Efficiency(Record):
         op.
         """
         return self.host_shares.get(family, _EVEN)[passed > 0]
+
+    def narrow_share(self, dtype: str) -> float:
+        """Returns what products in a type reach of their peak over what those in bfloat16 reach of theirs."""
+        return next((share for few, share in self.narrow_products.items() if dtype.startswith(few)), 1.0)
 
     def lateness(self, ranks: int) -> float:
         """Returns `late` for so many ranks that wait for each other.
@@ -256,6 +260,7 @@ def _of_kind(kind: str, host_s: float | None, attention: float | None, products:
     base = HOPPER if "hopper" in families_of(kind) else GPU
     reached = reached_by(kind)
     product = (products or reached.matmul) / USUAL.matmul
+    narrow = {"float8": reached.narrow_matmul, "float4": reached.four_bit_matmul}
     fractions: dict[OpFamily, float] = {
         "matmul": product,
         "unaligned_matmul": product,
@@ -270,6 +275,6 @@ def _of_kind(kind: str, host_s: float | None, attention: float | None, products:
             "compute": base.compute | scaled,
             "host_s": reached.host_s if host_s is None else host_s,
             "instructions_per_flop": reached.instructions_per_flop,
-            "narrow_products": reached.narrow_matmul,
+            "narrow_products": {dtype: share for dtype, share in narrow.items() if share != 1},
         }
     )

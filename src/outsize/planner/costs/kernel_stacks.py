@@ -26,8 +26,9 @@ transformer engine's products sum the gradients of their biases. A chain saves w
 copies of it. A transformer engine's kernels save what they read, as they read it: operands that they cast to
 a byte as such, frozen weights among them, and of a gated activation what it takes. Casts to few bits with
 scales are the kernels that the record of their precision names (policies/precisions.py). A transformer engine
-(`library_scales`) has cast the weights already, and casts what several products take once, in the kernel that
-writes it or in one of its own, by scales of steps before, which no ranks ask each other for. Weights with a
+(`library_scales`) has cast the weights already, and casts what several products take once: in the kernel that
+writes it, by scales of steps before, which no ranks ask each other for, or in one of its own, by those of
+blocks. Weights with a
 side below `least_side`, as of adapters, are multiplied as they are. Deviations: a kernel ends with its unit,
 and what its product takes counts as if it took it; casts of trained weights, once a step, are free.
 Complexity: O(units + users of all values). Oracle: tests/unit/planner/costs/test_kernel_stacks.py.
@@ -175,7 +176,7 @@ class KernelStack(Record):
                 # Its softmax is computed while the products of other rows are (arXiv 2407.08608, sec. 3).
                 found.append(work.model_copy(update={"instructions": 0}))
             elif _is_cast(work) and self.kernels.library_scales and not work.library_dtype:
-                found.append(_cast_by_library(work, self.kernels.single))
+                found.append(_cast_by_library(work))
             elif work.fused_launches and (self.kernels.library_attention or not work.library_dtype):
                 found.append(_written_anew(work))
             elif work.family in _MERGED:
@@ -382,10 +383,9 @@ def _written_anew(work: Work) -> Work:
     return work.model_copy(update={"dtype": work.library_dtype or work.dtype, "library_dtype": "", **fused})
 
 
-def _cast_by_library(work: Work, single: float) -> Work:
-    """Returns the cast of a transformer engine, of which the kernel that writes its operand does a part."""
-    moved_bytes = round(work.library_bytes * single)
-    return work.model_copy(update={"moved_bytes": moved_bytes, "launches": work.library_launches})
+def _cast_by_library(work: Work) -> Work:
+    """Returns the cast of a transformer engine, without what the kernel does that writes its operand."""
+    return work.model_copy(update={"moved_bytes": work.library_bytes, "launches": work.library_launches})
 
 
 def _relayed(work: Work) -> Work | None:

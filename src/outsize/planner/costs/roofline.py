@@ -40,7 +40,6 @@ COMPUTE_EFFICIENCY: Final = _WITHOUT_OPS["compute"]
 MEMORY_EFFICIENCY: Final = _WITHOUT_OPS["memory"]
 LAUNCH_S: Final = _WITHOUT_OPS["launch_us"] / 1e6
 NARROW = ("bfloat16", "float16")
-FEW_BITS: Final = ("float8", "float4")
 TENSOR_FAMILIES = (*MATMULS, *CONVOLUTIONS, "attention")
 Passes = tuple[float, float, float]
 WorkPasses = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
@@ -128,7 +127,7 @@ def _mean_ops(works: Iterable[Work], curves: Efficiency, passed: int) -> float:
 def _work_s(work: Work, device: Device, curves: Efficiency) -> float:
     if work.family == "layout_copy" and not _copies(work, device, curves):
         return 0.0
-    peak = _peak(work, device) * (curves.narrow_products if work.dtype.startswith(FEW_BITS) else 1.0)
+    peak = _peak(work, device) * curves.narrow_share(work.dtype)
     flops_s = work.flops / peak
     bytes_s = work.moved_bytes / device.bytes_per_s
     compute_s = curves.compute[work.family].seconds(flops_s, work.launches)

@@ -53,6 +53,7 @@ from outsize.planner.costs.efficiency import CPU, default_of
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Along, Edge, Edges, Flow, edges_of
 from outsize.planner.layout.layout import Layout, ScheduleKey
+from outsize.planner.memory.range_tables import Bytes
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.simulation.critical_path import COLLECTIVES, LAST, NOBODY, Cost, MoveWaits, Network
 from outsize.planner.simulation.simulate import StageCost
@@ -325,7 +326,8 @@ def played_step(
     uses, seconds = frozenset[Edge](), dict[Cost, float]()
     buckets: tuple[Sequence[Bucket], ...] = ((),) * len(stages)
     if shards:
-        uses = frozenset(_uses(case, cut, [layout.ranks[stage] for stage in stage_of]))
+        gathered = _gathered(case, layout)
+        uses = frozenset(_uses(case, gathered, cut, [layout.ranks[stage] for stage in stage_of]))
         for part, stage in enumerate(stage_of):
             seconds |= _collective_seconds(
                 part, _weights_and_gradients_bytes(*parts[part], layout), pipeline.collectives[stage]
@@ -473,8 +475,17 @@ Held = tuple[int, int]
 
 def _weights_and_gradients_bytes(case: PricedModel, run: Run, layout: Layout) -> Held:
     """Returns the bytes of a part; the tables of sharded weights hold a share of them."""
-    whole, ranges = layout.weight_parts, case.ranges
-    return whole * int(ranges.weights[run] - ranges.buffers[run]), whole * int(ranges.gradients[run])
+    whole = layout.weight_parts
+    return whole * int(_gathered(case, layout)[run]), whole * int(case.ranges.gradients[run])
+
+
+def _gathered(case: PricedModel, layout: Layout) -> Bytes:
+    """Returns the bytes of the weights that replicas gather: frozen ones stay whole where those of a step are
+    gathered once, since no step changes them. A plan without a step does not know which ones are.
+    """
+    ranges = case.ranges
+    once = layout.weight_policy.gathers_once and ranges.trained.any()
+    return ranges.trained if once else ranges.weights - ranges.buffers
 
 
 def _collective_seconds(part: int, held: Held, collectives: WeightCollectives) -> dict[Cost, float]:
@@ -531,10 +542,9 @@ def _slower_s(pipeline: Pipeline, stage: int, compute_s: float, links_s: float) 
     return default_of(pipeline.device(stage)).beside_s(compute_s, links_s) - compute_s
 
 
-def _uses(case: PricedModel, cut: Sequence[int], ranks: Sequence[int]) -> Iterator[Edge]:
+def _uses(case: PricedModel, gathered: Bytes, cut: Sequence[int], ranks: Sequence[int]) -> Iterator[Edge]:
     """Yields (owner, user) of the parts whose weights are gathered; of other ranks tied ones are copies."""
-    weights = case.ranges.weights - case.ranges.buffers
-    yield from ((part, part) for part, run in enumerate(pairwise(cut)) if weights[run] > 0)
+    yield from ((part, part) for part, run in enumerate(pairwise(cut)) if gathered[run] > 0)
     part_of = np.searchsorted(cut, np.arange(cut[-1]), side="right") - 1
     for flow in case.flows:
         for user in flow.consumers if flow.step else ():

@@ -23,7 +23,7 @@ from outsize.program.sharding.rank_step import op_name
 from outsize.program.tape import Instruction
 
 DimRule = Literal[
-    "elementwise", "reduced", "matmul", "einsum", "attention", "dropout", "concatenated",
+    "elementwise", "reduced", "matmul", "einsum", "attention", "dropout", "concatenated", "stacked",
     "viewed", "transposed", "transposed last", "permuted", "unsqueezed", "expanded", "repeated heads",
     "split", "indexed", "unchanged",
 ]  # fmt: skip
@@ -101,9 +101,9 @@ ROWS: Final[tuple[tuple[str, Op], ...]] = (
     ("repeat", Op(rows="repeated")),
     ("getitem", Op("indexed", "indexed", reshapes=True)),
     # -- of several tensors, and of none
-    ("split chunk unbind", Op("split")),
+    ("split split_with_sizes chunk unbind", Op("split")),
     ("cat concat", Op("concatenated", "joined")),
-    ("stack", Op(rows="stacked")),
+    ("stack", Op("stacked", "stacked")),
     ("new_empty", Op(rows="emptied")),
     ("new_zeros new_ones new_full", Op(rows="made whole")),
 )

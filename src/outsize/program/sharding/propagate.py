@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 
 from torch import nn
@@ -21,6 +22,7 @@ from outsize.program.sharding.op_table import DimRule, op_of
 from outsize.program.sharding.opaque_modules import runs_own_code, works_by_vector
 from outsize.program.sharding.propagate_views import VIEWS
 from outsize.program.sharding.rank_step import (
+    NeedsParts,
     NotPropagated,
     Operand,
     RankStep,
@@ -84,15 +86,43 @@ def dropout(call: RuleInput) -> RankStep:
 
 
 def concatenate(call: RuleInput) -> RankStep:
-    """Joins along another dim than the sharded one; whole pieces are cut, empty ones do not matter."""
+    """Joins pieces; whole ones are cut, empty ones do not matter. Of those that are divided along the joined
+    dim each rank joins its own, so that the result has the parts of all.
+    """
     shape = call.results()[0]
     pieces = [p for p in call.args[0] if len(call.shape(p)) == len(shape)]
+    shares = [share for share in map(call.share, pieces) if share is not None]
+    dim = int(call.arg(1, "dim", 0)) % len(shape)
+    if {share.dim for share in shares} == {dim}:
+        return call.same(_joined(shares, len(pieces)))
     share, behind = _common(call, pieces)
-    if share.dim == int(call.arg(1, "dim", 0)) % len(shape):
-        raise NotPropagated("it joins along the divided dim")
     whole = [p for p in pieces if call.share(p) is None]
     cut = {p: _cut(p, call.shape(p), share.at(len(shape) - behind), call) for p in whole}
     return call.same(share, cut=cut)
+
+
+def _joined(shares: Sequence[Share], pieces: int) -> Share:
+    """Returns the parts of all pieces, of one size. Raises NeedsParts of a piece that has larger ones."""
+    if len(shares) < pieces or any(share.mirrored or not share.complete for share in shares):
+        raise NotPropagated("it joins along the divided dim what is whole, or in another order")
+    parts = tuple(part for share in shares for part in share.parts)
+    least = max(1, min(parts))
+    if any(part % least for part in parts):
+        raise NotPropagated(f"it joins parts of {parts}, of which the least does not divide the others")
+    for share in shares:
+        if set(share.parts) != {least}:
+            raise NeedsParts(share, [Fraction(end, share.size) for end in range(least, share.size, least)])
+    return replace(_union(shares[0], shares), parts=parts)
+
+
+def stack(call: RuleInput) -> RankStep:
+    """Joins pieces that are divided alike along a dim of their own; whole ones are cut."""
+    share, behind = _common(call, call.args[0])
+    ndim = len(call.results()[0])
+    dim = int(call.arg(1, "dim", 0)) % ndim
+    whole = [p for p in call.args[0] if call.share(p) is None]
+    cut = {p: _cut(p, call.shape(p), share.at(ndim - 1 - behind), call) for p in whole}
+    return call.same(share.at(share.dim + (dim <= share.dim)), cut=cut)
 
 
 # -- over dims -----------------------------------------------------------------------------------------
@@ -185,6 +215,7 @@ RULES: Mapping[DimRule, Callable[[RuleInput], RankStep]] = {
     "elementwise": elementwise,
     "reduced": reduce_dims,
     "concatenated": concatenate,
+    "stacked": stack,
     "matmul": matmul,
     "einsum": einsum,
     "dropout": dropout,

@@ -88,13 +88,14 @@ class Ownership:
 
     def _to_shard(self) -> dict[str, int]:
         """Returns the stage of each weight that this rank owns and a program uses; the rest is not
-        sharded.
+        sharded. Frozen weights stay whole where a step gathers once, since no step changes them.
         """
         if not self._plan.shards or self.crew.mesh is None:
             return {}
         home, unused = self.placement.home, self.placement.unused
         own = ((n, t) for n, t in self.used() if self.is_own(n) and n not in unused)
-        return {name: home[name] for name, tensor in own if may_be_sharded(tensor)}
+        changing = ((n, t) for n, t in own if t.requires_grad or not self._plan.weight_policy.gathers_once)
+        return {name: home[name] for name, tensor in changing if may_be_sharded(tensor)}
 
     def _shard(self, home: dict[str, int], notes: dict[str, None]) -> None:
         """Shards block by block, so that no more than one block is whole at a time."""

@@ -171,17 +171,19 @@ def test_a_compiler_leaves_out_what_frozen_weights_do_not_need(layer: nn.Module)
 
 
 def test_a_transformer_engine_casts_the_input_and_the_gradient(layer: nn.Module) -> None:
-    """A read of two bytes and a write of one in each order, of which frozen weights need the first alone."""
+    """A read of two bytes and a write of one in each order, of which frozen weights need the first alone; a
+    half of it is done by the kernel that writes the operand.
+    """
 
     def of_library(passed: str) -> list[tuple[int, int]]:
         found = works(unit_of(layer, "fp8"), passed, products=False)
         return [(w.library_bytes, w.library_launches) for w in found if w.family == "cast"]
 
-    assert of_library("forward") == [(4 * X, 1)]
-    assert of_library("backward_input") == [(4 * Y, 1)]
+    assert of_library("forward") == [(2 * X, 1)]
+    assert of_library("backward_input") == [(2 * Y, 1)]
     layer.weight.requires_grad_(False)
-    assert of_library("forward") == [(3 * X, 1)]
-    assert of_library("backward_input") == [(3 * Y, 1)]
+    assert of_library("forward") == [(1.5 * X, 1)]
+    assert of_library("backward_input") == [(1.5 * Y, 1)]
 
 
 def test_a_bias_is_a_kernel_of_its_own_where_the_record_says_so() -> None:
