@@ -7,6 +7,7 @@ in it. All is in float64, so that orders of additions stay below 1e-9. What no w
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outsize
+from outsize.report.tables.plan_tables import check_notes
 from outsize.train.batch.loss_weights import UnknownShares
 
 SAMPLES, LENGTH, WORDS, MICROBATCHES = 8, 6, 7, 4
@@ -134,6 +136,19 @@ def with_a_sum(scores: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
+@final
+class Penalised(nn.Module):
+    """Computes its loss: a sum over tokens, and a penalty on weights, halved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Tokens()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        summed = tokens(self.tokens(ids), labels, reduction="sum")
+        return (summed + 0.3 * self.tokens.head.weight.square().sum()) / 2
+
+
 def two_heads(scores: Tensor, labels: Tensor, values: Tensor) -> Tensor:
     return (tokens(scores, labels) + 0.5 * F.mse_loss(scores.mean((1, 2)), values)) / 2
 
@@ -183,7 +198,7 @@ def image_and_text(output: tuple[Tensor, Tensor], labels: Tensor, image: Tensor,
 class Situation:
     """A model, a batch and a loss."""
 
-    loss: Loss
+    loss: Loss | None
     target: tuple[Tensor, ...] = (LABELS,)
     make: Callable[[], nn.Module] = Tokens
     args: tuple[Tensor, ...] = (IDS,)
@@ -210,6 +225,7 @@ EQUAL = {
     ),
     "z-loss over all tokens": Situation(z_loss),
     "a penalty that adds up": Situation(with_a_sum),
+    "a sum and a penalty on weights": Situation(None, (), Penalised, (IDS, LABELS)),
     "two heads": Situation(two_heads, (LABELS, VALUES)),
     "distillation of chosen tokens": Situation(distilled),
     "label smoothing and ignore_index": Situation(how(label_smoothing=0.1)),
@@ -244,7 +260,8 @@ def made(situation: Situation) -> nn.Module:
 def undivided(situation: Situation) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the gradients of one call on the whole batch."""
     model = made(situation)
-    loss = situation.loss(model(*situation.args), *situation.target)
+    output = model(*situation.args)
+    loss = output if situation.loss is None else situation.loss(output, *situation.target)
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -253,7 +270,7 @@ def engine_of(situation: Situation, example: int = SAMPLES, **options: Any) -> A
     args, target = (tuple(t[:example] for t in given) for given in (situation.args, situation.target))
     given: dict[str, Any] = {"stages": 2, "microbatches": MICROBATCHES, **options}
     return outsize.parallelize(
-        made(situation), args, target=target, loss_fn=situation.loss, optimizer=sgd, **given
+        made(situation), args, target=target or None, loss_fn=situation.loss, optimizer=sgd, **given
     )
 
 
@@ -273,7 +290,7 @@ def test_the_numbers_are_those_of_the_undivided_batch(name: str) -> None:
     situation, engine = EQUAL[name], engine_of(EQUAL[name])
     loss, gradients = undivided(situation)
     with without_a_doubt():
-        close(engine.step(*situation.args, target=situation.target, update=False).loss, loss)
+        close(engine.step(*situation.args, target=situation.target or None, update=False).loss, loss)
     found = {n: p.grad for n, p in engine.weights.module.named_parameters() if p.grad is not None}
     close(found, gradients)
 
@@ -334,6 +351,7 @@ def test_a_loss_over_the_whole_batch_says_so_and_is_exact_over_a_split_model(nam
         engine_of(situation).step(*situation.args, target=situation.target or None)
     wanted_loss, gradients = undivided(situation)
     model = outsize.split(made(situation), situation.args, stages=2, microbatches=MICROBATCHES)
+    assert situation.loss is not None
     loss = situation.loss(model(*situation.args), *situation.target)
     loss.backward()
     close(loss.detach(), wanted_loss)
@@ -345,6 +363,7 @@ def test_steps_that_accumulate_weigh_by_what_they_count(name: str) -> None:
     """Steps of unequal counts, clipped once by the norm of their sum."""
     situation = EQUAL[name]
     engine = engine_of(situation, 4, clip_norm=0.01)
+    assert situation.loss is not None
     plain = made(situation)
     optimizer = sgd(plain.parameters())
     situation.loss(plain(*situation.args), *situation.target).backward()
@@ -376,6 +395,7 @@ def test_a_count_of_the_whole_batch_that_the_loop_has_taken() -> None:
 @pytest.mark.parametrize("samples", [7, 3, 1])
 def test_an_evaluation_over_an_uneven_tail(samples: int) -> None:
     situation = EQUAL["two heads"]
+    assert situation.loss is not None
     engine, model = engine_of(situation), made(situation)
     ids, target = IDS[:samples], (LABELS[:samples], VALUES[:samples])
     with torch.no_grad(), without_a_doubt():
@@ -395,7 +415,7 @@ def test_normalisation_over_a_microbatch_is_named_with_what_to_type() -> None:
     assert any("BatchNorm" in note and "bn=sync" in note for note in verdict.notes)
 
 
-def test_a_copy_of_the_model_is_not_changed_by_a_trial() -> None:
+def test_a_check_names_what_is_counted_and_what_a_mean_of_means_gets() -> None:
     situation = EQUAL["two heads"]
     model = made(situation)
     before = copy.deepcopy(model.state_dict())
@@ -405,3 +425,47 @@ def test_a_copy_of_the_model_is_not_changed_by_a_trial() -> None:
     assert verdict.bit_equal
     assert verdict.notes == ()
     close(dict(model.state_dict()), dict(before))
+    counts, plain = verdict.counts, copy.deepcopy(model)
+    assert counts is not None
+    assert [(term.divided_by, term.counts) for term in counts.terms] == [
+        ("targets", (7, 4, 8, 10)),
+        ("samples", (2, 2, 2, 2)),
+    ]
+    assert counts.plain is not None
+    assert counts.plain.steps == MICROBATCHES
+    whole, gradients = undivided(situation)
+    assert counts.plain.batch_loss == pytest.approx(float(whole))
+    means = [
+        two_heads(plain(IDS[n : n + 2]), LABELS[n : n + 2], VALUES[n : n + 2]) / 4 for n in range(0, 8, 2)
+    ]
+    torch.stack(means).sum().backward()
+    assert counts.plain.loss == pytest.approx(float(torch.stack(means).sum().detach()))
+    of_means = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    off = [(of_means[n] - g).abs().max() / g.abs().max() for n, g in gradients.items()]
+    assert counts.plain.gradients == pytest.approx(float(max(off)), rel=1e-3)
+    (note,) = check_notes(verdict)
+    assert "7, 4, 8, 10 counted targets and by 2, 2, 2, 2 samples" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("a microbatch without a counted token", "0, 8, 10, 12 counted targets.* NaN"),
+        ("class weights", r"\(class weights of targets\)"),
+        ("the same, by a mask", "a count or sum that the loss takes"),
+        ("means of sequences", None),
+        ("reduction sum", None),
+    ],
+)
+def test_the_sentence_of_a_check(name: str, says: str | None) -> None:
+    situation = EQUAL[name]
+    labels = situation.target[0].clone()
+    if name == "a microbatch without a counted token":
+        labels[2:] = IDS[2:]
+        labels[2, :4] = labels[4, :2] = -100
+    verdict = outsize.check(
+        made(situation), situation.args, target=labels, loss_fn=situation.loss, stages=2, microbatches=4
+    )
+    found = check_notes(verdict)
+    assert len(found) == (says is not None)
+    assert says is None or re.search(says, found[0])

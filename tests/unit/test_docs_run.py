@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "docs/batches.md",
     "docs/checkpoints.md",
+    "docs/counts.md",
     "docs/from-pytorch-tutorial.md",
     "docs/integrations.md",
     "docs/scripts.md",

@@ -45,6 +45,7 @@ from outsize.ir.answers.fit import (
     ScheduleChanged,
 )
 from outsize.ir.answers.utilisation import Idle
+from outsize.ir.answers.verdict import LossCounts
 from outsize.ir.findings import (
     ActivationsOffloaded,
     AllRecomputed,
@@ -118,6 +119,14 @@ HINTS_SHOWN: Final = 2
 STAGES_NAMED: Final = 8
 
 
+_DIVIDED_BY: Final = {
+    "targets": "counted targets",
+    "class weights": "(class weights of targets)",
+    "samples": "samples",
+    "values": "(a count or sum that the loss takes of the batch)",
+}
+
+
 @singledispatch
 def sentence(finding: Finding) -> str:
     """Returns the finding as one plain sentence, without a capital letter and a full stop, as in a list."""
@@ -148,6 +157,24 @@ def document(advice: Advice | Lever) -> dict[str, object]:
 def refusal_text(refusal: Refusal) -> str:
     """Returns what an error said, with its numbers."""
     return "; ".join(filter(None, (refusal.what, refusal.numbers)))
+
+
+def counts_text(counts: LossCounts) -> str:
+    """Returns what the microbatches count, and what a loop of means would get."""
+    by = [f"{', '.join(f'{n:.4g}' for n in t.counts)} {_DIVIDED_BY[t.divided_by]}" for t in counts.terms]
+    weighs = "each microbatch weighs by its own" if len(by) == 1 else "each term weighs by its own"
+    first = f"the loss divides by {' and by '.join(by)} in its microbatches, and {weighs}"
+    plain = counts.plain
+    if plain is None:
+        return first
+    loop = f"{first}. A loop over loss / {plain.steps}, a mean of means, would get"
+    if plain.loss is None or plain.gradients is None:
+        return f"{loop} NaN, since a microbatch has nothing that counts"
+    off = abs(plain.loss - plain.batch_loss) / max(abs(plain.batch_loss), 1e-300)
+    return (
+        f"{loop} {plain.loss:.5g} for {plain.batch_loss:.5g} ({off:.2%} off), and gradients off by "
+        f"{plain.gradients:.2g} of their largest element"
+    )
 
 
 def options_text(options: Mapping[str, int | str]) -> str:

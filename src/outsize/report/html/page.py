@@ -51,6 +51,7 @@ from outsize.report.tables.placement import (
 from outsize.report.tables.plan_tables import (
     SOURCES,
     causes,
+    check_notes,
     difference_text,
     differences,
     how_text,
@@ -134,6 +135,7 @@ def _shown(facts: PageFacts) -> dict[str, Any]:
         "verdict": verdict,
         "differences": _differences(verdict),
         "compared": _compared(verdict) if verdict else "",
+        "check_notes": check_notes(verdict) if verdict else [],
         "commands": list(facts.commands) or _commands(plan),
     }
 

@@ -42,7 +42,7 @@ from outsize.report.tables.balance import imbalance_text
 from outsize.report.tables.offload import degrees_table
 from outsize.report.tables.placement import device_text, holdings, lanes, recompute_text, recompute_varies
 from outsize.report.tables.stage_units import MOST_SHOWN, short_units
-from outsize.report.wording import advised, idle_next_step, idle_sentence, sentence, sentences
+from outsize.report.wording import advised, counts_text, idle_next_step, idle_sentence, sentence, sentences
 
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
 # A larger gap is a weak bound, and nothing about the plan.
@@ -81,7 +81,7 @@ def check_table(verdict: Verdict) -> Group:
     equal = "bit-equal" if bits else f"equal within {verdict.within:.0e}"
     word = Text(equal, "bold green") if verdict.holds else Text(f"NOT {equal}", "bold red")
     heading = Text.assemble((verdict.model, "bold"), ": ", word, " to the plain loop in one process")
-    notes = [Text(f"Note: {note}") for note in verdict.notes]
+    notes = [Text(f"Note: {note}") for note in check_notes(verdict)]
     setting = Text(_check_setting(verdict))
     return Group(heading, setting, *table_style.spaced(_differences(verdict), _cuts(verdict), *notes))
 
@@ -408,6 +408,11 @@ def _check_setting(verdict: Verdict) -> str:
         f"{len(verdict.stages)} stages, {verdict.schedule}, {verdict.microbatches} microbatches, {where}; "
         f"captured in {seconds_text(verdict.capture_s)}, run in {seconds_text(verdict.run_s)}"
     )
+
+
+def check_notes(verdict: Verdict) -> list[str]:
+    """Returns what one may not expect of a run, or of its loss."""
+    return [*verdict.notes, *([counts_text(verdict.counts)] if verdict.counts is not None else [])]
 
 
 def differences(verdict: Verdict) -> list[tuple[str, float]]:

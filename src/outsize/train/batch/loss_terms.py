@@ -28,7 +28,15 @@ from torch import Tensor
 from outsize.device.accelerators import widest_float
 from outsize.program.tape import Instruction, Meta, Ref, Tape, Weight
 from outsize.program.tree import leaves, map_leaves
-from outsize.train.batch.loss_denominators import ADDING, DIVIDING, JOINING, Denominators, SlotValue, Term
+from outsize.train.batch.loss_denominators import (
+    ADDING,
+    DIVIDING,
+    JOINING,
+    Denominators,
+    Samples,
+    SlotValue,
+    Term,
+)
 from outsize.train.batch.loss_samples import operator
 
 Places = Mapping[int, int]
@@ -48,6 +56,10 @@ class TermSums:
 
 
 NONE: Final = TermSums({})
+
+
+# What does not depend on the samples, beside a sum over them: all microbatches together have it once.
+_ONCE: Final = Term(reduced=True, measures=(Samples(),))
 
 
 @final
@@ -108,6 +120,9 @@ def terms_apart(found: Denominators) -> tuple[list[Term], TermSums] | None:
             return None
         if not term.constant and not any(term.weighs_as(known) for known in terms):
             terms.append(term)
+    has_constant = any(isinstance(term, Term) and term.constant for term in found.loss)
+    if has_constant and any(term.adds_up for term in terms):
+        terms.append(_ONCE)
     if loss is None or len(terms) < 2:
         return None
     sums = dict[int, Places]()
@@ -139,7 +154,9 @@ def _add_sums(found: Denominators, slot: int, terms: Sequence[Term], sums: dict[
 def _numbers(found: Denominators, operand: Ref | Weight, terms: Sequence[Term]) -> Iterator[int]:
     """Yields which of the terms the value of an operand has."""
     for summand in found.value_of(operand):
-        if isinstance(summand, Term) and not summand.constant:
+        if isinstance(summand, Term) and summand.constant and terms[-1] is _ONCE:
+            yield len(terms) - 1
+        elif isinstance(summand, Term) and not summand.constant:
             yield next(n for n, term in enumerate(terms) if term.weighs_as(summand))
 
 

@@ -135,6 +135,11 @@ class LossShares:
         return len(self._terms) if self.sums else 0
 
     @property
+    def terms(self) -> Sequence[Term]:
+        """Returns the terms whose counts `measured` measures."""
+        return self._terms
+
+    @property
     def divides(self) -> tuple[bool, ...]:
         """Returns which terms are divided by something."""
         return tuple(bool(term.measures) for term in self._terms)

@@ -26,7 +26,7 @@ from outsize.capture.graph.build import Captured
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption, ExampleRejected, OutsizeError, ReplayMismatch
-from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE, Verdict
+from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE, LossCounts, Verdict
 from outsize.ir.plan import Plan
 from outsize.program.objects import model_copy
 from outsize.program.python_reads import LOSS
@@ -46,6 +46,7 @@ from outsize.train.check.compare import (
     TrainingSnapshot,
     adamw,
     compare,
+    counters_of,
     engine_snapshots,
     merge,
     reference_snapshots,
@@ -54,6 +55,7 @@ from outsize.train.check.compare import (
 )
 from outsize.train.check.divergence import first_forward_divergence, first_wrong_buffer, last_wrong_gradient
 from outsize.train.check.leaf_outputs import eager_calls, first_other_call, watched_modules
+from outsize.train.check.loss_counts import CountedParts, mean_of_means, whole_snapshot
 from outsize.train.check.notes import autocast_note, batchnorm_note, constant_note, undivided_note
 from outsize.train.check.reference import TapeOf, undivided_loss
 from outsize.train.check.worker import SENDABLE, Ambient, Payload, run_rank
@@ -126,12 +128,14 @@ def verify(question: Question, *, processes: bool) -> Verdict:
     insist_on_values(question.model.named_parameters(), question.batch)
     second = question.second_batch or question.batch.with_other_values()
     batches = [question.batch] if second is None else [question.batch, second]
-    references = _references(question, batches)
+    tapes = _tapes(question)
+    references = _references(question, batches, tapes)
     batches = batches[: len(references)]
     reference = references[0]
     start = time.perf_counter()
     split_runs = _over_processes(question, batches) if processes else _in_one_process(question, batches)
     run_s = time.perf_counter() - start
+    counts = _counts(question, tapes)
     pairs = list(zip(references, split_runs, strict=True))
     by_batch = [compare(expected, found) for expected, found in pairs]
     differences = worst(by_batch)
@@ -157,10 +161,11 @@ def verify(question: Question, *, processes: bool) -> Verdict:
         notes=(
             *question.captured.tape.opaque,
             *([constant_note()] if by_batch[0].bit_equal and not holds else []),
-            *_by_design(question, reference, meshed=meshed),
+            *_by_design(question, reference, tapes, meshed=meshed),
         ),
         relative_diff=relative,
         within=within,
+        counts=counts,
     )
 
 
@@ -168,7 +173,9 @@ def _is_double(snapshot: TrainingSnapshot) -> bool:
     return all(t.dtype == torch.float64 for t in (snapshot.loss, *snapshot.grads.values()))
 
 
-def _by_design(question: Question, reference: TrainingSnapshot, *, meshed: bool) -> Iterator[str]:
+def _by_design(
+    question: Question, reference: TrainingSnapshot, tapes: TapeOf, *, meshed: bool
+) -> Iterator[str]:
     """Yields notes on differences that are by design and that somebody might not expect, with their sizes."""
     plan = question.plan
     if meshed:
@@ -179,37 +186,73 @@ def _by_design(question: Question, reference: TrainingSnapshot, *, meshed: bool)
             f" count, relative to each tensor's largest element;{parts} buffers and parameters are shown"
         )
     if plan.microbatches * plan.axes.replicas > 1 and DeferredStatistics(question.model).training:
-        undivided = _references(question, [question.batch], microbatches=1)[0]
+        undivided = _references(question, [question.batch], tapes, microbatches=1)[0]
         whole = compare(_uncounted(undivided), _uncounted(reference))
         yield batchnorm_note(plan, question.batch.size, whole)
         if plan.axes.replicas > 1:
             yield "over processes running statistics are those of replica 0's microbatches, as under DDP"
     elif plan.microbatches * plan.axes.replicas > 1 and plan.form == "tape":
-        yield from _against_undivided(question, reference)
+        yield from _against_undivided(question, reference, tapes)
     if plan.form == "tape":
         yield from autocast_note(question.planned, plan)
 
 
-def _against_undivided(question: Question, reference: TrainingSnapshot) -> Iterator[str]:
+def _against_undivided(question: Question, reference: TrainingSnapshot, tapes: TapeOf) -> Iterator[str]:
     """Notes where the microbatches together are another loss than the batch in one piece.
 
     Not for a model that draws random numbers, which differ, nor in low precision, where roundings do.
     """
-    instructions = question.captured.tape.instructions
-    lowered = any(i.modes.autocast for i in instructions)
-    exact = all(t.dtype in (torch.float32, torch.float64) for t in reference.grads.values())
-    if lowered or not exact or any(i.random for i in instructions):
+    if not _is_exact(question):
         return
     if question.steps > 1:
-        reference = _references(replace(question, steps=1), [question.batch])[0]
-    model = _copied(question.model)
-    with _from_now(question):
-        loss = undivided_loss(model, question.batch.copied(), question.loss_fn)
-    whole = TrainingSnapshot(loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        reference = _references(replace(question, steps=1), [question.batch], tapes)[0]
+    whole = _whole(question)
     # By gradients alone, since a loss can be close to zero.
     distance = relative_difference(whole, replace(reference, loss=whole.loss))
     if distance > UNDIVIDED:
-        yield undivided_note(question.plan, float(whole.loss), float(reference.loss), distance)
+        doubt = _counted(question, tapes).doubt
+        yield undivided_note(question.plan, float(whole.loss), float(reference.loss), distance, doubt)
+
+
+def _is_exact(question: Question) -> bool:
+    """Whether a run in other parts has the same numbers but for roundings: nothing is drawn, nor in low
+    precision.
+    """
+    instructions = question.captured.tape.instructions
+    known = (torch.float32, torch.float64)
+    lowered = any(i.modes.autocast for i in instructions)
+    trained = (p.dtype in known for p in question.model.parameters() if p.requires_grad)
+    return not lowered and all(trained) and not any(i.random for i in instructions)
+
+
+def _whole(question: Question) -> TrainingSnapshot:
+    model = _copied(question.model)
+    with _from_now(question):
+        loss = undivided_loss(model, question.batch.copied(), question.loss_fn)
+    return whole_snapshot(model, loss)
+
+
+def _counted(question: Question, tapes: TapeOf) -> CountedParts:
+    model, parts = _copied(question.model), _parts(question)
+    with _from_now(question):
+        return CountedParts(parts, counters_of(model, tapes, parts, question.loss_fn))
+
+
+def _counts(question: Question, tapes: TapeOf) -> LossCounts | None:
+    """Returns what the microbatches count, where some count more than others."""
+    if question.plan.form == "modules" or question.captured.tape.loss is None:
+        return None
+    counted = _counted(question, tapes)
+    if counted.loss_counts(None) is None or not _is_exact(question):
+        return counted.loss_counts(None)
+    model = _copied(question.model)
+    with _from_now(question):
+        return counted.loss_counts(mean_of_means(model, _whole(question), counted.parts, question.loss_fn))
+
+
+def _parts(question: Question) -> list[Batch]:
+    batch = question.batch
+    return batch.copied().split(question.plan.microbatches_of(batch.size))
 
 
 def _uncounted(snapshot: TrainingSnapshot) -> TrainingSnapshot:
@@ -230,7 +273,7 @@ def _tapes(question: Question) -> TapeOf:
 
 
 def _references(
-    question: Question, batches: Sequence[Batch], microbatches: int | None = None
+    question: Question, batches: Sequence[Batch], tapes: TapeOf, microbatches: int | None = None
 ) -> list[TrainingSnapshot]:
     """Returns the snapshots of the plain loop, one for each batch. An error there is the model's own and is
     shown as such; but a second batch that was made here, and that the model refuses, is left out.
@@ -249,11 +292,11 @@ def _references(
             bn="micro" if microbatches == 1 else question.plan.bn,
         )
         with _from_now(question):
-            return reference_snapshots(model, _tapes(question), parts, loop)
+            return reference_snapshots(model, tapes, parts, loop)
     except Exception as error:
         refuses = isinstance(error, ExampleRejected) or not isinstance(error, OutsizeError)
         if refuses and len(batches) > 1 and question.second_batch is None:
-            return _references(question, batches[:1], microbatches)
+            return _references(question, batches[:1], tapes, microbatches)
         if isinstance(error, OutsizeError):
             raise
         raise ExampleRejected(

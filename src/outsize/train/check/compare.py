@@ -83,7 +83,7 @@ def reference_snapshots(
     `model` is changed in place.
     """
     whole, optimizer, numbers = with_loss(model, loop.loss_fn), adamw(model.parameters()), count()
-    counted = [(parts, _counters(model, tape, parts, loop.loss_fn)) for parts in batches]
+    counted = [(parts, counters_of(model, tape, parts, loop.loss_fn)) for parts in batches]
     snapshots = list[TrainingSnapshot]()
     for of_update in _by_updates(counted, loop.steps):
         snapshots.clear()
@@ -124,7 +124,7 @@ def _weighed_tapes(
     return lambda part: tapes[id(part)]
 
 
-def _counters(
+def counters_of(
     model: nn.Module, tape: Tape | TapeOf, parts: Sequence[Batch], loss_fn: LossFn | None
 ) -> list[LossShares]:
     """Returns for each microbatch the counter of its share of the loss, made from its own tape."""

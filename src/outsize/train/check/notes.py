@@ -33,14 +33,17 @@ def constant_note() -> str:
     )
 
 
-def undivided_note(plan: Plan, whole: float, weighted: float, distance: float) -> str:
-    """`whole` is the loss of the batch in one piece, `weighted` that of the microbatches by their shares."""
+def undivided_note(plan: Plan, whole: float, weighted: float, distance: float, doubt: str | None) -> str:
+    """`whole` is the loss of the batch in one piece, `weighted` that of the microbatches by their shares, and
+    `doubt` why shares do not give the former, where the loss says so.
+    """
+    reason = doubt or "the loss compares samples with each other, or a layer normalises over the batch"
     return (
         f"the loss of the batch in one piece is {whole:.7g}, that of its {plan.microbatches} microbatches "
-        f"together {weighted:.7g}, and gradients differ by {distance:.2g} of their largest element: the loss "
-        "compares samples with each other, its terms are means over different counts, or a layer normalises "
-        "over the batch. Each microbatch is computed by itself, as gradient accumulation does; with "
-        "microbatches=1 the loss is over all samples"
+        f"together {weighted:.7g}, and gradients differ by {distance:.2g} of their largest element: "
+        f"{reason}. "
+        "Each microbatch is computed by itself, as gradient accumulation does; with microbatches=1 the loss "
+        "is over all samples, and so is one in your own loop over outsize.split(model, (x,))"
     )
 
 

@@ -74,12 +74,14 @@ def reference_step(
     return ReferenceStep(total, tuple(outputs))
 
 
-def undivided_loss(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> Tensor:
-    """Returns the loss of the batch in one piece and accumulates its gradients, without any tape."""
+def undivided_loss(model: nn.Module, batch: Batch, loss_fn: LossFn | None, weight: float = 1.0) -> Tensor:
+    """Returns the loss of the batch in one piece, and accumulates its gradients times `weight`, without any
+    tape.
+    """
     output = model(*batch.args, **batch.kwargs)
     loss = loss_fn(output, *batch.target) if loss_fn is not None else find_loss(output)
     assert loss is not None, "a parity check needs a loss"
-    loss.backward()
+    (loss * weight).backward()
     return loss.detach()
 
 
