@@ -44,13 +44,14 @@ def plain() -> list[str]:
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for epoch in range(2):
+        loss = torch.zeros(())
         for x, y in zip(*(tensor.split(16) for tensor in data), strict=True):
-            loss = torch.zeros(())
-            for part, target in zip(x.split(4), y.split(4), strict=True):
+            outputs = list[torch.Tensor]()
+            for part in x.split(4):
                 with accelerator.autocast():
-                    share = nn.functional.mse_loss(model(part), target) / 4
-                share.backward()
-                loss += share.detach()
+                    outputs.append(model(part).float())
+            loss = nn.functional.mse_loss(torch.cat(outputs), y)
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -128,6 +128,7 @@ class Trainer(transformers.Trainer, ABC):
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Returns the optimizer of this rank's weights, and builds the engine where there is none."""
+        self._whole_model.train()  # else the model of from_pretrained is recorded twice
         made = self.engine.optimizer
         self.optimizer = self.optimizer or made
         return self.optimizer

@@ -15,6 +15,7 @@ from outsize.errors import BadOption
 from outsize.files.private_folder import private_folder
 from outsize.files.run_folders import LAUNCH, RunFolder, run_folder
 from outsize.ir.answers.run_state import RunLaunch
+from outsize.ops.launch.worker import OURS
 from outsize.ops.watchdog.options import WatchOptions
 from outsize.train.world.rendezvous import loopback_interface
 from outsize.train.world.variables import ON_OOM, PER_DEVICE, SHARE, PeerCopies
@@ -113,8 +114,8 @@ class LaunchSpec:
 
     @property
     def is_ours(self) -> bool:
-        """Tells whether it is a module of outsize, whose ranks meet by `join` alone."""
-        return self.module and self.argv[0].startswith("outsize.")
+        """Tells whether it is a worker of the command line, whose ranks meet by `join` alone."""
+        return self.module and self.argv[0].startswith(OURS)
 
     @property
     def processes(self) -> str:

@@ -36,6 +36,8 @@ from outsize.train.world.failure import fault_file, write_failure
 from outsize.train.world.join import error_file, peer_copies, set_environment
 
 _PRELOADED: Final = ("numpy", "torch.distributed", "outsize.api.running")
+OURS: Final = "outsize.cli."
+"""Modules that the command line starts by itself: they are told of folders, and meet by `join` alone."""
 _ASKING: Final = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 _FOR_OTHERS: Final = tuple(getattr(signal, name) for name in _ASKING if hasattr(signal, name))
 
@@ -43,20 +45,19 @@ _FOR_OTHERS: Final = tuple(getattr(signal, name) for name in _ASKING if hasattr(
 def main(argv: list[str]) -> None:
     """Runs TARGET and ends the process."""
     lifeline, kind, target, *arguments = argv
-    theirs = [Path(lifeline).parent, *(map(Path, arguments) if target.startswith("outsize.") else ())]
+    theirs = [Path(lifeline).parent, *(map(Path, arguments) if target.startswith(OURS) else ())]
     folders = [path for path in theirs if path.name.startswith("outsize-")] + _copies()
     threading.Thread(target=_die_with_launcher, args=(lifeline, folders), daemon=True).start()
     _write_whole_lines()
     record = error_file()
     if record is not None:
         faulthandler.enable(file=fault_file(record).open("w"), all_threads=False)
-    sys.argv = [target, *arguments]
-    end_now(_run(kind, target, record))
+    end_now(_run(kind, [target, *arguments], record))
 
 
-def _run(kind: str, target: str, record: Path | None) -> int:
+def _run(kind: str, argv: Sequence[str], record: Path | None) -> int:
     try:
-        _execute(kind, target)
+        execute(kind, argv)
     except BaseException as error:
         status = exit_code(error)
         if record is not None and status not in (0, INTERRUPTED):
@@ -65,7 +66,10 @@ def _run(kind: str, target: str, record: Path | None) -> int:
     return 0
 
 
-def _execute(kind: str, target: str) -> None:
+def execute(kind: str, argv: Sequence[str]) -> None:
+    """Runs a "module" or a "script", argv[0], as `__main__` with what Python gives it."""
+    target = argv[0]
+    sys.argv = list(argv)
     if kind == "module":
         sys.path.insert(0, os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)

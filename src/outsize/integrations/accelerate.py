@@ -1,0 +1,78 @@
+"""Trains a split model in a script for Accelerate.
+
+    -from accelerate import Accelerator
+    +from outsize.integrations.accelerate import Accelerator
+     accelerator = Accelerator()
+    +model = outsize.split(model, (example,), stages=2, microbatches=4)
+     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+Accelerate knows one thing that processes may be: replicas, each with a part of the data and a whole model in
+DDP. Ranks of a split model all have the same batch, so it is told of one process for data; which one is the
+main process stays. `backward`, `clip_grad_norm_`, `accumulate` and autocast are Accelerate's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from torch import nn
+
+from outsize.capture.models.imports import import_package
+from outsize.errors import BadOption
+from outsize.train.split.module import SplitModule
+
+if TYPE_CHECKING:
+    import accelerate
+else:
+    accelerate = import_package("accelerate", extra="hf")
+
+
+def one_process_for_data(state: Any) -> int:
+    """Tells Accelerate's state of one process, whose rank stays; returns how many there are."""
+    processes: int = state.num_processes
+    state.distributed_type, state.num_processes = accelerate.DistributedType.NO, 1
+    return processes
+
+
+@final
+class Accelerator(accelerate.Accelerator):
+    """An Accelerator of a script that splits its model; its arguments are those of Accelerate's.
+
+    `save_state` and `load_state` work in one process; over several they raise BadOption.
+    """
+
+    def __init__(self, *args: Any, cpu: bool = False, **kwargs: Any) -> None:
+        state = accelerate.PartialState(cpu=cpu)
+        state.wait_for_everyone()
+        self._processes = one_process_for_data(state)
+        super().__init__(*args, cpu=cpu, **kwargs)
+        self.dataloader_config.dispatch_batches = False  # every rank reads its batches itself
+        self.register_save_state_pre_hook(
+            lambda models, *_: self._insist_on_one("save_state", "save(folder)", models)
+        )
+        self.register_load_state_pre_hook(
+            lambda models, *_: self._insist_on_one("load_state", "state.resume(folder)", models)
+        )
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Returns the model; a split one stays on the devices of its plan."""
+        if isinstance(model, SplitModule):
+            device_placement = False
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Returns the model's state; the whole one of a split model on rank 0. Every rank calls this."""
+        if isinstance(model, SplitModule):
+            return model.engine.weights.full_state_dict()
+        return super().get_state_dict(model, unwrap)
+
+    def _insist_on_one(self, doing: str, instead: str, models: Sequence[nn.Module]) -> None:
+        if self._processes > 1 and any(isinstance(model, SplitModule) for model in models):
+            raise BadOption(
+                f"accelerator.{doing} knows the weights and states of one process, and each has a part",
+                numbers=f"{self._processes} processes",
+                next_step=f"model.engine.{instead}, on every rank",
+            )

@@ -1,0 +1,85 @@
+"""Trains by Axolotl over the stages of a plan.
+
+    plugins:
+      - outsize.integrations.axolotl.SplitPlugin
+    outsize:
+      stages: 2
+
+Axolotl makes its trainers in builders of its own, one for each method, between two calls of its plugins: in
+that time all trainers are made split. Its file means what it means for one process, in any number of them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final, final
+
+import torch
+from pydantic import BaseModel
+
+from outsize.integrations.trainers import split_trainers
+
+# Axolotl alone imports this module for use; without it the module can still be read and documented.
+_BASE: Any = import_module("axolotl.integrations.base").BasePlugin if find_spec("axolotl") else object
+SEED: Final = 42  # the default of TrainingArguments
+
+
+@final
+class AxolotlKey(BaseModel):
+    """The key of Axolotl's file: options of `parallelize`, or the file of a plan as `plan`."""
+
+    outsize: dict[str, Any] = {}
+
+
+@final
+class SplitPlugin(_BASE):
+    """Splits the trainer that Axolotl makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._splitting = ExitStack()
+        self._trainer: Any = None
+
+    def get_input_args(self) -> str:
+        """Returns where the key of Axolotl's file is described."""
+        return f"{__name__}.{AxolotlKey.__name__}"
+
+    def register(self, cfg: Any) -> None:
+        """Says that processes are no replicas, by which Axolotl would multiply the batch."""
+        cfg["ddp"] = False
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        """Says, where Axolotl asks first after it has read its file, that the model is loaded on the host:
+        each stage moves to its device from there.
+        """
+        cfg.device_map = {"": "cpu"}
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Splits the trainers that are made from here on. Raises BadOption, BadPlan."""
+        self._splitting = split_trainers(**dict(cfg.outsize))
+
+    def pre_lora_load(self, cfg: Any, model: Any) -> None:
+        """Draws the same adapters on every rank: Axolotl sets its seed when it makes the trainer, and not
+        before.
+        """
+        torch.manual_seed(SEED if cfg.seed is None else cfg.seed)
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Leaves trainers that are made from here on as they are."""
+        self._splitting.close()
+        self._trainer = trainer
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        """Saves the model by all ranks; Axolotl would call `save_pretrained` of rank 0 alone next, which has
+        a part of the weights.
+        """
+        trainer, self._trainer = self._trainer, None  # Axolotl calls this a second time, when it has saved
+        if trainer is not None and trainer.engine.crew.world_size > 1:
+            trainer.save_model(cfg.output_dir)
+            vars(model)["save_pretrained"] = _saved_already
+
+
+def _saved_already(*_: Any, **__: Any) -> None:
+    """Writes nothing."""
