@@ -40,7 +40,7 @@ OF_OTHERS = {
     "train/split/optimizers.py": {"param_groups"},
     "train/tensor_parallel.py": {"forward"},
     # Elements of XML, Lightning's rank and the configuration of torchrun.
-    "integrations/lightning_processes.py": {"rank"},
+    "integrations/lightning_parts/processes.py": {"rank"},
     "ops/launch/launch.py": {"nproc_per_node"},
     "report/html/cells.py": {"text"},
     "report/html/svg.py": {"text"},

@@ -22,7 +22,7 @@ from torch import nn
 
 from outsize.errors import BadOption
 from outsize.integrations.lightning import OutsizeStrategy
-from outsize.integrations.training_step import reads_batch_number
+from outsize.integrations.lightning_parts.training_step import reads_batch_number
 
 MANUAL = {"gradient_clip_val": None, "accumulate_grad_batches": 1, "max_epochs": 2}
 JOBS: dict[str, dict[str, Any]] = {

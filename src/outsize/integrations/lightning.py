@@ -33,11 +33,21 @@ from torch.optim import Optimizer
 from outsize.api.records import Loss
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadOption
-from outsize.integrations.lightning_processes import RankStrategy
+from outsize.integrations.lightning_parts.processes import RankStrategy
+from outsize.integrations.lightning_parts.split_children import (
+    Moved,
+    SplitChildren,
+    microbatches_in,
+    why_whole,
+)
+from outsize.integrations.lightning_parts.training_step import (
+    TrainingStep,
+    loss_in,
+    names_in,
+    reads_batch_number,
+)
 from outsize.integrations.optimizer_parts import OptimizerParts
-from outsize.integrations.split_children import Moved, SplitChildren, microbatches_in, why_whole
 from outsize.integrations.split_options import options_of, split_into
-from outsize.integrations.training_step import TrainingStep, loss_in, names_in, reads_batch_number
 from outsize.integrations.update import Lookahead, Update
 from outsize.ir.plan import Plan
 from outsize.ops.training import parallelize

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
-from outsize.integrations.training_step import TrainingStep, loss_in
+from outsize.integrations.lightning_parts.training_step import TrainingStep, loss_in
 from outsize.train.batch.batch import microbatch
 from outsize.train.engine.engine import Engine
 
