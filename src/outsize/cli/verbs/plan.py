@@ -103,6 +103,7 @@ def plan(
 ) -> None:
     """Split MODEL over the devices; show stages, memory, busy time, bubble, and the reasons."""
     from outsize.api.records import Lora, Request
+    from outsize.capture.models.lazy_imports import stand_in
 
     screen, edited = Screen(json), load_plan(check)
     asked = Request(
@@ -133,6 +134,8 @@ def plan(
         "exact": mesh.exact,
         "curves": report is not None,
     }
+    if not measure:
+        stand_in(model.partition(":")[0])
     with screen.working(f"building {model}"):
         size = batch_size(batch, edited)
         inputs = make_model_input(model, input, size, meta=meta or not measure, seed=seed)
