@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import pytest
@@ -413,6 +413,48 @@ def test_normalisation_over_a_microbatch_is_named_with_what_to_type() -> None:
     )
     assert verdict.bit_equal
     assert any("BatchNorm" in note and "bn=sync" in note for note in verdict.notes)
+
+
+@final
+class Deciding(nn.Module):
+    """Runs by modules, since it decides on activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Tokens()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores = self.tokens(ids)
+        return scores if float(scores.detach().sum()) < 1e9 else scores * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["padding to the longest", "the same, by a mask", "class weights", "weights of samples"]
+)
+def test_a_model_that_runs_by_modules_weighs_by_what_its_loss_divides_by(name: str) -> None:
+    situation = replace(EQUAL[name], make=Deciding)
+    engine = engine_of(situation)
+    assert engine.plan.form == "modules"
+    loss, gradients = undivided(situation)
+    with without_a_doubt():
+        close(engine.step(*situation.args, target=situation.target, update=False).loss, loss)
+    close({n: p.grad for n, p in engine.weights.module.named_parameters()}, gradients)
+    verdict = outsize.check(
+        made(situation),
+        situation.args,
+        target=situation.target,
+        loss_fn=situation.loss,
+        stages=2,
+        microbatches=4,
+        steps=1,
+    )
+    assert verdict.bit_equal
+
+
+def test_what_a_model_by_modules_cannot_weigh_says_so() -> None:
+    situation = replace(EQUAL["two heads"], make=Deciding)
+    with pytest.warns(UnknownShares, match="means over different counts"):
+        engine_of(situation).step(*situation.args, target=situation.target)
 
 
 def test_a_check_names_what_is_counted_and_what_a_mean_of_means_gets() -> None:

@@ -60,6 +60,11 @@ class SlotReader:
         self._functions: dict[torch.device | None, Callable[..., tuple[Any, ...]]] = {}
         self._buffers: dict[torch.device | None, CopiedWeights] = {}
 
+    @property
+    def places(self) -> Sequence[int]:
+        """Returns the places of the inputs from which the slots follow."""
+        return self._places
+
     def read(self, inputs: Sequence[Tensor]) -> SlotValues:
         """Returns the values of the slots, and the buffers."""
         own = [inputs[place] for place in self._places]

@@ -110,10 +110,13 @@ class Term:
 @final
 @dataclass(frozen=True, slots=True)
 class Underivable:
-    """A summand that is no term, and the instruction that made it so."""
+    """A summand that is no term, and the instruction that made it so. `pairs` says that it has an entry for
+    each pair of samples.
+    """
 
     where: str
     name: str
+    pairs: bool = False
 
 
 @final
@@ -166,7 +169,7 @@ class Denominators:
             value = self._result(instruction)
             for number, slot in enumerate(instruction.defines()):
                 own = self._single(instruction, number) or value
-                self._values[slot] = _PER_SAMPLE if slot in outputs and not _known(own) else own
+                self._values[slot] = _PER_SAMPLE if slot in outputs and _is_unknown(own) else own
 
     @property
     def loss(self) -> tuple[Term | Underivable, ...]:
@@ -225,7 +228,8 @@ class Denominators:
         if singles:
             return self._of_singles(instruction, operands)
         if self._has_pairs(instruction):
-            return self._underivable(instruction)
+            known = next((x for x in operands if isinstance(x, Underivable) and x.pairs), None)
+            return (known or Underivable(instruction.where, instruction.name, pairs=True),)
         operand = _first(instruction)
         if not isinstance(operand, Ref) or not _dependent(self.value_of(operand)):
             return None
@@ -449,9 +453,10 @@ def _union(values: Iterable[Iterable[S]]) -> tuple[S, ...]:
     return tuple(dict.fromkeys(summand for value in values for summand in value))
 
 
-def _known(value: Value) -> bool:
-    """Whether every summand is a term."""
-    return all(isinstance(summand, Term) for summand in value)
+def _is_unknown(value: Value) -> bool:
+    """Whether a summand is no term, and none has pairs of samples."""
+    has_pairs = any(isinstance(summand, Underivable) and summand.pairs for summand in value)
+    return not has_pairs and not all(isinstance(summand, Term) for summand in value)
 
 
 def _reduced(value: Value) -> bool:

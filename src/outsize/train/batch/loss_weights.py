@@ -23,6 +23,7 @@ from outsize.device.accelerators import is_accelerator, widest_float
 from outsize.device.readback import host_numbers
 from outsize.errors import OutsizeError
 from outsize.program.reader import SlotReader, SlotValues, buffers_behind
+from outsize.program.source_line import warn_user
 from outsize.program.tape import Ref, Tape, Weight
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_denominators import (
@@ -133,6 +134,11 @@ class LossShares:
     def ratios(self) -> int:
         """Returns how many terms the program can weigh one by one; 0 where it weighs none."""
         return len(self._terms) if self.sums else 0
+
+    @property
+    def inputs(self) -> Sequence[int]:
+        """Returns the places of the inputs from which the counts follow."""
+        return self._reader.places
 
     @property
     def terms(self) -> Sequence[Term]:
@@ -283,6 +289,29 @@ def doubt_of(each: Sequence[LossShares], counted: Sequence[Counted]) -> str | No
     if not counted[0].summed and terms_disagree(counted) and not _weigh_terms(counted):
         return "its terms are means over different counts, such as samples and tokens"
     return None
+
+
+@final
+class ShareWarnings:
+    """Says once that the shares of microbatches in the loss cannot be derived."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        self._speaks = speaks
+        self._of_doubt = self._of_trial = False
+
+    def warn(self, doubt: str | None, unexpected: Exception | None = None) -> None:
+        """Says once, on rank 0, that the weights of the microbatches do not follow from the loss."""
+        if unexpected is not None and not self._of_trial and self._speaks:
+            warn_user(f"{trial_text(unexpected)}; its tape decided", UnknownShares)
+        self._of_trial |= unexpected is not None
+        if doubt is not None and not self._of_doubt and self._speaks:
+            warn_user(
+                f"the share of each microbatch in the loss cannot be derived: {doubt}; they count by their "
+                "samples, which may not give the loss of the whole batch. outsize check shows by how much; "
+                "model = outsize.split(model, (x,)) and a loss of model(x) in your loop is that of the batch",
+                UnknownShares,
+            )
+        self._of_doubt |= doubt is not None
 
 
 def unexpected_of(each: Sequence[LossShares]) -> Exception | None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, repeat
 from typing import Any, final
 
@@ -25,10 +26,11 @@ from outsize.program.weights.of_loss import with_loss
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
+from outsize.train.batch.loss_of_outputs import OutputLoss
 from outsize.train.batch.loss_terms import with_fixed_ratios
 from outsize.train.batch.loss_trials import LossTrial
-from outsize.train.batch.loss_weights import LossShares, counted_each, weights_of
-from outsize.train.check.reference import TapeOf, reference_step, tape_for
+from outsize.train.batch.loss_weights import LossShares, counted_each, shares_of, weights_of
+from outsize.train.check.reference import TapeOf, WeightsOf, reference_step, tape_for
 from outsize.train.engine.engine import Engine
 
 Tensors = Mapping[str, Tensor]
@@ -89,8 +91,10 @@ def reference_snapshots(
         snapshots.clear()
         for (parts, counters), number in zip(of_update, numbers, strict=False):
             weights = weights_of(counted_each(counters, parts))
-            shares = [each.share for each in weights]
+            shares: Sequence[float] | WeightsOf = [each.share for each in weights]
             weighed = _weighed_tapes(tape, parts, counters, [each.ratios for each in weights])
+            if not weighed(parts[0]).instructions:  # a model that runs by modules
+                shares = partial(_shares_of_outputs, OutputLoss(loop.loss_fn), parts)
             seeds = [seeder(loop.seed, number, mb) for mb in range(len(parts))]
             with DeferredStatistics(model).collecting() if loop.bn == "deferred" else nullcontext():
                 loss = reference_step(model, weighed, parts, shares, seeds, loop.loss_fn).loss
@@ -108,6 +112,10 @@ def _by_updates(batches: Sequence[Any], steps: int) -> Iterator[Sequence[Any]]:
     """
     yield from repeat(batches[:1], steps - 1)
     yield batches
+
+
+def _shares_of_outputs(loss: OutputLoss, parts: Sequence[Batch], output: Any) -> Sequence[float]:
+    return shares_of(loss.counted(output, parts))
 
 
 def _weighed_tapes(

@@ -35,6 +35,7 @@ from outsize.train.batch.loss_terms import CountDivision, WeighedSum
 
 Visit = Callable[[Instruction, Any], None]
 TapeOf = Callable[[Batch], Tape]
+WeightsOf = Callable[[Any], Sequence[float]]
 
 
 @final
@@ -50,20 +51,23 @@ def reference_step(
     model: nn.Module,
     tape: Tape | TapeOf,
     parts: Sequence[Batch],
-    weights: Sequence[float],
+    weights: Sequence[float] | WeightsOf,
     seeds: Sequence[Seed],
     loss_fn: LossFn | None,
 ) -> ReferenceStep:
     """Accumulates gradients in the parameters' `.grad`, like any training loop.
 
-    `tape` is that of every microbatch, or a function that finds it.
+    `tape` is that of every microbatch, or a function that finds it. `weights` may follow from the output of
+    the first one.
     """
     total: Tensor | None = None
     outputs = []
     with borrowed_generators():
-        for part, weight, seed in zip(parts, weights, seeds, strict=True):
+        for at, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
             output, loss = eager(model, tape_for(tape, part), part, seed, loss_fn)
             outputs.append(output)
+            weights = weights(output) if callable(weights) else weights
+            weight = weights[at]
             if loss is not None:
                 trained = with_loss(model, loss_fn).parameters()
                 with outside_autocast(), nullcontext() if weight else zero_gradients(trained):

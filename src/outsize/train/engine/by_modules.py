@@ -40,11 +40,13 @@ from outsize.run.by_module.run import OwnedRun
 from outsize.run.interpreter.trace import Marks
 from outsize.run.stage.kept_casts import KeptCasts
 from outsize.run.stage.rng import Seed, seeder
+from outsize.run.stage.stage import zero_gradients
 from outsize.run.stage.unchanged_weights import UnchangedWeights
 from outsize.run.weights.placement import Placement, placement_of_modules
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.checks import insist_on_gradient, insist_on_model, insist_on_values
-from outsize.train.batch.loss_weights import Counted
+from outsize.train.batch.loss_of_outputs import OutputLoss
+from outsize.train.batch.loss_weights import ShareWarnings
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.devices import insist_on_one_device
@@ -74,7 +76,8 @@ class ByModules(Executor):
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
         self._whole = run.whole
         self._loss_fn, self._seed = options.loss_fn, options.seed
-        self._is_summed = options.counting == "sum"
+        self._counts = OutputLoss(options.loss_fn, options.counting)
+        self._shares = ShareWarnings(speaks=crew.global_rank == 0)
         self._grad_scale: Tensor | None = None
         self._unchanged = UnchangedWeights(model)
         self._kept = KeptCasts()
@@ -143,8 +146,7 @@ class ByModules(Executor):
         insist_on_values(self._ownership.used(), parts[0])
         self._crew.start_step()
         run, replicas, grad = self._ownership.own_run(), self._crew.replicas, torch.is_grad_enabled()
-        counted = [Counted(part.size, summed=self._is_summed) for part in parts]
-        pieces, _ = replicas.pieces(counted, frozenset())
+        pieces, _ = replicas.pieces(self._counts.by_samples(parts), frozenset())
         gradient_context = (
             untouched(self._model) if not grad else replicas.summing(self._ownership.trained_by_stage)
         )
@@ -166,26 +168,34 @@ class ByModules(Executor):
         keeps: bool,
     ) -> tuple[Tensor | None, tuple[tuple[int, Tensor], ...], list[Any]]:
         total: Tensor | None = None
-        losses, outputs = [], []
+        losses, outputs, shares = [], [], list[float]()
         trained = (p for p in self._model.parameters() if p.requires_grad and torch.is_grad_enabled())
         self._unchanged.begin(trained)
-        for piece in pieces:
+        for at, piece in enumerate(pieces):
             part, number = parts[piece.part].mapped(self._crew.here), piece.number
             with _rewording_errors(self._model, run):
                 output, loss = self._forward(number, part, seeder(self._seed, step, number), run)
             if run is not None:
                 run.insist_on_same("the loss", loss)
+            share = (shares := shares or self._shares_of(output, parts))[at]
             if torch.is_grad_enabled():
-                self._backward(number, loss, piece.share * scale, run)
+                self._backward(number, loss, share * scale, run)
                 output = map_leaves(_detached, output) if keeps else None
             if piece.counts and keeps:
                 outputs.append(output)
             if loss is not None:
-                weighted = loss.detach() * piece.share if piece.counts else torch.zeros_like(loss)
+                # A mean over nothing is NaN, and has no share.
+                weighted = loss.detach() * share if piece.counts and share else torch.zeros_like(loss)
                 total = weighted if total is None else total + weighted
                 if piece.counts:
                     losses.append((number, loss.detach()))
         return total, tuple(losses), outputs
+
+    def _shares_of(self, output: Any, parts: Sequence[Batch]) -> list[float]:
+        """Returns the shares of this replica's pieces in the loss, which the first output tells."""
+        counted = self._counts.counted(output, parts)
+        self._shares.warn(self._counts.doubt)
+        return [piece.share for piece in self._crew.replicas.pieces(counted, frozenset())[0]]
 
     def _forward(
         self, number: int, part: Batch, seed: Seed, run: OwnedRun | None
@@ -207,7 +217,8 @@ class ByModules(Executor):
         insist_on_gradient(loss)
         assert loss is not None
         start = time.perf_counter()
-        with outside_autocast(forgets=not self._kept.keeps), self._unchanged.looking():
+        share = nullcontext() if weight else zero_gradients(self._model.parameters())
+        with outside_autocast(forgets=not self._kept.keeps), self._unchanged.looking(), share:
             weighted = loss * weight
             if self._grad_scale is not None:
                 weighted = weighted * self._grad_scale.to(loss.device)

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from outsize.ir.answers.compilation import StageGraphs
 from outsize.program.generate import name_instruction
-from outsize.program.source_line import warn_user
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import Calls, DeferredStatistics
@@ -33,12 +32,10 @@ from outsize.run.weights.placement import Placement, placement_of_cut
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.checks import insist_on_loss, insist_on_model, insist_on_values
 from outsize.train.batch.loss_weights import (
-    Counted,
-    UnknownShares,
+    ShareWarnings,
     counted_each,
     doubt_of,
     shares_of,
-    trial_text,
     unexpected_of,
 )
 from outsize.train.context.run_context import RunContext
@@ -125,31 +122,6 @@ class _Results:
 
 
 @final
-class _ShareWarnings:
-    """Says once that the shares of microbatches in the loss cannot be derived."""
-
-    def __init__(self, *, speaks: bool) -> None:
-        self._speaks = speaks
-        self._of_doubt = self._of_trial = False
-
-    def warn(self, variants: Sequence[Variant], counted: Sequence[Counted]) -> None:
-        """Says once, on rank 0, that the weights of the microbatches do not follow from the loss."""
-        each = [variant.shares for variant in variants]
-        doubt, unexpected = doubt_of(each, counted), unexpected_of(each)
-        if unexpected is not None and not self._of_trial and self._speaks:
-            warn_user(f"{trial_text(unexpected)}; its tape decided", UnknownShares)
-        self._of_trial |= unexpected is not None
-        if doubt is not None and not self._of_doubt and self._speaks:
-            warn_user(
-                f"the share of each microbatch in the loss cannot be derived: {doubt}; they count by their "
-                "samples, which may not give the loss of the whole batch. outsize check shows by how much; "
-                "model = outsize.split(model, (x,)) and a loss of model(x) in your loop is that of the batch",
-                UnknownShares,
-            )
-        self._of_doubt |= doubt is not None
-
-
-@final
 class Pipelined(Executor):
     """Runs the stages of a cut tape."""
 
@@ -188,7 +160,7 @@ class Pipelined(Executor):
         # Replicas without devices of their own share one pipeline, which runs them one after the other.
         in_turns = not copies and crew.replicas.count < plan.axes.replicas
         self._in_turn = plan.microbatches if in_turns else 0
-        self._shares = _ShareWarnings(speaks=crew.global_rank == 0)
+        self._shares = ShareWarnings(speaks=crew.global_rank == 0)
         self._told: Placement | None = None
         self._adopted: set[int] = set()  # variants of which each weight has found an owner
         self._results = _Results(crew, run.model)
@@ -313,7 +285,8 @@ class Pipelined(Executor):
         replicas = self._crew.replicas
         written = _written(step.variants) if replicas.count > 1 else frozenset[str]()
         pieces, written = replicas.pieces(counted, written)
-        self._shares.warn(step.variants, counted)
+        each = [variant.shares for variant in step.variants]
+        self._shares.warn(doubt_of(each, counted), unexpected_of(each))
         self._counting = [piece.counts for piece in pieces]
         self._crew.start_step()
         if self._has_copies:
