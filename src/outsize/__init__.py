@@ -26,7 +26,18 @@ importlib.import_module("outsize.schedules.families")
 
 if TYPE_CHECKING:
     from outsize.api import check, estimate, fit, largest, largest_batch, measure, plan
-    from outsize.api.records import Checkpoint, Clip, Compile, Lora, Loss, Ranks, Recordings, Request, Watch
+    from outsize.api.records import (
+        Checkpoint,
+        Clip,
+        Compile,
+        Lora,
+        Loss,
+        Quantize,
+        Ranks,
+        Recordings,
+        Request,
+        Watch,
+    )
     from outsize.errors import OutsizeError
     from outsize.ir.answers.verdict import Verdict
     from outsize.ir.cluster import Cluster
@@ -69,6 +80,7 @@ _HOME = {
     "Compile": "outsize.api.records",
     "Lora": "outsize.api.records",
     "Loss": "outsize.api.records",
+    "Quantize": "outsize.api.records",
     "Ranks": "outsize.api.records",
     "Recordings": "outsize.api.records",
     "Request": "outsize.api.records",
@@ -103,6 +115,7 @@ __all__ = [
     "Plan",
     "Profile",
     "ProfileSet",
+    "Quantize",
     "Ranks",
     "Recordings",
     "Request",

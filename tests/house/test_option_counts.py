@@ -77,7 +77,16 @@ def test_an_old_keyword_is_none_of_the_new() -> None:
 
 def test_every_field_of_a_request_arrives() -> None:
     """`Request.layout` takes the fields of RequestOptions; the others are read by who makes the case."""
-    elsewhere = {"cluster", "lora", "measured", "progress", "recordings", "time_limit_s", "on_better"}
+    elsewhere = {
+        "cluster",
+        "lora",
+        "measured",
+        "progress",
+        "quantize",
+        "recordings",
+        "time_limit_s",
+        "on_better",
+    }
     assert {*fields_of(outsize.Request)} - RequestOptions.__annotations__.keys() == elsewhere
 
 

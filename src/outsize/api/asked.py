@@ -105,7 +105,7 @@ class AskedRun:
             )
         self.request.insist_on_none(
             "parallelize",
-            ("inference", "lora", "objective", *OF_A_SEARCH),
+            ("inference", "lora", "objective", "quantize", *OF_A_SEARCH),
             "outsize.plan(model, ..., request=...), and parallelize(model, ..., plan=that plan)",
         )
         if self.plan is None:

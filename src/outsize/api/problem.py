@@ -11,7 +11,7 @@ from typing import Any, final
 from torch import nn
 
 from outsize.api.options import CaseOptions, FitOptions, request_of
-from outsize.api.records import OF_A_SEARCH, Lora, Loss, Recordings, Request
+from outsize.api.records import OF_A_SEARCH, Lora, Loss, Quantize, Recordings, Request
 from outsize.axes.registry import PARTS
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.experts import with_experts
@@ -21,6 +21,7 @@ from outsize.capture.kept.store import Folder, KeptModel
 from outsize.capture.measure.local_cluster import find_cluster
 from outsize.capture.measure.units import Progress
 from outsize.capture.models.lora import with_adapters
+from outsize.capture.models.quantized import insist_on_format, with_stored_layers
 from outsize.errors import BadOption
 from outsize.errors.arguments import shown
 from outsize.ir.answers.request import NONE_SEARCHED, PlanRequest
@@ -201,16 +202,27 @@ def asked_cluster(asked: Request) -> Cluster:
     return cluster_of("local" if asked.cluster is None else asked.cluster)
 
 
-def adapted_case(
-    model: nn.Module, args: Any, kwargs: Any, options: CaseOptions, asked: Request
-) -> TrainingCase:
-    """Returns the case of the model with the adapters that the request asks for.
+def adapted(model: nn.Module, asked: Request) -> nn.Module:
+    """Returns the model with its weights in the format, and with the adapters, that the request asks for.
 
     Raises BadOption, and ModelNotImportable without peft.
     """
-    lora = Lora.of(asked.lora, "lora")
-    if lora.rank is not None:
-        model = with_adapters(model, lora.rank, lora.targets)
+    lora, quantize = Lora.of(asked.lora, "lora"), Quantize.of(asked.quantize, "quantize")
+    quantize.insist_on_format()
+    if quantize.format is not None:
+        stored = insist_on_format(quantize.format).of_blocks(quantize.block, nests=quantize.nested)
+        model = with_stored_layers(model, stored, quantize.skip or ())
+    return model if lora.rank is None else with_adapters(model, lora.rank, lora.targets)
+
+
+def adapted_case(
+    model: nn.Module, args: Any, kwargs: Any, options: CaseOptions, asked: Request
+) -> TrainingCase:
+    """Returns the case of the model with the formats of weights and the adapters that the request asks for.
+
+    Raises BadOption, and ModelNotImportable without peft.
+    """
+    model = adapted(model, asked)
     if asked.inference:
         case = TrainingCase.for_inference(model, args, kwargs, options.get("batch_dims"))
     elif asked.loop:

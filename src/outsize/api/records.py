@@ -314,6 +314,44 @@ class Lora(OptionRecord):
 
 @final
 @dataclass(frozen=True)
+class Quantize(OptionRecord):
+    """In which few bits a library stores the frozen weights of linear layers, for plans alone: nobody
+    quantizes anything, and no library has to be installed. `quantize=` takes a name or this record.
+    """
+
+    format: Annotated[str | None, "'nf4'"] = None
+    """The format: "nf4" or "fp4" (bitsandbytes, with double quantization), "int8" (bitsandbytes), "fp8" or
+    "int4" (torchao), "hqq4", "hqq8"; None: none."""
+    block: Annotated[int | None, "128"] = None
+    """So many elements share a scale; by default those of the format (64 of "nf4")."""
+    nested: Annotated[bool | None, "False"] = None
+    """False: scales are not quantized themselves, as without bitsandbytes' double quantization."""
+    skip: Annotated[Sequence[str] | None, "['lm_head']"] = None
+    """Layers that stay as they are, by their names or the last parts of these, beside those that transformers
+    leaves out by itself (the head)."""
+
+    def __post_init__(self) -> None:
+        """Raises BadOption for blocks that no weight has, and for values of another type."""
+        super().__post_init__()
+        if self.block is not None and self.block < 1:
+            raise BadOption(
+                f"block={self.block} makes no sense",
+                numbers="it is how many elements share a scale",
+                next_step="outsize.Quantize('nf4', block=64)",
+            )
+
+    def insist_on_format(self) -> None:
+        """Raises BadOption for settings of no format."""
+        if self.format is None and (given := self.given()):
+            raise BadOption(
+                f"quantize has {', '.join(given)} and no format",
+                numbers="nothing is stored in few bits",
+                next_step="outsize.Quantize('nf4', ...) (--quantize nf4)",
+            )
+
+
+@final
+@dataclass(frozen=True)
 class Request(OptionRecord):
     """Says what is asked of a plan; None leaves the choice to the planner.
 
@@ -385,6 +423,9 @@ class Request(OptionRecord):
     batch, then all backwards, with the outputs of the whole batch and their gradients on every device."""
     lora: Annotated[int | Lora | None, "8"] = None
     """Plans for the model with LoRA adapters of this rank, or as `outsize.Lora` says."""
+    quantize: Annotated[str | Quantize | None, "'nf4'"] = None
+    """Plans for the model with the weights of its linear layers frozen in few bits, "nf4" for example, or as
+    `outsize.Quantize` says; adapters are put on afterwards."""
     recordings: Annotated[str | Path | Recordings | None, "'recordings'"] = None
     """The folder that keeps what recordings of the model have told, for the next question about it; or as
     `outsize.Recordings` says. By default nothing is kept; the commands keep it in the user's cache folder."""
@@ -495,7 +536,7 @@ def _no_axis(name: Any) -> BadOption:
     )
 
 
-RECORDS: Final = (Checkpoint, Clip, Compile, Loss, Lora, Ranks, Recordings, Request, Watch)
+RECORDS: Final = (Checkpoint, Clip, Compile, Loss, Lora, Quantize, Ranks, Recordings, Request, Watch)
 """Lists every record of options."""
 for _record in RECORDS:
     FieldHelp.attach(_record)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from outsize.api.options import LossOptions
-    from outsize.api.records import Lora, Recordings
+    from outsize.api.records import Recordings, Request
     from outsize.capture.models.losses import Objective
     from outsize.ir.answers.request import LayoutOptions, PlanRequest
     from outsize.ir.plan import Plan
@@ -55,13 +55,13 @@ class ModelInput:
         """Returns the keyword arguments `loss_fn` and `target` of these functions."""
         return {"loss_fn": self.objective.loss_fn, "target": self.objective.target}
 
-    def adapted(self, lora: Lora) -> ModelInput:
-        """Returns the input with LoRA adapters on the model, where a rank is given. Raises BadOption."""
-        from outsize.capture.models.lora import with_adapters
+    def adapted(self, asked: Request) -> ModelInput:
+        """Returns the input with the model in the format, and with the adapters, that are asked for. Raises
+        BadOption.
+        """
+        from outsize.api.problem import adapted
 
-        if lora.rank is None:
-            return self
-        return replace(self, model=with_adapters(self.model, lora.rank, lora.targets))
+        return replace(self, model=adapted(self.model, asked))
 
 
 def make_model_input(

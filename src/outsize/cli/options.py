@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast, final, get_args
 
 import typer
+from pydantic import Field
 
 from outsize.axes.registry import LISTED
+from outsize.cli.flags import Key, KeyFlag
 from outsize.errors import BadOption
 from outsize.errors.words import nearest, spoken, value_here
 from outsize.files.strict_json import BadJson, read_text
@@ -20,10 +22,11 @@ from outsize.ir.formatting import whole_number
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.schedule import Schedule
 from outsize.policies import activations, weights
+from outsize.policies.storage_formats import storage_formats
 from outsize.schedules.families import DEFAULT, offered
 
 if TYPE_CHECKING:
-    from outsize.api.records import AxisSizes
+    from outsize.api.records import AxisSizes, Lora, Quantize
 
 # The number of samples of a batch when neither --batch nor a plan says it.
 BATCH: Final = 8
@@ -240,6 +243,55 @@ LoraTargets = Annotated[
         help="Layers that have an adapter: q_proj,v_proj (default: what peft knows for the architecture).",
     ),
 ]
+
+
+@final
+@dataclass(frozen=True)
+class LoraKeys:
+    """Adapters by the keys of peft's LoraConfig."""
+
+    r: Annotated[int | None, Field(ge=1), Key("16", "The rank of the adapters.")] = None
+    targets: Annotated[
+        str | None, Key("q_proj+v_proj", "Layers that have one; all-linear: every linear layer but the head.")
+    ] = None
+
+
+@final
+@dataclass(frozen=True)
+class QuantizeKeys:
+    """In which few bits frozen weights are stored."""
+
+    format: Annotated[
+        str | None,
+        Key("nf4", "; ".join(f"{each.name}: {each.help}" for each in storage_formats()) + "."),
+    ] = None
+    block: Annotated[
+        int | None, Field(ge=1), Key("128", "So many elements share a scale (default: the format's).")
+    ] = None
+    nested: Annotated[
+        bool | None, Key("false", "false: scales are not quantized themselves (no double quantization).")
+    ] = None
+    skip: Annotated[
+        str | None,
+        Key("mlp+head", "Layers that stay as they are, beside those that transformers leaves out."),
+    ] = None
+
+
+LoraOption = Annotated[
+    LoraKeys,
+    KeyFlag(
+        "--lora", LoraKeys, "Train LoRA adapters as peft makes them: r=16, ... (--lora help).", plain="R"
+    ),
+]
+QuantizeOption = Annotated[
+    QuantizeKeys,
+    KeyFlag(
+        "--quantize",
+        QuantizeKeys,
+        "Freeze the weights of linear layers in few bits, for the plan alone: nf4, ... (--quantize help).",
+        plain="FORMAT",
+    ),
+]
 ObjectiveOption = Annotated[
     Objective,
     typer.Option(
@@ -351,6 +403,8 @@ def _axis_instead(name: str, size: int) -> str:
 
 
 NO_MESH: Final = MeshFlags()
+NO_LORA: Final = LoraKeys()
+NO_QUANTIZE: Final = QuantizeKeys()
 
 
 def schedule_or_file(text: str | None) -> ScheduleName | Schedule | None:
@@ -410,6 +464,31 @@ def targets_in(text: str | None) -> list[str] | str | None:
     """Returns the layers of `--lora-targets q_proj,v_proj`; "all-linear" is a word and no list."""
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     return names[0] if len(names) == 1 and names[0] == ALL_LINEAR else names or None
+
+
+def lora_asked(keys: LoraKeys, rank: int | None, targets: str | None) -> Lora:
+    """Returns the adapters of `--lora`, or of `--lora-rank` and `--lora-targets`. Raises BadOption for
+    both.
+    """
+    from outsize.api.records import Lora
+
+    if keys == NO_LORA:
+        return Lora(rank, targets_in(targets))
+    if rank is not None or targets is not None:
+        raise BadOption(
+            "--lora and --lora-rank both say which adapters there are",
+            numbers=f"--lora r={keys.r}, --lora-rank {rank}",
+            next_step=f"--lora r={keys.r or rank or 16}",
+        )
+    return Lora(keys.r, targets_in(None if keys.targets is None else keys.targets.replace("+", ",")))
+
+
+def quantize_asked(keys: QuantizeKeys) -> Quantize:
+    """Returns the format of `--quantize`. Raises BadOption."""
+    from outsize.api.records import Quantize
+
+    skipped = None if keys.skip is None else [name for name in keys.skip.split("+") if name]
+    return Quantize(keys.format, keys.block, keys.nested, skipped)
 
 
 def prices_in(text: str | None) -> dict[str, float]:

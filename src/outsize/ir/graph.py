@@ -75,7 +75,8 @@ class Parameter(Record):
 
     `experts` is the number of experts along its first dim, which ranks can divide; 0 for any other tensor.
     `whole` is the shape of the tensor of which a tensor-parallel rank has this part; () where it has all of
-    it. An `outer` tensor is looked up by index, or is of the last layer with weights.
+    it. An `outer` tensor is looked up by index, or is of the last layer with weights. `size_bytes` are of all
+    that is stored, scales too; `numbers` are how many numbers codes stand for, 0 where each element is one.
     """
 
     names: tuple[str, ...]
@@ -86,6 +87,7 @@ class Parameter(Record):
     experts: int = 0
     whole: tuple[int, ...] = ()
     outer: bool = False
+    numbers: int = 0
 
     @property
     def name(self) -> str:
@@ -99,6 +101,11 @@ class Parameter(Record):
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def count(self) -> int:
+        """Returns how many numbers it has, also where these are stored as codes."""
+        return self.numbers or self.numel
 
     @property
     def is_hidden_matrix(self) -> bool:

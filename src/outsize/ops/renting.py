@@ -66,7 +66,7 @@ def rank_clusters(
     whole = bare_graph(case.under(request.precision).on(clusters[0]), request.batch_size)
     return ClusterRanking(
         model=whole.model,
-        parameters=sum(parameter.numel for parameter in whole.parameters),
+        parameters=sum(parameter.count for parameter in whole.parameters),
         batch_size=request.batch_size,
         optimizer=request.optimizer,
         precision=request.precision,

@@ -71,7 +71,9 @@ def tune(
             numbers="inference=True",
             next_step="outsize.plan(model, args, request=outsize.Request(inference=True))",
         )
-    asked.insist_on_none("tune", ("lora", "measured"), "leave it out: tune times the model as it is")
+    asked.insist_on_none(
+        "tune", ("lora", "quantize", "measured"), "leave it out: tune times the model as it is"
+    )
     asked.insist_on_none("tune", OF_A_SEARCH, "leave it out: outsize.plan follows it")
     where = None if asked.cluster is None else cluster_of(asked.cluster)
     kind = device_type() if where is None or where.devices[0].kind != "cpu" else CPU

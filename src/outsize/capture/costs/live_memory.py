@@ -56,6 +56,11 @@ class Storages:
         """Returns the peak so far less what is alive now."""
         return self._worst - self._now
 
+    @property
+    def worst_bytes(self) -> int:
+        """Returns the peak so far."""
+        return self._worst
+
     def _end(self, key: int, _: Any) -> None:
         del self._alive[key]
         self._now -= self._sizes.pop(key, 0)

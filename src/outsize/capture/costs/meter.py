@@ -232,7 +232,8 @@ class CostMeter:
         self._waiting = self._cast_bytes = 0
         self._taken: Cost | None = None
         self._fused: Cost | None = None
-        self._running: WorkSums | None = None  # The backward that runs now.
+        self._running: WorkSums | None = None  # The backward that runs now,
+        self._held: Storages | None = None  # and the memory of what it makes.
         self._storages.start()
 
     def note_draw(self) -> None:
@@ -354,8 +355,10 @@ class CostMeter:
             return  # Such an op is a query, for example for the device of a tensor.
         known = self._ops.get(op) or self._learn(op)
         # Ops of a backward that runs for its costs are no part of the forward, and save nothing for it.
-        if self._running is not None:
+        if self._running is not None and self._held is not None:
             self._count_run(self._running, known, args, kwargs, out)
+            if not known.view:
+                self._held.born([*_tensors((out,))], [*_tensors(args), *_tensors(kwargs.values())])
             return
         if known.chancy:
             self.random = self.random or _draws(op, args, kwargs)
@@ -375,17 +378,21 @@ class CostMeter:
     def run_backward(self, run: Callable[[], object]) -> None:
         """Counts what `run` calls, the backward of a custom autograd function on fakes.
 
-        All of it belongs to the gradients of inputs, since no schedule can divide it. A backward that raises
-        on fakes is not counted.
+        All of it belongs to the gradients of inputs, since no schedule can divide it. What it holds at its
+        peak, such as the values of a weight that is stored as codes, is there beside what the instruction has
+        saved. A backward that raises on fakes is not counted.
         """
         outer, self._running = self._running, WorkSums()
+        held, self._held = self._held, (made := Storages(lambda _: None))
         try:
             with suppressed():
                 run()
                 # Backwards may be nested: a custom function can call another one in its own.
                 (outer or self._input).merge(self._running)
+                moment = sum(self._fresh.values()) + made.worst_bytes
+                self._worst_backward = max(self._worst_backward, moment)
         finally:
-            self._running = outer
+            self._running, self._held = outer, held
 
     def saved(self, tensor: Tensor, storage: int) -> None:
         """Notes that autograd saves this tensor; a weight's transpose, which a Linear saves, is the

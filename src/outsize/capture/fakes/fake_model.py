@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from outsize.program.objects import NUMBERS_AND_TEXT, Comparison, Scope, fingerprint, snapshot, walk
 from outsize.program.tape import Meta, Weight
 from outsize.program.tree import accessor, map_leaves, paths
+from outsize.program.values.wrapper_tensors import WrapperStructure, is_wrapper, plain_parts
 
 _TABLES = ("_parameters", "_buffers")
 _CHILDREN = "_modules"
@@ -162,10 +163,20 @@ class FakeModel:
 
         return map_leaves(swap, value)
 
+    def _like(self, tensor: Tensor) -> Tensor:
+        """Returns a fake of a tensor; of one that is made of others, such a one of their fakes."""
+        if not is_wrapper(tensor):
+            return fake_like(tensor, self.mode, self.device_for(tensor))
+        parts = {
+            path: fake_like(part.detach(), self.mode, self.device_for(part))
+            for path, part in plain_parts(tensor).items()
+        }
+        return WrapperStructure.of(tensor).built(parts)
+
     def _fake(self, tensor: Tensor, weight: Weight) -> Tensor:
         if id(tensor) in self._fake_of:
             return self._fake_of[id(tensor)]
-        fake = fake_like(tensor, self.mode, self.device_for(tensor))
+        fake = self._like(tensor)
         if weight.kind == "parameter":
             fake._is_param = True  # nn.Parameter(fake) sets it too, but on a second fake
         self._fake_of[id(tensor)] = fake

@@ -25,6 +25,7 @@ from outsize.program.liveness import last_reads, legal_cuts, live, replicable
 from outsize.program.loss_in_pieces.rewrite import in_pieces
 from outsize.program.tape import Instruction, Tape
 from outsize.program.values.wrapper_tensors import stored_bytes
+from outsize.program.weights.beside import beside_bytes, numbers_of
 
 
 @final
@@ -227,13 +228,15 @@ def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
+    beside, numbers = beside_bytes(model), numbers_of(model)
     return tuple(
         Parameter(
             names=tuple(names[key]),
             shape=tuple(t.shape),
             dtype=str(t.dtype).removeprefix("torch."),
-            size_bytes=stored_bytes(t),
+            size_bytes=stored_bytes(t) + beside.get(names[key][0], 0),
             trainable=t.requires_grad,
+            numbers=numbers.get(key, 0),
         )
         for key, t in tensors.items()
     )

@@ -21,6 +21,7 @@ from outsize.capture.costs.fused_attention import attention_inputs, is_causal
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.costs.real_runs import TooLarge, too_large
 from outsize.capture.costs.scaled_products import cost_of_call, stacks_of
+from outsize.capture.costs.stored_products import stored_cost
 from outsize.capture.fakes.fake_model import FakeModel
 from outsize.capture.fakes.object_tensors import ArgumentObjects
 from outsize.capture.guards.notes import Notes
@@ -295,6 +296,7 @@ class Recorder(Watcher):
         casts = self._tensors.casts.end(out, takes_copy(target, named, self._fakes.modules))
         self.meter.make_once((copy, self.slots.storage(copy)) for copy in self._tensors.casts.copies(casts))
         module = self._fakes.modules[target] if isinstance(target, str) else None
+        arguments = (*call.args, *call.kwargs.values())
         instruction = Instruction(
             index=len(self.instructions),
             target=target,
@@ -309,7 +311,7 @@ class Recorder(Watcher):
             written_weights=tuple(dict.fromkeys(w for w, _ in written if w is not None)),
             where=call.where,
             casts=casts,
-            cost=cost_of_call(module, (*call.args, *call.kwargs.values()), self.meter.stop()),
+            cost=stored_cost(module, arguments, cost_of_call(module, arguments, self.meter.stop())),
         )
         self.instructions.append(instruction)
 
@@ -342,13 +344,20 @@ class Recorder(Watcher):
             return probed.out
 
     def _call(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a function; the backward of a custom autograd function is counted, too."""
+        """Calls a function; the backward of a custom autograd function is counted, too, and so is what one
+        keeps in attributes of its context, which autograd does not know.
+        """
         out = fn(*args, **kwargs)
         owner = getattr(fn, "__self__", None)
         if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
             results = [t for t in leaves(out) if isinstance(t, Tensor) and t.requires_grad]
             inputs = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
             if results and torch.is_grad_enabled():
+                kept = (
+                    leaf for node in {r.grad_fn for r in results} for leaf in leaves([*vars(node).values()])
+                )
+                for tensor in (leaf for leaf in kept if isinstance(leaf, Tensor)):
+                    self.on_saved(tensor)
                 self.meter.run_backward(partial(backward_of, results, inputs))
         return out
 

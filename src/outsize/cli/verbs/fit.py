@@ -77,8 +77,10 @@ def fit(
     weights: options.WeightPlace = None,
     inference: options.Inference = False,
     loop: options.Loop = False,
+    lora: options.LoraOption = options.NO_LORA,
     lora_rank: options.LoraRank = None,
     lora_targets: options.LoraTargets = None,
+    quantize: options.QuantizeOption = options.NO_QUANTIZE,
     max: Max = None,
     devices: Devices = None,
     prices: Prices = None,
@@ -90,12 +92,12 @@ def fit(
 ) -> None:
     """Say whether training MODEL fits the devices: YES, NO, or YES IF, with the cheapest change.
 
-    With --inference it is about running MODEL, with --loop about a loop of your own, with --lora-rank about
-    training adapters. No weights are made and no device is needed. Exits with 0 for YES and with 1 for NO and
-    YES IF. With --max it says how large a batch, a sequence or the model may be, with --devices which devices
-    to rent.
+    With --inference it is about running MODEL, with --loop about a loop of your own, with --lora about
+    training adapters, with --quantize about frozen weights in few bits. No weights are made and no device is
+    needed. Exits with 0 for YES and with 1 for NO and YES IF. With --max it says how large a batch, a
+    sequence or the model may be, with --devices which devices to rent.
     """
-    from outsize.api.records import Lora, Request
+    from outsize.api.records import Request
     from outsize.capture.models.lazy_imports import stand_in
 
     screen = Screen(json)
@@ -113,7 +115,8 @@ def fit(
         "request": Request(
             inference=inference or None,
             loop=loop or None,
-            lora=Lora(lora_rank, options.targets_in(lora_targets)),
+            lora=options.lora_asked(lora, lora_rank, lora_targets),
+            quantize=options.quantize_asked(quantize),
             recordings=model_input.recordings(recordings),
         ),
     }

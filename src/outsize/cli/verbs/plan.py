@@ -85,8 +85,10 @@ def plan(
     weights: options.WeightPlace = None,
     inference: options.Inference = False,
     loop: options.Loop = False,
+    lora: options.LoraOption = options.NO_LORA,
     lora_rank: options.LoraRank = None,
     lora_targets: options.LoraTargets = None,
+    quantize: options.QuantizeOption = options.NO_QUANTIZE,
     objective: options.ObjectiveOption = "time",
     time_limit: options.TimeLimit = None,
     recordings: options.Recordings = None,
@@ -102,7 +104,7 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Split MODEL over the devices; show stages, memory, busy time, bubble, and the reasons."""
-    from outsize.api.records import Lora, Request
+    from outsize.api.records import Request
     from outsize.capture.models.lazy_imports import stand_in
 
     screen, edited = Screen(json), load_plan(check)
@@ -122,9 +124,15 @@ def plan(
         objective=None if objective == "time" else objective,
     )
     options.check_not_planned(edited, "--check", {**mesh.sizes, **asked.given(), "time_limit": time_limit})
-    lora = Lora(lora_rank, options.targets_in(lora_targets))
-    asked = replace(asked, inference=inference or None, loop=loop or None, lora=lora, time_limit_s=time_limit)
-    asked = replace(asked, recordings=model_input.recordings(recordings))
+    asked = replace(
+        asked,
+        inference=inference or None,
+        loop=loop or None,
+        lora=options.lora_asked(lora, lora_rank, lora_targets),
+        quantize=options.quantize_asked(quantize),
+        time_limit_s=time_limit,
+        recordings=model_input.recordings(recordings),
+    )
     wanted: OutlookOptions = {
         "optimizer": optimizer,
         "precision": precision,
@@ -140,7 +148,7 @@ def plan(
         size = batch_size(batch, edited)
         inputs = make_model_input(model, input, size, meta=meta or not measure, seed=seed)
     if styles or units:
-        adapted = inputs.adapted(lora)
+        adapted = inputs.adapted(asked)
         if styles:
             _list_styles(screen, adapted, Axes(**mesh.sizes).product_parts)
         else:

@@ -71,8 +71,8 @@ def kind_of(graph: ModelGraph) -> ModelKind:
     """Returns the kind of training, by what the model is made of."""
     if any(parameter.experts for parameter in graph.parameters):
         return "experts"
-    trained = sum(p.numel for p in graph.parameters if p.trainable)
-    if 0 < trained < FEW * sum(p.numel for p in graph.parameters):
+    trained = sum(p.count for p in graph.parameters if p.trainable)
+    if 0 < trained < FEW * sum(p.count for p in graph.parameters):
         return "adapters"
     works = (work for unit in graph.units for work in unit.forward)
     return "images" if any(work.family in CONVOLUTIONS for work in works) else "dense"

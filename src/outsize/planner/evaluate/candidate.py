@@ -320,7 +320,7 @@ def _figures(candidate: Candidate, stage: int, units: int, load: Load) -> StageF
     used = in_use(candidate.held_bytes(rank), device, load)
     return StageFigures(
         units=units,
-        parameters=sum(p.numel for p in candidate.graph.owned_parameters(first, end - 1)),
+        parameters=sum(p.count for p in candidate.graph.owned_parameters(first, end - 1)),
         forward_s=cost.forward_s,
         backward_s=cost.backward_s,
         weights_bytes=memory.weights_bytes,

@@ -423,8 +423,8 @@ def _answer(answer: Answer, setting: Setting, judge: PipelineFeasibility) -> Fit
     return Fit(
         answer=answer,
         model=graph.model,
-        parameters=sum(p.numel for p in graph.parameters),
-        trained=sum(p.numel for p in graph.parameters if p.trainable),
+        parameters=sum(p.count for p in graph.parameters),
+        trained=sum(p.count for p in graph.parameters if p.trainable),
         units=len(graph.units),
         cluster=judge.cluster.name,
         batch_size=setting.batch_size,
@@ -484,7 +484,7 @@ def _device(
     return DeviceFit(
         device=device.name,
         units=compress([u.name for u in graph.units], first, end - 1),
-        parameters=sum(p.numel for p in graph.owned_parameters(first, end - 1)),
+        parameters=sum(p.count for p in graph.owned_parameters(first, end - 1)),
         weights_bytes=memory.weights_bytes,
         gradients_bytes=memory.gradients_bytes,
         master_bytes=memory.master_bytes,

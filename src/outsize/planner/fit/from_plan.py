@@ -65,8 +65,8 @@ def as_asked(request: PlanRequest, outcome: Plan | OutsizeError, graph: ModelGra
     return Fit(
         answer="YES" if fits else "NO",
         model=graph.model,
-        parameters=sum(p.numel for p in graph.parameters),
-        trained=sum(p.numel for p in graph.parameters if p.trainable),
+        parameters=sum(p.count for p in graph.parameters),
+        trained=sum(p.count for p in graph.parameters if p.trainable),
         units=len(graph.units),
         cluster=cluster.name,
         batch_size=request.batch_size,

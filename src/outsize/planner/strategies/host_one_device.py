@@ -308,6 +308,6 @@ def _figures(plan: Plan, candidate: Candidate, graph: ModelGraph) -> Expected:
         before = {name: getattr(device, name) * stage // count for name in _BYTES}
         changed = {name: own[name] - before[name] for name in _BYTES}
         changed |= {"units": end - first, "forward_s": cost.forward_s, "backward_s": cost.backward_s}
-        changed |= {"parameters": sum(p.numel for p in graph.owned_parameters(first, end - 1))}
+        changed |= {"parameters": sum(p.count for p in graph.owned_parameters(first, end - 1))}
         rows.append(device.model_copy(update=changed))
     return whole.model_copy(update={"stages": tuple(rows)})

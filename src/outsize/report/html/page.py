@@ -204,7 +204,7 @@ def _optimum(plan: Plan) -> str:
 def _size(graph: ModelGraph | None) -> str:
     if graph is None:
         return ""
-    number = count_text(sum(p.numel for p in graph.parameters))
+    number = count_text(sum(p.count for p in graph.parameters))
     return f"{number} parameters, {bytes_text(graph.parameter_bytes)}, {len(graph.units)} units"
 
 

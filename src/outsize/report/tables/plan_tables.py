@@ -244,7 +244,7 @@ def unsupported_text(plan: Plan) -> str:
 
 
 def _size_text(graph: ModelGraph) -> str:
-    number = sum(p.numel for p in graph.parameters)
+    number = sum(p.count for p in graph.parameters)
     return f"{count_text(number)} parameters, {bytes_text(graph.parameter_bytes)}"
 
 

@@ -1,0 +1,109 @@
+"""Finds the tensors that a library keeps beside a frozen weight of codes: scales, zero points, tables.
+
+    bitsandbytes   weight.quant_state.absmax, .state2.absmax, .code, .offset; weight.SCB, layer.state.SCB
+    hqq            layer.meta["scale"], layer.meta["zero"]
+    others         buffers of the layer, or parts of a wrapper tensor, which are known by their tables
+
+They are in no table of a module, and belong to their weight: they are counted with it, freed with it where
+another rank has it, and gathered with it. Looked through are the attributes of a frozen parameter, and those
+of a layer with a parameter of codes; objects, dicts and lists in them, and no module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.program.values.wrapper_tensors import is_wrapper
+
+_TABLES: Final = frozenset(("_parameters", "_buffers", "_modules"))
+_DEPTH: Final = 4
+
+
+@final
+class Beside(NamedTuple):
+    """A tensor beside a weight: `table[key]` in the object that holds it, and the weight's first name."""
+
+    table: Any
+    key: Any
+    owner: str
+    tensor: Tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Puts another tensor in its place."""
+        self.table[self.key] = tensor
+
+
+def beside_weights(model: nn.Module) -> Iterator[Beside]:
+    """Yields each place of a tensor beside a weight of a model, in an order that all ranks share."""
+    known = {id(t) for m in model.modules() for table in (m._parameters, m._buffers) for t in table.values()}
+    seen, names = set[int](), dict[int, str]()
+    for prefix, module in model.named_modules():
+        for key, weight in module._parameters.items():
+            if weight is None or weight.requires_grad:
+                continue
+            name = names.setdefault(id(weight), f"{prefix}.{key}" if prefix else key)
+            roots = [] if is_wrapper(weight) else [vars(weight)]
+            roots += [vars(module)] if is_of_codes(weight) else []
+            for root in roots:
+                for table, place, tensor in _tensors_in(root, seen, known, _DEPTH):
+                    yield Beside(table, place, name, tensor)
+
+
+def is_of_codes(weight: Tensor) -> bool:
+    """Tells whether a weight is made of codes: integers, or numbers of one byte."""
+    return not weight.dtype.is_floating_point or weight.dtype.itemsize == 1
+
+
+def beside_bytes(model: nn.Module) -> dict[str, int]:
+    """Maps weights to the bytes beside them; memory of the weight itself, or of another one, counts once."""
+    memories = {_memory(t) for t in (*model.parameters(), *model.buffers())}
+    sizes: dict[str, int] = {}
+    for found in beside_weights(model):
+        if _memory(found.tensor) not in memories:
+            memories.add(_memory(found.tensor))
+            sizes[found.owner] = sizes.get(found.owner, 0) + found.tensor.nbytes
+    return sizes
+
+
+def _memory(tensor: Tensor) -> int:
+    """Returns what tensors over one memory have in common; one without memory is alone."""
+    return -id(tensor) if tensor.is_meta or is_wrapper(tensor) else tensor.untyped_storage()._cdata
+
+
+def _tensors_in(table: Any, seen: set[int], known: set[int], depth: int) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yields (table, key, tensor) of what a dict or a list holds, and objects in it."""
+    if id(table) in seen:
+        return
+    seen.add(id(table))
+    for key, value in [*(table.items() if isinstance(table, dict) else enumerate(table))]:
+        if isinstance(value, Tensor):
+            if id(value) not in known:
+                yield table, key, value
+        elif depth and key not in _TABLES:
+            inner = _table_of(value)
+            if inner is not None:
+                yield from _tensors_in(inner, seen, known, depth - 1)
+
+
+def _table_of(value: Any) -> dict[Any, Any] | list[Any] | None:
+    """Returns the dict or list in which a value holds others; None where nobody may look through it."""
+    if isinstance(value, dict | list):
+        return value
+    closed = isinstance(value, nn.Module | type | torch.Generator) or callable(value)
+    return None if closed else getattr(value, "__dict__", None)
+
+
+def numbers_of(model: nn.Module) -> dict[int, int]:
+    """Maps weights of codes, by their ids, to how many numbers they stand for, where their layer says it."""
+    found: dict[int, int] = {}
+    for module in model.modules():
+        sides = [vars(module).get(name) for name in ("in_features", "out_features")]
+        taken, made = (side if isinstance(side, int) else 0 for side in sides)
+        own = [weight for weight in module._parameters.values() if weight is not None]
+        if taken * made and own and is_of_codes(own[0]):
+            found.setdefault(id(own[0]), taken * made)
+    return found
