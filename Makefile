@@ -9,13 +9,14 @@ SITE   := .venv-docs
 CLUSTERS := .venv-clusters
 OLDEST := .venv-oldest
 PACKAGES := .venv-packages
+TRAINERS := .venv-llamafactory .venv-axolotl
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 HOUSE  := $(wildcard src tests benchmarks examples)
 # Python compiles what it imports once, also where the machine's environment says otherwise: thousands of
 # starts of an interpreter that compiles torch take longer than the tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-quick test-integrations environments fuzz chaos mutations parity check style types house bench bench-optimality docs docs-site clean clean-venv
+.PHONY: help demo test test-quick test-integrations test-trainers environments fuzz chaos mutations parity check style types house bench bench-optimality docs docs-site clean clean-venv
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -40,6 +41,10 @@ test-integrations: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed $(PACKAGES
 	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
 	$(BIN)/python $(INSTALL) -c constraints.txt nbclient ipykernel hatchling
 	PYTHONPATH=$(CURDIR)/$(PACKAGES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+
+# Frameworks that pin other versions of transformers, each in a venv of its own: 7 GB, so CI does not build them.
+test-trainers: $(STAMP) $(addsuffix /installed,$(TRAINERS))  ## test against LLaMA-Factory and Axolotl: 7 GB, a quarter of an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_llamafactory.py tests/integrations/test_axolotl.py
 
 environments: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed $(PACKAGES)/installed  ## install what all tests need; --jobs 2 for two at a time
 
@@ -94,7 +99,7 @@ clean:  ## remove what a run leaves behind; .venv stays
 	find $(HOUSE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:  ## remove .venv; the next make builds it again
-	rm -rf $(VENV) $(SITE) $(CLUSTERS) $(OLDEST) $(PACKAGES)
+	rm -rf $(VENV) $(SITE) $(CLUSTERS) $(OLDEST) $(PACKAGES) $(TRAINERS)
 
 # torchvision, and what needs it or torch, comes without its dependencies: it must not exchange the pinned torch
 # for another build. So it is the one that is built for CUDA beside a torch for CPUs, and its compiled part may not
@@ -136,6 +141,20 @@ $(PACKAGES)/installed: Makefile constraints.txt $(STAMP)
 	@rm -rf $(PACKAGES)
 	@$(BIN)/python $(INSTALL) -c constraints.txt --no-deps --target $(PACKAGES) torch_geometric tensordict pyvers orjson cloudpickle importlib_metadata zipp torchao bitsandbytes \
 	    optimum-quanto hqq termcolor trl datasets dill multiprocess pandas pyarrow xxhash
+	@touch $@
+
+.venv-llamafactory/installed: FRAMEWORK := llamafactory==0.9.5
+.venv-axolotl/installed: FRAMEWORK := axolotl==0.19.0
+# As in .venv, torchvision may be built for another torch; torchaudio imports without its compiled part.
+$(addsuffix /installed,$(TRAINERS)): Makefile
+	@echo "Installing $(FRAMEWORK) into $(@D), once: some minutes."
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python $(INSTALL) torch==2.13.0 $(FRAMEWORK)
+	@$(@D)/bin/python $(INSTALL) --no-deps -e .
+	@site=$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
+	    && cp src/outsize/capture/models/torchvision_operators.py "$$site" \
+	    && echo "import torchvision_operators; torchvision_operators.install()" > "$$site/torchvision_operators.pth" \
+	    && rm -f "$$site"/torchaudio/lib/*.so
 	@touch $@
 
 # The oldest promised versions, which tests put before those of the venv. Only the oldest Python has wheels for all.

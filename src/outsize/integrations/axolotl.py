@@ -19,6 +19,7 @@ from typing import Any, Final, final
 import torch
 from pydantic import BaseModel
 
+from outsize.integrations.split_options import named_options
 from outsize.integrations.trainers import split_trainers
 
 # Axolotl alone imports this module for use; without it the module can still be read and documented.
@@ -28,7 +29,7 @@ SEED: Final = 42  # the default of TrainingArguments
 
 @final
 class AxolotlKey(BaseModel):
-    """The key of Axolotl's file: options of `parallelize`, or the file of a plan as `plan`."""
+    """The key of Axolotl's file: fields of a Request, options of `parallelize`, or a plan's file."""
 
     outsize: dict[str, Any] = {}
 
@@ -58,7 +59,7 @@ class SplitPlugin(_BASE):
 
     def pre_model_load(self, cfg: Any) -> None:
         """Splits the trainers that are made from here on. Raises BadOption, BadPlan."""
-        self._splitting = split_trainers(**dict(cfg.outsize))
+        self._splitting = split_trainers(**named_options(cfg.outsize))
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         """Draws the same adapters on every rank: Axolotl sets its seed when it makes the trainer, and not

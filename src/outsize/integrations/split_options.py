@@ -49,6 +49,18 @@ def options_of(split: Split | None) -> dict[str, Any]:
     return in_new_spelling("parallelize", split, ParallelizeOptions.__annotations__)
 
 
+def named_options(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options as a file or a command has them: the fields of a Request by their names, beside those
+    of `parallelize`, or the file of a plan as `plan`.
+    """
+    others = dict(names)
+    plan = others.pop("plan", None)
+    if isinstance(plan, str | Path):
+        return {"plan": Plan.load(plan), **others}
+    asked = {name: others.pop(name) for name in fields_of(Request) if name in others}
+    return {"plan": Request(**asked), **others} if plan is None else {"plan": plan, **asked, **others}
+
+
 def _is_frameworks(name: str, value: Any) -> bool:
     """Tells whether the framework says it itself: of clipping the norm alone, of saving the folder."""
     if isinstance(value, Clip | Checkpoint):

@@ -24,10 +24,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from outsize.api.records import Request, fields_of
+from outsize.api.records import Request
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadOption
-from outsize.integrations.split_options import Split, options_of
+from outsize.integrations.split_options import Split, named_options, options_of
 from outsize.integrations.transformers import Trainer
 from outsize.ir.plan import Plan
 from outsize.ops.launch.worker import execute
@@ -89,10 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) < (3 if arguments[1:2] == ["-m"] else 2):
         raise BadOption("there is no program whose trainers are split", next_step=_USAGE)
     text, *program = arguments
-    given = _options_in(text)
-    plan = given.pop("plan", None)
-    asked = {name: given.pop(name) for name in fields_of(Request) if name in given}
-    split_trainers(plan or Request(**asked), **given)
+    split_trainers(**named_options(_options_in(text)))
     is_module = program[0] == "-m"
     execute("module" if is_module else "script", program[is_module:])
 

@@ -1,0 +1,76 @@
+"""Axolotl trains split by two keys of its file, and logs and saves what it does in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from framework_runs import HERE, environment_of, logs_in, run, same_weights
+
+from outsize.integrations.axolotl import AxolotlKey, SplitPlugin
+from outsize.integrations.trainers import split_trainers
+from outsize.integrations.transformers import Trainer, transformers
+
+OWN = "plugins:\n  - axolotl_worker.Seed\n"
+SPLIT = "plugins:\n  - outsize.integrations.axolotl.SplitPlugin\noutsize:\n  stages: 2\n"
+LORA = """adapter: lora
+lora_r: 4
+lora_alpha: 8
+lora_dropout: 0.0
+lora_target_linear: true
+lora_mlp_kernel: false
+lora_qkv_kernel: false
+lora_o_kernel: false
+"""
+
+
+def written(folder: Path, name: str, more: str) -> str:
+    file = folder / f"{name}.yaml"
+    file.write_text(
+        f"base_model: {folder}/model\noutput_dir: {folder}/{name}\ndataset_prepared_path: {folder}/prepared\n"
+        f"datasets:\n  - path: {folder}/rows.json\n    ds_type: json\n    type: alpaca\nsequence_len: 64\n"
+        "micro_batch_size: 2\ngradient_accumulation_steps: 4\nmax_steps: 3\nlearning_rate: 1.0e-2\n"
+        "lr_scheduler: constant\noptimizer: adamw_torch\nlogging_steps: 1\nbf16: false\nfp16: false\n"
+        "tf32: false\nsample_packing: false\npad_to_sequence_len: false\nsave_strategy: 'no'\nseed: 1\n"
+        + more
+    )
+    return str(file)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_split_run_is_the_plain_one(method: str, tmp_path: Path) -> None:
+    programs = environment_of("axolotl")
+    run(programs, "python", str(HERE / "framework_model.py"), str(tmp_path))
+    more = LORA if method == "lora" else ""
+    worker = str(HERE / "axolotl_worker.py")
+    run(programs, "python", worker, written(tmp_path, "plain", OWN + more), str(tmp_path / "plain.json"))
+    commands = {"one": ["python"], "two": ["outsize", "run", "--nproc-per-node", "2"]}
+    for name, command in commands.items():
+        run(programs, *command, worker, written(tmp_path, name, SPLIT + more), f"{tmp_path}/{name}.json")
+        assert logs_in(tmp_path / f"{name}.json") == logs_in(tmp_path / "plain.json")
+        assert same_weights(tmp_path / "plain", tmp_path / name)
+
+
+class Config(dict[str, Any]):
+    """Axolotl's file as its plug-ins get it."""
+
+    __getattr__ = dict.get
+    __setattr__ = dict.__setitem__
+
+
+def test_the_hooks_split_what_is_made_between_them() -> None:
+    """Without Axolotl: the hooks in the order in which it calls them."""
+    plugin, config = SplitPlugin(), Config(outsize={"stages": 2}, seed=None)
+    plugin.register(config)
+    plugin.load_datasets(config)
+    assert (config["ddp"], config["device_map"]) == (False, {"": "cpu"})
+    assert AxolotlKey(outsize=config["outsize"]).outsize == {"stages": 2}
+    plugin.pre_model_load(config)
+    assert issubclass(type(transformers.Trainer.__new__(transformers.Trainer)), Trainer)
+    plugin.post_trainer_create(config, None)
+    assert type(transformers.Trainer.__new__(transformers.Trainer)) is transformers.Trainer
+    with split_trainers(stages=2):
+        plugin.post_train(config, None)
