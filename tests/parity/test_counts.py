@@ -112,6 +112,15 @@ def own_mask_and_all(scores: Tensor, labels: Tensor) -> Tensor:
     return own_mask(scores, labels) + 0.1 * scores.square().mean()
 
 
+def expanded_mask(scores: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100)[..., None]
+    return (scores.square() * mask).sum() / mask.expand_as(scores).sum()
+
+
+def counted_in_python(scores: Tensor, labels: Tensor) -> Tensor:
+    return tokens(scores, labels, reduction="sum") / len((labels != -100).nonzero())
+
+
 def weights_of_samples(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     of_samples = each_token(scores, labels).sum(1) / (labels != -100).sum(1)
     return (of_samples * weights).sum() / weights.sum()
@@ -234,6 +243,8 @@ EQUAL = {
     "pos_weight": Situation(weighted_positives),
     "positives and negatives by their numbers": Situation(balanced),
     "reduction none and a mask": Situation(own_mask),
+    "a mask that is expanded": Situation(expanded_mask),
+    "a count of Python's": Situation(counted_in_python),
     "reduction sum": Situation(how(reduction="sum")),
     "a sum by the number of samples": Situation(
         lambda scores, labels: tokens(scores, labels, reduction="sum") / len(labels)
@@ -451,10 +462,29 @@ def test_a_model_that_runs_by_modules_weighs_by_what_its_loss_divides_by(name: s
     assert verdict.bit_equal
 
 
-def test_what_a_model_by_modules_cannot_weigh_says_so() -> None:
-    situation = replace(EQUAL["two heads"], make=Deciding)
-    with pytest.warns(UnknownShares, match="means over different counts"):
-        engine_of(situation).step(*situation.args, target=situation.target)
+@final
+class DecidingLoss(nn.Module):
+    """Runs by modules, and computes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Tokens()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = tokens(self.tokens(ids), labels)
+        return {"loss": loss if float(loss.detach()) < 1e9 else loss * 2}
+
+
+@pytest.mark.parametrize(
+    ("situation", "says"),
+    [
+        (replace(EQUAL["two heads"], make=Deciding), "means over different counts"),
+        (Situation(None, (), DecidingLoss, (IDS, LABELS)), "computes its loss itself"),
+    ],
+)
+def test_what_a_model_by_modules_cannot_weigh_says_so(situation: Situation, says: str) -> None:
+    with pytest.warns(UnknownShares, match=says):
+        engine_of(situation).step(*situation.args, target=situation.target or None)
 
 
 def test_a_check_names_what_is_counted_and_what_a_mean_of_means_gets() -> None:

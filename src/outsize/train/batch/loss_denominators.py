@@ -34,6 +34,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal, TypeVar, final
 
 import torch.nn.functional as F
@@ -69,6 +70,14 @@ class SlotValue:
 
 @final
 @dataclass(frozen=True, slots=True)
+class SlotSum:
+    """The measure that is the sum over a slot, up to a constant factor: a mask before it is expanded."""
+
+    slot: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Targets:
     """The measure of a mean cross entropy: the targets that are not ignored, or their class weights."""
 
@@ -77,7 +86,7 @@ class Targets:
     class_weights: Ref | Weight | None
 
 
-Measure = Samples | Number | SlotValue | Targets
+Measure = Samples | Number | SlotValue | SlotSum | Targets
 Limit = tuple[Literal["min", "add"], float]
 
 
@@ -141,6 +150,8 @@ ADDING = frozenset(["add", "radd", "iadd", "sub", "rsub", "isub", "subtract"])
 _MULTIPLYING = frozenset(["mul", "rmul", "imul", "multiply"])
 DIVIDING = frozenset(["div", "truediv", "itruediv", "divide", "true_divide"])
 _LOWER_LIMITS = frozenset(["clamp", "clamp_min", "clip", "maximum", "max"])
+_EXPANDING = frozenset(["expand", "expand_as", "broadcast_to"])
+_CONTRACTING = frozenset(["matmul", "mm", "rmatmul", "bmm", "einsum", "tensordot"])
 _PRODUCTS = frozenset(["dot", "vdot", "inner", "einsum"])
 JOINING = frozenset(["stack", "cat", "concat", "hstack"])
 _CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
@@ -227,6 +238,8 @@ class Denominators:
         singles = {summand for summand in operands if isinstance(summand, OneSample)}
         if singles:
             return self._of_singles(instruction, operands)
+        if _sums_over_samples(self, instruction):
+            return self._underivable(instruction)
         if self._has_pairs(instruction):
             known = next((x for x in operands if isinstance(x, Underivable) and x.pairs), None)
             return (known or Underivable(instruction.where, instruction.name, pairs=True),)
@@ -320,7 +333,7 @@ class Denominators:
     def _reduction(self, instruction: Instruction) -> Value | None:
         """`sum` and `mean`; None for any other function."""
         name, operand = operator(instruction), _first(instruction)
-        if name in _PRODUCTS and self._sums_products(instruction):
+        if name in _PRODUCTS and _sums_products(self, instruction):
             return (_SUMMED,)
         if name not in ("sum", "nansum", "mean", "count_nonzero") or not isinstance(operand, Ref):
             return None
@@ -338,16 +351,6 @@ class Denominators:
         if len(terms) < len(value) or any(term.reduced for term in terms):
             return self._underivable(instruction)
         return tuple(replace(term, reduced=True, measures=(*term.measures, *measures)) for term in terms)
-
-    def _sums_products(self, instruction: Instruction) -> bool:
-        """Whether a product of tensors is summed over all entries, those of a sample with its own alone."""
-        equation = next(iter(instruction.args), None)
-        if set(self.value_of((instruction.args, instruction.kwargs))) != set(_PER_SAMPLE):
-            return False
-        if not isinstance(equation, str):
-            return all(not self.tape.metas[slot].shape for slot in instruction.defines())
-        operands, _, result = equation.replace(" ", "").partition("->")
-        return not result and "->" in equation and len({operand[:1] for operand in operands.split(",")}) == 1
 
     def _sample_dims(self, operand: Ref) -> set[int]:
         """Returns the dims along which samples lie."""
@@ -404,7 +407,9 @@ class Denominators:
             return self._by_constant(instruction, value, divisor)
         if set(value) | set(below) == set(_PER_SAMPLE):
             return _PER_SAMPLE
-        if not isinstance(divisor, Ref) or not self._is_readable(divisor) or len(value) != 1:
+        if isinstance(divisor, Ref) and not self._is_readable(divisor):
+            return _by_expanded(self, instruction, value, divisor)
+        if not isinstance(divisor, Ref) or len(value) != 1:
             return self._underivable(instruction)
         slot, limits = self.without_limits(divisor.slot)
         inner, term = self._values[slot], value[0]
@@ -426,10 +431,12 @@ class Denominators:
             return term
         for guard in self.tape.guards:
             # `loss.sum() / n` with `n = int(mask.sum())`: the number was read off a tensor, under this guard.
-            if guard.value == number and not isinstance(guard.value, bool | tuple):
-                read = self.value_of(guard.args)
-                if set(read) == {Term(reduced=True)}:
-                    return replace(term, measures=(Number(float(number)),))
+            read = set(self.value_of(guard.args))
+            if guard.value == number and not isinstance(guard.value, bool | tuple) and read == {_SUMMED}:
+                return replace(term, measures=(Number(float(number)),))
+            # `len(mask.nonzero())`, `x[mask].numel()`: of a shape that follows from values.
+            if isinstance(guard.value, tuple) and read == set(_PER_SAMPLE) and _is_size(guard.value, number):
+                return replace(term, measures=(Number(float(number)),))
         return term if number == 1 else replace(term, number=(instruction.index, float(number)))
 
     def without_limits(self, slot: int) -> tuple[int, tuple[Limit, ...]]:
@@ -449,8 +456,65 @@ class Denominators:
         return slot, tuple(reversed(limits))
 
 
+def _by_expanded(found: Denominators, instruction: Instruction, value: Value, divisor: Ref) -> Value:
+    """A term divided by the sum of a mask that was expanded to the shape of an output."""
+    mask, sums = divisor.slot, 0
+    while not found._is_readable(Ref(mask)):
+        maker = found.tape.instructions[found.tape.producer[mask]] if mask in found.tape.producer else None
+        inner = None if maker is None else _first(maker)
+        if maker is None or maker.is_leaf or not isinstance(inner, Ref):
+            return found._underivable(instruction)
+        name, shapes = operator(maker), [found.tape.metas[slot].shape for slot in (inner.slot, mask)]
+        sums += name == "sum" and not shapes[1]
+        keeps_samples = all(shape[:1] == shapes[0][:1] for shape in shapes)
+        if not (
+            name in _CASTS or (name == "sum" and not shapes[1]) or (name in _EXPANDING and keeps_samples)
+        ):
+            return found._underivable(instruction)
+        mask = inner.slot
+    term = value[0] if len(value) == 1 else None
+    if (
+        not sums
+        or not isinstance(term, Term)
+        or term.measures
+        or set(found._values[mask]) != set(_PER_SAMPLE)
+    ):
+        return found._underivable(instruction)
+    return (replace(term, measures=(SlotSum(mask),)),)
+
+
+def _sums_over_samples(found: Denominators, instruction: Instruction) -> bool:
+    """Whether a product of matrices adds up over samples, as `a.T @ b` does; where no other tape says so,
+    whether it is one of two matrices that have entries of samples.
+    """
+    if operator(instruction) not in _CONTRACTING:
+        return False
+    reads = [slot for slot in instruction.reads() if _dependent(found._values.get(slot, ()))]
+    (made,) = instruction.defines()
+    if found._grown is None:
+        return len(reads) > 1 and all(len(found.tape.metas[slot].shape) == 2 for slot in (*reads, made))
+    grown = [slot for slot in (*reads, made) if found._sample_dims(Ref(slot))]
+    return bool(found.tape.metas[made].shape) and bool(grown) and made not in grown
+
+
+def _sums_products(found: Denominators, instruction: Instruction) -> bool:
+    """Whether a product of tensors is summed over all entries, those of a sample with its own alone."""
+    equation = next(iter(instruction.args), None)
+    if set(found.value_of((instruction.args, instruction.kwargs))) != set(_PER_SAMPLE):
+        return False
+    if not isinstance(equation, str):
+        return all(not found.tape.metas[slot].shape for slot in instruction.defines())
+    operands, _, result = equation.replace(" ", "").partition("->")
+    return not result and "->" in equation and len({operand[:1] for operand in operands.split(",")}) == 1
+
+
 def _union(values: Iterable[Iterable[S]]) -> tuple[S, ...]:
     return tuple(dict.fromkeys(summand for value in values for summand in value))
+
+
+def _is_size(shape: tuple[Any, ...], number: float) -> bool:
+    sizes = [size for size in shape if isinstance(size, int)]
+    return len(sizes) == len(shape) > 0 and number in (sizes[0], prod(sizes))
 
 
 def _is_unknown(value: Value) -> bool:

@@ -54,9 +54,12 @@ class OutputLoss:
     def counted(self, output: Any, parts: Sequence[Batch]) -> list[Counted]:
         """Returns the counts of all microbatches; `output` is what the model returned for the first."""
         self.doubt = None
-        if self._counting != FROM_LOSS or len(parts) == 1 or not parts[0].target:
+        if self._counting != FROM_LOSS or len(parts) == 1:
             return self.by_samples(parts)
         if self._loss_fn is None:
+            self.doubt = "the model runs by modules and computes its loss itself, which no program shows"
+            return self.by_samples(parts)
+        if not parts[0].target:
             return self.by_samples(parts)
         returned = Batch((map_leaves(_detached, output),), {})
         try:

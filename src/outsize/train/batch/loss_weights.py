@@ -32,6 +32,7 @@ from outsize.train.batch.loss_denominators import (
     Measure,
     Number,
     Samples,
+    SlotSum,
     SlotValue,
     Targets,
     Term,
@@ -190,6 +191,8 @@ def _measured(measure: Measure, part: Batch, values: SlotValues) -> float | Tens
         return measure.value
     if isinstance(measure, SlotValue):
         return values.slots[measure.slot]
+    if isinstance(measure, SlotSum):
+        return values.slots[measure.slot].sum()
     targets, weights = values.slots[measure.target], measure.class_weights
     counts = targets != measure.ignore_index
     if weights is None:
@@ -203,7 +206,7 @@ def _measured(measure: Measure, part: Batch, values: SlotValues) -> float | Tens
 def _slots(measures: Sequence[Measure]) -> list[int]:
     slots: list[int] = []
     for measure in measures:
-        if isinstance(measure, SlotValue):
+        if isinstance(measure, SlotValue | SlotSum):
             slots.append(measure.slot)
         if isinstance(measure, Targets):
             weights = measure.class_weights

@@ -177,7 +177,7 @@ class ByModules(Executor):
                 output, loss = self._forward(number, part, seeder(self._seed, step, number), run)
             if run is not None:
                 run.insist_on_same("the loss", loss)
-            share = (shares := shares or self._shares_of(output, parts))[at]
+            share = (shares := shares or self._shares_of(output, parts, loss))[at]
             if torch.is_grad_enabled():
                 self._backward(number, loss, share * scale, run)
                 output = map_leaves(_detached, output) if keeps else None
@@ -191,10 +191,10 @@ class ByModules(Executor):
                     losses.append((number, loss.detach()))
         return total, tuple(losses), outputs
 
-    def _shares_of(self, output: Any, parts: Sequence[Batch]) -> list[float]:
+    def _shares_of(self, output: Any, parts: Sequence[Batch], loss: Tensor | None) -> list[float]:
         """Returns the shares of this replica's pieces in the loss, which the first output tells."""
         counted = self._counts.counted(output, parts)
-        self._shares.warn(self._counts.doubt)
+        self._shares.warn(None if loss is None else self._counts.doubt)
         return [piece.share for piece in self._crew.replicas.pieces(counted, frozenset())[0]]
 
     def _forward(
