@@ -26,9 +26,8 @@ from typing import Final, final
 
 import numpy as np
 
-from outsize.errors import BadPlan
 from outsize.ir.graph import ModelGraph
-from outsize.ir.stage_graph import check_quotient, summed
+from outsize.ir.stage_graph import summed
 from outsize.planner.costs.unit_times import Seconds
 
 # Branches below this share of all work join their neighbours; with more branches or assignments none is
@@ -56,33 +55,48 @@ class Placed:
         return units
 
 
-def stages_of(graph: ModelGraph, ranks: Sequence[int], *, apart: bool = False) -> Placed | None:
-    """Returns the stages of units on these ranks, or None where sums of gradients forbid them
-    (ir/stage_graph.py).
+@final
+class StageLevels:
+    """Knows which units of a model wait for which, since many placements of one model are tried."""
 
-    `apart`: unconnected units on one rank and level form more than one stage.
-    """
-    before, first_users = _needed(graph), [list[int]() for _ in ranks]
-    for _, users in summed(graph):
-        for earlier, later in pairwise(users):
-            first_users[later].append(earlier)
-    levels = [0] * len(ranks)
-    for unit, rank in enumerate(ranks):
-        needed = (levels[v] + (ranks[v] != rank) for v in before[unit])
-        levels[unit] = max((*needed, *(levels[v] for v in first_users[unit])), default=0)
-    pieces = _pieces(before, list(zip(levels, ranks, strict=True))) if apart else [0] * len(ranks)
-    places = list(zip(levels, ranks, pieces, strict=True))
-    first: dict[tuple[int, int, int], int] = {}
-    for unit, place in enumerate(places):
-        first.setdefault(place, unit)
-    order = sorted(first, key=lambda place: (place[0], first[place]))
-    number = {place: stage for stage, place in enumerate(order)}
-    owners = tuple(number[place] for place in places)
-    try:
-        check_quotient(graph, owners)
-    except BadPlan:
-        return None
-    return Placed(owners, tuple(rank for _, rank, _ in order))
+    def __init__(self, graph: ModelGraph) -> None:
+        self._before, self._first_users = _needed(graph), [list[int]() for _ in graph.units]
+        ascending = [(v.producer, user) for v in graph.values for user in v.consumers]
+        for _, users in summed(graph):
+            for earlier, later in pairwise(users):
+                self._first_users[later].append(earlier)
+                ascending.append((earlier, later))
+        self._ascending = np.array(ascending, np.int64).reshape(-1, 2).T
+
+    def stages(self, ranks: Sequence[int], *, apart: bool = False) -> Placed | None:
+        """Returns the stages of units on these ranks, or None where sums of gradients forbid them
+        (ir/stage_graph.py).
+
+        `apart`: unconnected units on one rank and level form more than one stage.
+        """
+        levels = self._levels(ranks)
+        pieces = _pieces(self._before, list(zip(levels, ranks, strict=True))) if apart else [0] * len(ranks)
+        places = list(zip(levels, ranks, pieces, strict=True))
+        first: dict[tuple[int, int, int], int] = {}
+        for unit, place in enumerate(places):
+            first.setdefault(place, unit)
+        order = sorted(first, key=lambda place: (place[0], first[place]))
+        number = {place: stage for stage, place in enumerate(order)}
+        owners = tuple(number[place] for place in places)
+        earlier, later = np.array(owners)[self._ascending]
+        return None if np.any(later < earlier) else Placed(owners, tuple(rank for _, rank, _ in order))
+
+    def _levels(self, ranks: Sequence[int]) -> list[int]:
+        """Returns how often what leads to each unit changes its rank."""
+        levels = [0] * len(ranks)
+        for unit, rank in enumerate(ranks):
+            level = 0
+            for v in self._before[unit]:
+                level = max(level, levels[v] + (ranks[v] != rank))
+            for v in self._first_users[unit]:
+                level = max(level, levels[v])
+            levels[unit] = level
+        return levels
 
 
 def _pieces(before: Sequence[Sequence[int]], places: Sequence[tuple[int, int]]) -> list[int]:

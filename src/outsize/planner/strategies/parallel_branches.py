@@ -2,6 +2,7 @@
 
     1  assign units to ranks (dag/stage_levels.py), which gives the stages: three and more on two ranks
     2  compose a schedule for them, from their seconds, links and memory (schedules/compose.py)
+       a bound (bounds/placement.py) leaves out ranks of units on which no step is below the limit
     3  price it as any plan (evaluate/candidate.py): with units sorted by stage the stages are runs, so
        nothing else differs
     4  take it where a step is shorter by WORTH and fits
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, chain, islice, pairwise, product
 from math import inf
 from typing import Final, final
 
@@ -32,10 +33,11 @@ from outsize.ir.plan import Expected, Plan, stages_from_units
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.stage_graph import in_stages
+from outsize.planner.bounds.placement import PlacementBound
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.stage_edges import Edge, Edges, edges_among, edges_of, flows
 from outsize.planner.costs.unit_times import fastest
-from outsize.planner.dag.stage_levels import Placed, by_branches, stages_of
+from outsize.planner.dag.stage_levels import Placed, StageLevels, by_branches
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.candidate import Candidate, expected, reasons
 from outsize.planner.evaluate.played_step import stage_cost
@@ -191,7 +193,11 @@ class _Composer:
         whole, groups = self._unit_by_unit((graph, profile)), grouped(cluster, plan.axes.group_size)
         assert groups is not None, "the plan is laid out on them"
         self._groups, self._flows = groups, flows(graph)
-        self._seconds = whole.units.whole(self._layout, cluster.devices[0])[2]
+        kinds = {device.kind: device for device in reversed(cluster.devices)}
+        seconds_of = {kind: whole.units.whole(self._layout, device)[2] for kind, device in kinds.items()}
+        self._seconds = seconds_of[cluster.devices[0].kind]
+        self._bound = PlacementBound.of(graph, fastest([*seconds_of.values()]))
+        self._levels = StageLevels(graph)
 
     def _unit_by_unit(self, model: tuple[ModelGraph, Profile]) -> Pricing:
         """Returns the prices of the model unit by unit."""
@@ -207,9 +213,10 @@ class _Composer:
         seconds = self._seconds.total
         if max(self._count * float(seconds.sum()) / self._p, _path_s(self._graph, seconds)) >= limit_s:
             return None
-        tried = dict.fromkeys(islice(self._ranked(self._placements()), TRIED))
-        moved_stages = (moved for placement in islice(tried, MOVED) for moved in self._moved(placement))
-        tried = islice(self._ranked(iter({**tried, **dict.fromkeys(moved_stages)})), TRIED)
+        ranked = tuple(islice(self._ranked(self._placements()), TRIED))
+        promising = (placement for placement in ranked if self._least_s(placement) < limit_s)
+        moved = (moved for placement in ranked[:MOVED] for moved in self._moved(placement, limit_s))
+        tried = islice(self._ranked(iter(dict.fromkeys(chain(promising, moved)))), TRIED)
         best, in_vain = None, 0
         for number, placement in enumerate(tried):
             if (number and limit_s > NEAR * most_s) or (in_vain == IN_VAIN and limit_s > most_s):
@@ -222,7 +229,7 @@ class _Composer:
     def _placements(self) -> Iterator[Placed]:
         ranks = dict.fromkeys(self._on_ranks())
         placements = (
-            stages_of(self._graph, rank_of, apart=apart) for rank_of in ranks for apart in (False, True)
+            self._levels.stages(rank_of, apart=apart) for rank_of in ranks for apart in (False, True)
         )
         yield from dict.fromkeys(placement for placement in placements if placement is not None)
         yield from self._chunked()
@@ -247,13 +254,19 @@ class _Composer:
     def _runs(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(ranks[run] for run in even_runs(self._seconds.total.tolist(), len(ranks)))
 
-    def _moved(self, placement: Placed) -> Iterator[Placed]:
-        """Yields placements with each stage on each other rank."""
+    def _moved(self, placement: Placed, limit_s: float) -> Iterator[Placed]:
+        """Yields placements with each stage on each other rank, of which a step may be below the limit."""
+        owners, rank_of = np.array(placement.owners), np.array(placement.ranks)[list(placement.owners)]
         for stage, rank in product(range(len(placement.ranks)), range(self._p)):
-            ranks = [rank if own == stage else placement.ranks[own] for own in placement.owners]
-            changed = stages_of(self._graph, ranks)
-            if changed is not None:
-                yield changed
+            ranks = np.where(owners == stage, rank, rank_of)
+            if self._bound.least_s(ranks, self._count) < limit_s:
+                changed = self._levels.stages(ranks.tolist())
+                if changed is not None:
+                    yield changed
+
+    def _least_s(self, placement: Placed) -> float:
+        """Returns the seconds that a step on these ranks takes at least."""
+        return self._bound.least_s(np.array(placement.ranks)[list(placement.owners)], self._count)
 
     def _ranked(self, placements: Iterator[Placed]) -> Iterator[Placed]:
         """Returns the most promising placements first; chains only if they are asked for."""

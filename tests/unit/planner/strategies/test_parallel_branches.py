@@ -19,7 +19,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.ir.stage_graph import check_quotient
 from outsize.planner.costs.unit_times import UnitSeconds
-from outsize.planner.dag.stage_levels import by_branches, stages_of
+from outsize.planner.dag.stage_levels import StageLevels, by_branches
 from outsize.planner.search.evaluate_plan import price, timeline
 from outsize.planner.search.search import search
 from outsize.planner.strategies.parallel_branches import WORTH
@@ -159,7 +159,7 @@ def test_equal_input_equal_plan() -> None:
 def test_stages_by_level_are_a_quotient_and_none_waits_inside(model: Model, draw: object) -> None:
     graph, _ = model
     ranks = tuple(draw.randrange(3) for _ in graph.units)  # pyright: ignore[reportAttributeAccessIssue]
-    found = stages_of(graph, ranks)
+    found = StageLevels(graph).stages(ranks)
     assume(found is not None)
     assert found is not None
     check_quotient(graph, found.owners)
