@@ -114,3 +114,11 @@ def test_flags_say_the_same() -> None:
     assert options.lora_asked(options.NO_LORA, 8, "all-linear") == outsize.Lora(8, "all-linear")
     with pytest.raises(BadOption, match="--lora and --lora-rank both say"):
         options.lora_asked(options.LoraKeys(r=16), 8, None)
+
+
+def test_tp_is_refused_before_a_plan_is_made_and_left_out_of_a_search() -> None:
+    wide = llama(hidden_size=128, intermediate_size=256)
+    asked: dict[str, Any] = {"cluster": "4xcpu", "request": outsize.Request(quantize="nf4", lora=4)}
+    with pytest.raises(BadOption, match=r"tp would divide codes and their blocks, and .*q_proj.*dp_shard=2"):
+        outsize.plan(wide, (), BATCH, axes={"tp": 2}, **asked)
+    assert outsize.plan(wide, (), BATCH, **asked).axes.tp == 1

@@ -29,6 +29,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.profile import Profile, ProfileSet
+from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.planner.bounds.memory import exceeds_all_devices
 from outsize.planner.costs.context_parallel import LEAST_TOKENS
 from outsize.planner.costs.kernel_stacks import KernelStack, kernel_stack
@@ -37,6 +38,7 @@ from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.program.sharding.context_parallel.rows import by_rows
 from outsize.program.sharding.expert_parallel.experts import insist_on_experts
 from outsize.program.sharding.scaled_linear import insist_on_scales_of_tensors
+from outsize.program.weights.beside import insist_on_no_codes, numbers_of
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import how_on, measure_sizes
 
@@ -276,7 +278,13 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
         return with_experts(captured, case.whole, captured.graph) if experts > 1 else captured.graph
     if tp > 1:
         insist_on_scales_of_tensors(case.whole)
-    graph = with_experts(captured, case.whole, with_styles(captured, case.whole))
+        insist_on_no_codes(case.whole, tp)
+    if numbers_of(case.whole):  # Nobody divides codes, so a search finds no degree.
+        none = TensorStyles(modules=(), divided=())
+        with_tensor = captured.graph.model_copy(update={"tensor": none})
+    else:
+        with_tensor = with_styles(captured, case.whole)
+    graph = with_experts(captured, case.whole, with_tensor)
     if graph.tensor is not None:
         graph.tensor.insist_on_degree(tp)
     return graph

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from outsize.errors import BadOption
 from outsize.program.values.wrapper_tensors import is_wrapper
 
 _TABLES: Final = frozenset(("_parameters", "_buffers", "_modules"))
@@ -107,3 +108,17 @@ def numbers_of(model: nn.Module) -> dict[int, int]:
         if taken * made and own and is_of_codes(own[0]):
             found.setdefault(id(own[0]), taken * made)
     return found
+
+
+def insist_on_no_codes(model: nn.Module, degree: int) -> None:
+    """Raises BadOption for a model with layers of codes, which ranks of tensor parallelism cannot divide: a
+    block of codes, and a scale of scales, may be in the parts of two ranks.
+    """
+    numbers = numbers_of(model)
+    names = [name for name, weight in model.named_parameters() if id(weight) in numbers]
+    if names:
+        raise BadOption(
+            f"tp would divide codes and their blocks, and {names[0]} is stored in few bits",
+            numbers=f"{len(names)} weights of codes, tp {degree}",
+            next_step="stages (--stages 2) or dp_shard (--axes dp_shard=2), which keep blocks whole",
+        )

@@ -41,7 +41,7 @@ def gathered(
     name what it saves, or compute it, by the values that it has.
     """
     parts = {"": model} if parts is None else parts
-    fetch, whole, own = _fetcher(model, homes, crew, ranks), dict[int, Tensor](), dict[int, Tensor]()
+    fetch, whole, own = fetcher(model, homes, crew, ranks), dict[int, Tensor](), dict[int, Tensor]()
     for tensor in {id(tensor): tensor for _, _, tensor in _persistent(parts)}.values():
         value = fetch(tensor)
         if value is not None and _has_all(tensor, value):
@@ -114,7 +114,7 @@ def save(
             next_step=f"to='{folder.stem}', or torch.save(engine.weights.full_state_dict(), ...) for "
             "one file",
         )
-    fetch, tensors = _fetcher(model, homes, crew, ranks), _once(model)
+    fetch, tensors = fetcher(model, homes, crew, ranks), _once(model)
     _refuse_wrappers(tensors)
     _insist_on_same_names(model, crew)
     parts = shards(tensors if ranks is None else ranks.shown(tensors), limit)
@@ -182,7 +182,8 @@ def _once(model: nn.Module) -> dict[str, Tensor]:
     return dict(named_by_id.values())
 
 
-def _fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: DividedWeights | None) -> Fetch:
+def fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: DividedWeights | None) -> Fetch:
+    """Returns the function that gets all of a tensor to rank 0; every rank calls it for the same tensors."""
     names = {id(table[key]): name for table, key, name in places(model)}
 
     def fetch(tensor: Tensor) -> Tensor | None:

@@ -26,9 +26,10 @@ from outsize.train.checkpoint.checkpoints import Checkpoints
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.apply_named import NamedCall, NamedCalls
 from outsize.train.crew.crew import Crew
+from outsize.train.crew.merged import save_merged, save_plain_config
 from outsize.train.crew.module_view import own_module
 from outsize.train.crew.pretrained import insist_on_pretrained, save_configs, save_whole
-from outsize.train.crew.state_dict import gathered, save
+from outsize.train.crew.state_dict import fetcher, gathered, save
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.ranks.divided_weights import DividedWeights
 
@@ -170,6 +171,21 @@ class EngineWeights:
                 save_whole(model, folder, state)
 
         shared_facts(self._run.host_group, write)
+
+    def save_merged(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Writes the model with its adapters merged, a weight at a time, as the plain class reads it.
+
+        Weights that are stored in few bits have their values in the type of the others. Adapters are peft's
+        LoRA layers. Every rank calls this; rank 0 holds one layer with its values. Raises BadOption for
+        adapters that are no sums, and BadWeights.
+        """
+        folder = path_of(folder, "folder", "engine.weights.save_merged('merged')")
+        insist_on_whole_number(shard_bytes, "shard_bytes", 1, f"shard_bytes={SHARD_BYTES}, in bytes")
+        home, model = self._ownership.placement.home, self._run.model
+        fetch = fetcher(model, home, self._crew, self._tensor)
+        save_merged(model, fetch, self._crew, folder, shard_bytes)
+        if self._crew.global_rank == 0:
+            save_plain_config(model, folder)
 
     def load(self, path: str | Path) -> None:
         """Sets this rank's weights to those of a folder, an index or a file of safetensors, in place.
