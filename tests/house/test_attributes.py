@@ -41,6 +41,8 @@ OF_OTHERS = {
     "train/tensor_parallel.py": {"forward"},
     # Elements of XML, Lightning's rank and the configuration of torchrun.
     "integrations/lightning_parts/processes.py": {"rank"},
+    # What a Trainer of transformers has: its Accelerator, its callbacks, and its class.
+    "integrations/transformers.py": {"__class__", "callbacks"},
     "ops/launch/launch.py": {"nproc_per_node"},
     "report/html/cells.py": {"text"},
     "report/html/svg.py": {"text"},

@@ -17,7 +17,6 @@ from patience import free_port
 from torch._dynamo import utils as dynamo_utils
 from trainer_worker import transformers
 
-import outsize
 from outsize.errors import BadCheckpoint, BadOption
 from outsize.integrations.transformers import Trainer
 
@@ -121,9 +120,8 @@ def test_the_folder_is_one_that_from_pretrained_reads(tmp_path: Path) -> None:
 
 def trainer_of(tmp_path: Path, kind: Any = Trainer, **more: Any) -> Any:
     arguments = more.pop("arguments", {})
-    args = transformers.TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=2, max_steps=1, report_to="none", use_cpu=True, **arguments
-    )
+    plain = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "use_cpu": True}
+    args = transformers.TrainingArguments(str(tmp_path), **{**plain, **arguments})
     data = trainer_worker.Tokens(8, False, 0)
     return kind(model=trainer_worker.model_of({}), args=args, train_dataset=data, **more)
 
@@ -164,13 +162,48 @@ def test_a_mode_of_torch_compile_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, arguments={"torch_compile_mode": "max-autotune"})
 
 
-def test_a_loss_that_calls_the_model_twice_is_refused(tmp_path: Path) -> None:
-    class Twice(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            return model(**inputs).loss + model(**inputs).loss
+def losses_of(trainer: Any) -> list[tuple[float, float]]:
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
 
-    with pytest.raises(Exception, match=r"the loss calls the model twice, and a pipeline runs it once"):
-        trainer_of(tmp_path, Twice, outsize={"stages": 2}).train()
+
+def twice(kind: Any) -> Any:
+    """A trainer whose loss reads numbers and calls the model twice."""
+
+    class Twice(kind):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            first = model(**inputs).loss
+            turned = {**inputs, "input_ids": inputs["input_ids"].flip(1)}
+            return first * (2.0 if first.item() > 0 else 1.0) + model(**turned).loss
+
+    return Twice
+
+
+def test_a_loss_that_calls_the_model_twice_runs_over_the_stages(tmp_path: Path) -> None:
+    arguments = {"gradient_accumulation_steps": 3, "logging_steps": 1, "learning_rate": 1e-2}
+    split = trainer_of(tmp_path, twice(Trainer), arguments=arguments, outsize={"stages": 2})
+    plain = trainer_of(tmp_path, twice(transformers.Trainer), arguments=arguments)
+    with pytest.raises(BadOption, match=r"the model is split at its first call, .* Next: trainer\.train\(\)"):
+        _ = split.engine
+    assert losses_of(split) == losses_of(plain)
+    assert (split.engine.plan.form, split.engine.plan.microbatches) == ("tape", 3)
+    for (name, weight), other in zip(split.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def test_a_run_of_such_a_loss_goes_on(tmp_path: Path) -> None:
+    """From a checkpoint of the split trainer, at another number of stages."""
+    arguments = {"gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
+    whole = losses_of(
+        trainer_of(tmp_path, twice(transformers.Trainer), arguments={**arguments, "max_steps": 4})
+    )
+    first = {**arguments, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer_of(tmp_path, twice(Trainer), arguments=first, outsize={"stages": 2}).train()
+    again = trainer_of(tmp_path, twice(Trainer), arguments=first, outsize={"stages": 3})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    found = [(log["loss"], log["grad_norm"]) for log in again.state.log_history if "loss" in log]
+    assert found == whole
 
 
 def test_a_loss_without_the_model_is_refused(tmp_path: Path) -> None:
@@ -278,7 +311,7 @@ def test_an_evaluation_of_a_subclass_runs_batch_by_batch(method: str, tmp_path: 
     assert made(Trainer, outsize={"stages": 2}) == made(transformers.Trainer)
 
 
-def test_a_loss_that_holds_the_model_is_refused_with_a_way_that_works(tmp_path: Path) -> None:
+def test_a_loss_that_holds_the_model_runs_over_the_stages(tmp_path: Path) -> None:
     class Holder(torch.nn.Module):
         """As the losses of sentence-transformers: the model is a part of it."""
 
@@ -289,17 +322,19 @@ def test_a_loss_that_holds_the_model_is_refused_with_a_way_that_works(tmp_path: 
         def forward(self, inputs: Any, labels: Any) -> torch.Tensor:
             return self.model(input_ids=inputs, labels=labels).loss
 
-    class Holding(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            return loss(inputs["input_ids"], inputs["labels"])
+    def holding(kind: Any) -> Any:
+        class Holding(kind):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                return loss(inputs["input_ids"], inputs["labels"])
 
-    trainer = trainer_of(tmp_path, Holding, outsize={"stages": 2})
+        return Holding
+
+    arguments = {"gradient_accumulation_steps": 2, "logging_steps": 1}
+    trainer = trainer_of(tmp_path, holding(Trainer), arguments=arguments, outsize={"stages": 2})
     loss = Holder(trainer.model)
-    words = r"the loss is a Holder, which holds the model .* Next: train the loss as the model.*parallelize"
-    with pytest.raises(BadOption, match=words):
-        trainer.train()
+    found = losses_of(trainer)
     assert not trainer.model._forward_pre_hooks
-    ids = torch.arange(24).view(2, 12)
-    expected = float(loss(ids, ids).detach())
-    engine = outsize.parallelize(loss, (ids, ids), loss_fn=lambda value: value, stages=2, microbatches=1)
-    assert float(engine.step(ids, ids).loss) == expected
+    assert "forward" not in vars(trainer.model)
+    other = trainer_of(tmp_path, holding(transformers.Trainer), arguments=arguments)
+    loss = Holder(other.model)
+    assert found == losses_of(other)

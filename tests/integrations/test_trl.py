@@ -1,15 +1,16 @@
-"""TRL's SFTTrainer with this package's Trainer before it: SFTTrainer's numbers, its metrics too."""
+"""TRL's trainers with this package's Trainer before them: their numbers, metrics and weights, split."""
 
 from __future__ import annotations
 
-import json
+import copy
 import os
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
-import trainer_worker
 from forked import in_forks
 from patience import free_port
 from trainer_worker import transformers
@@ -17,58 +18,178 @@ from trainer_worker import transformers
 from outsize.integrations.transformers import Trainer
 
 trl: Any = pytest.importorskip("trl", reason="TRL is not installed: make test-integrations")
-KEPT = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "learning_rate")
+TIMES = ("runtime", "per_second", "time")
+ALL = (
+    "sft", "sft completion", "dpo", "dpo precomputed", "dpo lora", "reward", "kto",
+    "grpo", "grpo kl lora", "rloo",
+)  # fmt: skip
+OVER_PROCESSES = ("sft", "dpo", "dpo lora", "grpo")
 
 
-def trained(folder: Path, **more: Any) -> list[dict[str, float]]:
-    """The logs of three updates of two batches, and of an evaluation."""
-    import pyarrow
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
+def words(seed: int, count: int) -> str:
+    """So many words of the vocabulary; lengths of a kind are equal, so that few programs are recorded."""
+    draw = torch.Generator().manual_seed(seed)
+    return " ".join(f"w{int(i)}" for i in torch.randint(3, 60, (count,), generator=draw))
+
+
+def tokenizer_of() -> Any:
     from tokenizers import Tokenizer, models
+    from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    class Split(Trainer, trl.SFTTrainer):
-        pass
+    names = {f"w{i}": i for i in range(3, 60)} | {"<pad>": 0, "</s>": 1, "<unk>": 2}
+    made = Tokenizer(models.WordLevel(names, unk_token="<unk>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
 
+
+def rows_of(kind: str, count: int) -> Any:
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+
+    rows: list[dict[str, Any]] = []
+    for i in range(count):
+        prompt, first, second = (words(10 * i + part, 5) for part in range(3))
+        rows.append(
+            {
+                "sft": {"text": f"{prompt} {first}"},
+                "sft completion": {"prompt": prompt, "completion": f" {first}"},
+                "kto": {"prompt": prompt, "completion": f" {first}", "label": i % 2 == 0},
+                "grpo": {"prompt": prompt},
+                "grpo kl lora": {"prompt": prompt},
+                "rloo": {"prompt": prompt},
+            }.get(kind, {"prompt": prompt, "chosen": f" {first}", "rejected": f" {second}"})
+        )
+    return Dataset.from_list(rows)
+
+
+def different_words(completions: list[str], **_: Any) -> list[float]:
+    """A reward."""
+    return [float(len(set(text.split()))) + 0.01 * len(text) for text in completions]
+
+
+def model_of(kind: str) -> Any:
     torch.manual_seed(0)
-    model = trainer_worker.model_of({})
-    tokens = trainer_worker.Tokens(20, False, 0)
-    rows = [{name: value.tolist() for name, value in tokens[i].items()} for i in range(20)]
-    data = Dataset(InMemoryTable(pyarrow.Table.from_pylist(rows)), fingerprint="rows")
-    words = Tokenizer(models.WordLevel({str(i): i for i in range(60)}, unk_token="0"))
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0"
-    )
-    args = trl.SFTConfig(
-        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3,
-        logging_steps=1, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, bf16=False,
-        gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True}, learning_rate=1e-2,
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, num_labels=1, pad_token_id=0, bos_token_id=1, eos_token_id=1,
     )  # fmt: skip
-    kind = Split if more else trl.SFTTrainer
-    trainer = kind(
-        model=model, args=args, train_dataset=data, eval_dataset=data, processing_class=tokenizer, **more
-    )
+    return (
+        transformers.LlamaForSequenceClassification if kind == "reward" else transformers.LlamaForCausalLM
+    )(config)
+
+
+def trainer_of(kind: str, folder: Path, split: dict[str, Any] | None) -> Any:
+    name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO", "grpo": "GRPO", "rloo": "RLOO"}
+    base, config = (getattr(trl, name[kind.split()[0]] + part) for part in ("Trainer", "Config"))
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 2,
+        "logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
+        "bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2,
+        "per_device_eval_batch_size": 2,
+    }  # fmt: skip
+    more: dict[str, Any] = {}
+    if kind.startswith(("grpo", "rloo")):
+        settings |= {"num_generations": 2, "max_completion_length": 4, "beta": 0.1 if "kl" in kind else 0.0}
+        settings |= {"gradient_accumulation_steps": 2}
+        more["reward_funcs"] = different_words
+    model = model_of(kind)
+    if "lora" in kind:
+        import peft
+
+        more["peft_config"] = peft.LoraConfig(
+            r=2, lora_dropout=0.0, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"
+        )
+    elif kind.startswith(("dpo", "kto")):
+        more["ref_model"] = copy.deepcopy(model)
+        settings["precompute_ref_log_probs"] = "precomputed" in kind
+    if split is not None:
+        base = type("Split", (Trainer, base), {})
+        more["outsize"] = split
+    torch.manual_seed(1)
+    trainer = base(
+        model=model, args=config(str(folder), **settings), train_dataset=rows_of(kind, 12),
+        eval_dataset=rows_of(kind, 4), processing_class=tokenizer_of(), **more,
+    )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def ran(kind: str, folder: Path, split: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the trainer logs of two updates and an evaluation, and the weights that it ends with."""
+    trainer = trainer_of(kind, folder, split)
     trainer.train()
     trainer.evaluate()
-    return [{k: v for k, v in log.items() if k in KEPT} for log in trainer.state.log_history]
+    logs = [
+        {name: value for name, value in log.items() if not any(time in name for time in TIMES)}
+        for log in trainer.state.log_history
+    ]
+    state = trainer.model.state_dict() if split is None else trainer.engine.weights.full_state_dict()
+    plan = None if split is None else (trainer.engine.plan.form, trainer.engine.plan.microbatches)
+    weights = {name: weight.clone() for name, weight in state.items()}
+    return {"logs": logs, "weights": weights, "plan": plan}
 
 
-def test_one_process_has_the_numbers_of_the_plain_trainer(tmp_path: Path) -> None:
-    assert trained(tmp_path, outsize={"stages": 2}) == trained(tmp_path)
+@cache
+def plain(kind: str) -> dict[str, Any]:
+    return ran(kind, Path(mkdtemp()))
+
+
+def insist_on_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["logs"] == expected["logs"]
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_one_process_has_the_numbers_of_the_plain_trainer(kind: str, tmp_path: Path) -> None:
+    found = ran(kind, tmp_path, {"stages": 2})
+    insist_on_equal(found, plain(kind))
+    assert found["plan"] == ("tape", 2 if kind.startswith(("grpo", "rloo")) else 3)
+    assert any("eval_loss" in log for log in found["logs"])
 
 
 @pytest.mark.dist
-def test_so_have_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", OVER_PROCESSES)
+def test_so_have_two_processes(kind: str, tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> None:
         numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         os.environ.update(place | {name: str(value) for name, value in numbers.items()})
-        logs = trained(tmp_path, outsize={"stages": 2})
-        (tmp_path / f"logs{number}.json").write_text(json.dumps(logs))
+        torch.save(ran(kind, tmp_path, {"stages": 2}), tmp_path / f"found{number}.pt")
 
     in_forks(tmp_path, 2, rank)
-    expected = trained(tmp_path)
-    assert json.loads((tmp_path / "logs0.json").read_text()) == expected
-    assert len(expected) == 5
+    found, other = (torch.load(tmp_path / f"found{n}.pt", weights_only=False) for n in (0, 1))
+    insist_on_equal(found, plain(kind))
+    assert [log.get("loss") for log in other["logs"]] == [log.get("loss") for log in found["logs"]]
+
+
+def test_batches_of_an_update_run_in_one_pipeline(tmp_path: Path) -> None:
+    """Those of the reference as well; so do the batches of an evaluation."""
+    trainer = trainer_of("dpo", tmp_path, {"stages": 2})
+    together: list[tuple[int, bool]] = []
+    from outsize.train.split.calls import ModelCalls
+
+    run = ModelCalls.together
+
+    def counted(self: Any, calls: Any, microbatches: int = 1) -> Any:
+        together.append((len(calls), torch.is_grad_enabled()))
+        return run(self, calls, microbatches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelCalls, "together", counted)
+        trainer.train()
+        assert together == [(3, True), (3, False)] * 2
+        together.clear()
+        trainer.evaluate()
+    assert together == [(2, False)] * 2
+
+
+def test_a_batch_is_divided_where_microbatches_are_asked_for(tmp_path: Path) -> None:
+    """Six microbatches of three batches: two of each. Sums have another order than in the plain trainer."""
+    found, expected = ran("dpo", tmp_path, {"stages": 2, "microbatches": 6}), plain("dpo")
+    assert found["plan"] == ("tape", 6)
+    for log, other in zip(found["logs"], expected["logs"], strict=True):
+        assert log == pytest.approx(other, rel=1e-4, abs=1e-5)

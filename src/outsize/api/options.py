@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from outsize.policies.weights import Weights
     from outsize.train.batch.batch import Batch
     from outsize.train.batch.batch_dims import Asked
+    from outsize.train.check.trainers import CheckedTrainer
     from outsize.train.context.callback import Callback
     from outsize.train.context.options import MakeOptimizer
     from outsize.train.split.outputs import Outputs
@@ -122,6 +123,7 @@ class CheckOptions(CaseOptions, total=False):
     seed: int
     weight_files: str | Path | None
     second_batch: Batch | None
+    trainer: CheckedTrainer | None
 
 
 class TuneOptions(FitOptions, total=False):

@@ -52,6 +52,7 @@ from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import SplitTable
 from outsize.train.batch.wrapped_models import insist_on_unwrapped
 from outsize.train.check.check import Question, enough_steps, verify
+from outsize.train.check.trainers import check_trainer
 from outsize.train.checkpoint.checkpoints import newest_checkpoint
 from outsize.train.checkpoint.loop.attached import ResumeNote
 from outsize.train.checkpoint.weights import CheckpointWeights
@@ -154,7 +155,10 @@ def parallelize(
 
 @reads_options(CheckOptions)
 def check(
-    model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, **options: Unpack[CheckOptions]
+    model: nn.Module | None = None,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+    **options: Unpack[CheckOptions],
 ) -> Verdict:
     """Runs the model split and plain on the same batches; compares loss, gradients, buffers and parameters.
 
@@ -172,9 +176,17 @@ def check(
       the model refuses that, or nothing can be changed, there is none.
     - `weight_files`: as in `parallelize`; a copy of the model gets all of them.
     - `loss_fn`, `target`, `batch_dims`: as for `plan`.
+    - `trainer`: in place of a model, a trainer of `outsize.integrations.transformers`, also one of TRL's or
+      of your own behind it. Two updates (`steps`) run plain and split, each in a fork; `first_divergence`
+      names the first logged number, gradient or weight that differs, and its update.
 
     Raises BadOption, UnsupportedPlan, and as `plan`.
     """
+    trainer = options.get("trainer")
+    if trainer is not None:
+        return check_trainer(trainer, **_steps_alone(model, args, kwargs, options))
+    insist_on_module(model)
+    assert model is not None
     plan, weights, processes = (
         options.get("plan"),
         options.get("weight_files"),
@@ -216,6 +228,19 @@ def check(
         second_batch=_second_batch(case, options),
     )
     return verify(question, processes=processes)
+
+
+def _steps_alone(model: object, args: Args, kwargs: Kwargs | None, options: CheckOptions) -> dict[str, int]:
+    """Returns how many updates of a trainer are compared. Raises BadOption for what its model would want."""
+    others = [name for name, value in options.items() if name not in ("trainer", "steps") and value]
+    if model is not None or args or kwargs or others:
+        raise BadOption(
+            "a trainer is checked as it is: it has its model, its batches, and its outsize= options",
+            numbers=", ".join(others) or "a model, or its arguments",
+            next_step="outsize.check(trainer=trainer), with steps= at most",
+        )
+    steps = options.get("steps")
+    return {} if steps is None else {"updates": steps}
 
 
 def _second_batch(case: TrainingCase, options: CheckOptions) -> Batch | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterator
-from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch
@@ -30,15 +29,14 @@ class CallArguments(NamedTuple):
 def arguments_of_call(model: nn.Module, compute_loss: Callable[[nn.Module], object]) -> CallArguments:
     """Returns the arguments with which `compute_loss` calls the model, which does not run.
 
-    Raises BadOption where it does not call it, or calls the model that another object holds.
+    Raises BadOption where it does not call it, HeldModelCalled where it calls the model that another object
+    holds.
     """
     watch = model.register_forward_pre_hook(_stop_held_model)
     try:
         compute_loss(_ModelProbe(model))
     except _ModelCalled as call:
         return call.arguments
-    except _HeldModelCalled as call:
-        raise _held_model(model, call) from None
     finally:
         watch.remove()
     raise BadOption(
@@ -47,27 +45,7 @@ def arguments_of_call(model: nn.Module, compute_loss: Callable[[nn.Module], obje
 
 
 def _stop_held_model(*_: object) -> NoReturn:
-    raise _HeldModelCalled
-
-
-def _held_model(model: nn.Module, call: _HeldModelCalled) -> BadOption:
-    """Returns the error for a call of the model itself; names the module in whose forward it is."""
-    frames = (frame.f_locals.get("self") for frame, _ in walk_tb(call.__traceback__))
-    modules = (each for each in frames if isinstance(each, nn.Module))
-    holders = (type(each).__name__ for each in modules if model in set(each.modules()) - {each})
-    holder = next(holders, None)
-    if holder is None:
-        return BadOption(
-            "the loss calls a model that it holds, and not the one that it is given",
-            numbers=f"it calls the {type(model).__name__} itself",
-            next_step="outputs = model(**inputs) of compute_loss(model, inputs), once",
-        )
-    return BadOption(
-        f"the loss is a {holder}, which holds the model and calls that, not the one that it is given",
-        numbers=f"it calls the {type(model).__name__} in its own forward",
-        next_step="train the loss as the model, in a loop of your own: outsize.parallelize(loss, "
-        "(inputs, labels), loss_fn=lambda loss: loss, ...)",
-    )
+    raise HeldModelCalled
 
 
 @final
@@ -80,8 +58,13 @@ class _ModelCalled(BaseException):
 
 
 @final
-class _HeldModelCalled(BaseException):
-    """Stops a call of the model itself."""
+class HeldModelCalled(BaseException):
+    """Stops a call of the model itself, which is not the one that a loss is given."""
+
+
+@final
+class CalledTwice(BaseException):
+    """Stops a loss that calls its model a second time."""
 
 
 class ModelStandIn(nn.Module, ABC):
@@ -113,13 +96,10 @@ class ModelAnswer(ModelStandIn):
         vars(self).update(outputs=[output])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output. Raises BadOption the second time."""
+        """Returns the output. Raises CalledTwice the second time."""
         outputs: list[Any] = vars(self)["outputs"]
         if not outputs:
-            raise BadOption(
-                "the loss calls the model twice, and a pipeline runs it once",
-                next_step="put both calls into a module of your own, whose forward returns both outputs",
-            )
+            raise CalledTwice
         return outputs.pop()
 
 
@@ -144,6 +124,23 @@ class SplitModel(ModelStandIn):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops this rank's gradients."""
         vars(self)["drop_gradients"]()
+
+
+@final
+class CalledModel(ModelStandIn):
+    """Stands for a model whose calls are met at the model itself, with all that code may ask of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model returns."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        modules = vars(self)["_modules"]
+        return modules[name] if name in modules else getattr(modules["module"], name)
 
 
 @final

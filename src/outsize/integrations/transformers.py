@@ -12,52 +12,85 @@ A batch of the DataLoader is a microbatch of the pipeline, so `per_device_train_
     _clip_grad_norm     the norm over all ranks
     optimizer.step      this rank's part of the weights
 
-The loss is `compute_loss`, also where a subclass overrides it: it is called with a stand-in for the model
-once to learn the model's arguments, and on the last stage with one that returns the model's output.
-Every rank passes the same batches. Accelerate is told of one process for data, so it wraps and divides
-nothing. The class works as a mixin too: `class MySFTTrainer(Trainer, SFTTrainer)`.
+The loss is `compute_loss`, also where a subclass overrides it. Where it can be recorded it is the end of the
+last stage: it is called with a stand-in for the model once to learn the model's arguments, and there with one
+that returns the model's output. Everything else is the trainer's own Python on every rank, whose calls of
+models run over the stages (`trainer_parts/own_python.py`): a loss that reads numbers, calls several models or
+one twice, or a training step of the trainer's own. Every rank passes the same batches. Accelerate is told of
+one process for data, so it wraps and divides nothing. It is a mixin too: `class Mine(Trainer, SFTTrainer)`.
 """
 
 from __future__ import annotations
 
 from abc import ABC
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from outsize.api.records import Loss
+from outsize.api.records import Loss, Ranks
 from outsize.capture.models.imports import import_package
-from outsize.errors import BadCheckpoint, BadOption
+from outsize.capture.recording.fallbacks import TapeOptions, record
+from outsize.device.accelerators import device_type
+from outsize.errors import BadCheckpoint, BadOption, NotCapturable
 from outsize.integrations.model_calls import (
     CallArguments,
+    CalledModel,
+    CalledTwice,
+    HeldModelCalled,
     ModelAnswer,
     OwnWeights,
     SplitModel,
     arguments_of_call,
 )
+from outsize.integrations.optimizer_parts import OptimizerParts
 from outsize.integrations.split_options import Split, options_of, split_into
+from outsize.integrations.trainer_parts.called_models import beside, called_engine, models_beside, stages_in
+from outsize.integrations.trainer_parts.own_python import OwnPython
 from outsize.integrations.update import Lookahead
 from outsize.ir.plan import Plan
 from outsize.ops.training import parallelize
-from outsize.run.stage.rng import borrowed_generators
+from outsize.run.stage.rng import borrowed_generators, generator_states, set_generator_states
+from outsize.run.transport.control_messages import all_gather_values
 from outsize.train.batch.batch import Batch, microbatch
+from outsize.train.check.trainers import TrainerRun, TrainerUpdate
 from outsize.train.engine.engine import Engine
+from outsize.train.world.join import join
 
 if TYPE_CHECKING:
+    import accelerate
     import transformers
     from accelerate import utils
 else:
+    accelerate = import_package("accelerate", extra="hf")
     transformers = import_package("transformers", extra="hf")
     utils = import_package("accelerate.utils", extra="hf")
 
 STATES: Final = "outsize"  # the folder in a checkpoint of the Trainer that has the optimizer's states
+_TIMES: Final = ("time", "runtime", "per_second")
+OF_ALL_PROCESSES: Final = frozenset({"generation_batch_size"})
+"""What arguments have counted for all processes, each with samples of its own, when they were made (TRL)."""
+
+
+@final
+class OneProcess(accelerate.Accelerator):
+    """An Accelerator that is told of one process for data, and is the first of it.
+
+    A trainer cuts its part out of what it has gathered by this number. Who prints and writes files is asked
+    of the state, which knows the rank.
+    """
+
+    @property
+    def process_index(self) -> Any:
+        """Returns 0."""
+        return 0
 
 
 class Trainer(transformers.Trainer, ABC):
@@ -68,6 +101,10 @@ class Trainer(transformers.Trainer, ABC):
         self._options = options_of(outsize)
         self._engine: Engine | None = None
         self._split: SplitModel | None = None
+        self._own: OwnPython | None = None
+        self._records: bool | None = None
+        self._parts: OptimizerParts | None = None
+        self._resumes: Path | None = None
         self._batches: list[Any] = []
         self._losses = deque[Tensor]()
         self._coming: Lookahead | None = None  # the batches of the evaluation that runs
@@ -76,14 +113,41 @@ class Trainer(transformers.Trainer, ABC):
         self._processes = 1
         self._attached: Any = None
         super().__init__(*args, **kwargs)
+        if self._processes > 1:
+            self._draw_alike()
+
+    def _draw_alike(self) -> None:
+        """Sets the generators to those of rank 0: a trainer may have seeded each rank for data of its own."""
+        backend = Ranks.of(self._options.get("devices"), "devices").backend
+        world = join(device_type(), backend=backend)
+        if world.host is not None:
+            states = all_gather_values(generator_states(self.args.device), world.host, "generators")
+            set_generator_states(states[0], self.args.device)
 
     @property
     def engine(self) -> Engine:
-        """Returns the engine, which is built when it is first needed, for the model that the Trainer has."""
+        """Returns the engine, which is built when it is first needed, for the model that the Trainer has.
+
+        Raises BadOption before the first call of a model that a trainer's own Python calls.
+        """
         if self._engine is None or self._engine.model is not self.model:
+            if not self.records:
+                raise BadOption(
+                    "the model is split at its first call, since the loss runs in the trainer's own Python",
+                    next_step="trainer.train(), and then trainer.engine",
+                )
             self._engine = self._parallelized()
             self._split = SplitModel(self._engine, self._evaluated)
         return self._engine
+
+    @property
+    def records(self) -> bool:
+        """Returns whether the loss is recorded as the end of the last stage; else it runs on every rank in
+        the trainer's own Python.
+        """
+        if self._records is None:
+            self._records = self._can_record()
+        return self._records
 
     @property
     def _whole_model(self) -> nn.Module:
@@ -113,13 +177,20 @@ class Trainer(transformers.Trainer, ABC):
         self._processes = state.num_processes
         state.distributed_type, state.num_processes = utils.DistributedType.NO, 1
         self.args._n_gpu = min(1, self.args.n_gpu)  # Several devices of one process are the plan's.
+        for name in OF_ALL_PROCESSES & vars(self.args).keys():
+            vars(self.args)[name] //= self._processes
         super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = OneProcess
         self.accelerator.clip_grad_norm_ = self._clipped  # transformers 5.0 has no _clip_grad_norm
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leaves the model where it is; the engine moves each stage to its device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if not self.records:
+            if self._own is None or self._own.trained_model is not self.model:
+                self._own = OwnPython(self, self._whole_model)
+            return CalledModel(self._whole_model)
         assert self.engine is not None
         assert self._split is not None
         return self._split
@@ -127,7 +198,14 @@ class Trainer(transformers.Trainer, ABC):
     # -- optimizer ---------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Returns the optimizer of this rank's weights, and builds the engine where there is none."""
+        """Returns the optimizer of this rank's weights, and builds the engine where there is none.
+
+        A model that is split later has one of all weights until then.
+        """
+        if not self.records and self._engine is None:
+            made = super().create_optimizer()
+            self._parts = OptimizerParts(self._whole_model, [made])
+            return made
         self._whole_model.train()  # else the model of from_pretrained is recorded twice
         made = self.engine.optimizer
         self.optimizer = self.optimizer or made
@@ -182,8 +260,39 @@ class Trainer(transformers.Trainer, ABC):
         """Returns the loss of one batch; an update's first one runs all of its batches."""
         if not self._losses:
             is_first = bool(self._batches) and self._batches[0] is inputs
-            self._losses.extend(self._trained(self._batches if is_first else [inputs], num_items_in_batch))
+            batches = self._batches if is_first else [inputs]
+            if self.records:
+                self._losses.extend(self._trained(batches, num_items_in_batch))
+            else:
+                assert self._own is not None
+                step, items = super().training_step, num_items_in_batch
+                each = partial(_step_of, step, model, items)
+                self._losses.extend(self._own.trained(self, each, batches, self.args.device))
         return self._losses.popleft()
+
+    def _can_record(self) -> bool:
+        """Returns whether the loss is a function of the output of one call of the model that can be recorded.
+
+        Raises BadOption for a loss without a call of the model.
+        """
+        plain = transformers.Trainer
+        if super().training_step.__func__ is not plain.training_step:
+            return False  # It does more than this class knows of.
+        if type(self).compute_loss is plain.compute_loss and self.compute_loss_func is None:
+            return True
+        try:
+            inputs = self._prepared_example()
+            if not isinstance(inputs, Mapping):
+                return False
+            part = self._microbatch_of(inputs, self._get_num_items_in_batch([inputs], self.args.device))
+            with self._unchanged(), self.accelerator.autocast():
+                record(
+                    self._whole_model, part.args, part.kwargs, self._loss_of, part.target,
+                    TapeOptions(is_trial=True),
+                )  # fmt: skip
+        except (NotCapturable, HeldModelCalled, CalledTwice):
+            return False
+        return True
 
     def _trained(self, batches: list[Any], items: Any) -> Iterator[Tensor]:
         """Runs the batches as microbatches of one step; returns the loss of each, as training_step does."""
@@ -218,12 +327,8 @@ class Trainer(transformers.Trainer, ABC):
     def _loss_of(self, output: Any, inputs: dict[str, Any], items: Any) -> Any:
         """Returns the loss of a model's output; the engine records it as the loss function."""
         with torch.autocast(self.args.device.type, enabled=False):
-            answer = ModelAnswer(self.model, self._outputs_of(output))
+            answer = ModelAnswer(self.model, self.outputs_of(output))
             return self.compute_loss(answer, dict(inputs), num_items_in_batch=items)
-
-    def _outputs_of(self, output: Any) -> Any:
-        """Returns a model's output as Accelerate gives it to the Trainer: in float32 after autocast."""
-        return utils.convert_to_fp32(output) if self.args.bf16 else output
 
     # -- evaluation and prediction -----------------------------------------------------------------------
 
@@ -247,6 +352,8 @@ class Trainer(transformers.Trainer, ABC):
         the pipeline runs all of them.
         """
         step = super().prediction_step
+        if not self.records:
+            return self._predicted_by(partial(step, model), inputs, prediction_loss_only, ignore_keys)
         if step.__func__ is not transformers.Trainer.prediction_step:  # a step of TRL's, for example
             return step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
         of_losses = prediction_loss_only and self._has_labels(inputs)
@@ -271,6 +378,19 @@ class Trainer(transformers.Trainer, ABC):
             return self._predicted.popleft()[1], None, None
         self._known = [self._predicted.popleft()[1]] if self._predicted else []
         return step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
+
+    def _predicted_by(self, step: Callable[..., Any], inputs: Any, *how: Any) -> Any:
+        """Returns what the trainer's own step returns for a batch; the first of as many batches as fill the
+        pipeline runs all of them in turns.
+        """
+        if not self._predicted or self._predicted[0][0] is not inputs:
+            assert self._own is not None
+            batches = [inputs]
+            if self._coming is not None and self._coming.current is inputs:
+                batches += islice(self._coming.peek(), self.args.gradient_accumulation_steps - 1)
+            found = self._own.each(lambda batch: step(batch, *how), batches)
+            self._predicted = deque(zip(batches, found, strict=True))
+        return self._predicted.popleft()[1]
 
     def _has_labels(self, inputs: dict[str, Any]) -> bool:
         return bool(self.label_names) and all(inputs.get(n) is not None for n in self.label_names)
@@ -307,7 +427,7 @@ class Trainer(transformers.Trainer, ABC):
         parts = [microbatch(*call.args, **call.kwargs) for call in calls]
         with self.accelerator.autocast():
             outputs = self.engine.evaluate(parts, gather=True).outputs
-        return [self._outputs_of(output) for output in outputs or [None] * len(parts)]
+        return [self.outputs_of(output) for output in outputs or [None] * len(parts)]
 
     def _evaluated(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output on every rank: the one that is known, at the first call of a step."""
@@ -343,6 +463,8 @@ class Trainer(transformers.Trainer, ABC):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._attach()
+        if not self.records:  # Its steps are not the engine's.
+            self.engine.state.count_from(self.state.global_step)
         self.engine.save(Path(output_dir) / STATES, keep=1, weights=False)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -352,8 +474,11 @@ class Trainer(transformers.Trainer, ABC):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self._attach()
         folder = Path(checkpoint) / STATES
+        if folder.is_dir() and self._engine is None and not self.records:
+            self._resumes = folder  # The model is split at its first call.
+            return
+        self._attach()
         if folder.is_dir():
             self.engine.state.resume(folder)
         elif self._processes == 1:
@@ -394,9 +519,47 @@ class Trainer(transformers.Trainer, ABC):
             self._engine.weights.load(str(self.state.best_model_checkpoint))
 
     def _attach(self) -> None:
+        if self._engine is None and not self.records:
+            return
         if self._attached is not self.lr_scheduler:
             self._attached = self.lr_scheduler
             self.engine.state.attach(scheduler=self.lr_scheduler)
+
+    # -- outsize.check(trainer=...) ----------------------------------------------------------------------
+
+    def observed(self, updates: int, *, split: bool) -> TrainerRun:
+        """Trains for so many updates, split or as if it were not, and returns what it has seen of each.
+
+        It is for a fork of the process: the trainer, and for a plain run its class, are not as they were.
+        """
+        watch = _Watch(self)
+        self.args.max_steps, self.args.logging_steps = updates, 1
+        self.args.logging_strategy = transformers.trainer_utils.IntervalStrategy.STEPS
+        self.args.eval_strategy = transformers.trainer_utils.IntervalStrategy.NO
+        self.args.save_strategy = transformers.trainer_utils.SaveStrategy.NO
+        handler = self.callback_handler
+        handler.callbacks = [each for each in handler.callbacks if not _reports(each)] + [watch]
+        if not split:
+            self._become_plain(self._whole_model)
+        self.train()
+        if not split:
+            return TrainerRun(watch.updates, None)
+        divides = self.engine.plan.microbatches > self.args.gradient_accumulation_steps
+        return TrainerRun(watch.updates, self.engine.plan, divides)
+
+    def _become_plain(self, model: nn.Module) -> None:
+        """Takes this class out of the trainer's, and back what it has set."""
+        plain: Any = self
+        for kind in type(self).__mro__:
+            if Trainer in kind.__bases__:
+                others = tuple(base for base in kind.__bases__ if base is not Trainer)
+                kind.__bases__ = others or (transformers.Trainer,)
+        if type(self) is Trainer:
+            plain.__class__ = transformers.Trainer
+        self.accelerator.__class__ = accelerate.Accelerator
+        vars(self.accelerator).pop("clip_grad_norm_", None)
+        if plain.place_model_on_device:
+            plain._move_model_to_device(model, self.args.device)
 
     # -- the engine --------------------------------------------------------------------------------------
 
@@ -420,6 +583,46 @@ class Trainer(transformers.Trainer, ABC):
                 optimizer=self._own_optimizer,
                 **options,
             )
+
+    # -- models that the trainer's own Python calls ------------------------------------------------------
+
+    def models(self) -> list[nn.Module]:
+        """Returns the models that are split: the trained one, and those that the trainer holds beside it."""
+        stages = len(self._engine.plan.stages) if self._engine is not None else stages_in(self._options)
+        return [self._whole_model, *models_beside(self, self._whole_model, stages or self._processes)]
+
+    def engine_of(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:
+        """Returns the engine of a model, by an example of its calls."""
+        options: dict[str, Any] = dict(self._options)
+        if self.args.torch_compile:
+            options = {"compiled": self.args.torch_compile_backend, **options}
+        example, count = microbatch(*args, **kwargs), self.args.gradient_accumulation_steps
+        with self.accelerator.autocast():
+            if model is not self.model:
+                model.requires_grad_(False)
+                return called_engine(model, example, count, beside(options))
+            if self._engine is None or self._engine.model is not model:
+                makes = self._parts or self._own_optimizer
+                self._engine = called_engine(model, example, count, {**options, "optimizer": makes})
+        if self._resumes is not None:
+            self._attach()
+            self._engine.state.resume(self._resumes)
+            self._resumes = None
+        return self._engine
+
+    def microbatches_of_call(self) -> int:
+        """Returns into how many microbatches a call is divided: those of the plan, among the batches of an
+        update.
+        """
+        return max(1, self.engine.plan.microbatches // self.args.gradient_accumulation_steps)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Returns the context in which models compute."""
+        return self.accelerator.autocast()
+
+    def outputs_of(self, output: Any) -> Any:
+        """Returns a model's output as Accelerate gives it to the Trainer: in float32 after autocast."""
+        return utils.convert_to_fp32(output) if self.args.bf16 else output
 
     def _prepared_example(self) -> dict[str, Any]:
         """Returns the example as the Trainer prepares its batches; what a subclass counts there is undone."""
@@ -449,3 +652,41 @@ class Trainer(transformers.Trainer, ABC):
             else:
                 prepared = self.get_train_dataloader()
             return next(iter(DataLoader(prepared.dataset, batch_size=count, collate_fn=prepared.collate_fn)))
+
+
+@final
+class _Watch(transformers.TrainerCallback):
+    """Notes what a trainer logs of each update, its gradients, and the weights after it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.updates: list[TrainerUpdate] = []
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Begins an update."""
+        weights = self._trainer.model.named_parameters()
+        gradients = {name: w.grad.detach().clone() for name, w in weights if w.grad is not None}
+        self.updates.append(TrainerUpdate(gradients=gradients))
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Ends it."""
+        for name, weight in self._trainer.model.named_parameters():
+            self.updates[-1].weights[name] = weight.detach().clone()
+
+    def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
+        """Takes the numbers but those that are times."""
+        if self.updates and logs and "loss" in logs:
+            numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+            times = [name for name in numbers if any(word in name for word in _TIMES)]
+            self.updates[-1].logged.update({n: float(v) for n, v in numbers.items() if n not in times})
+
+
+def _reports(callback: Any) -> bool:
+    """Tells whether a callback prints or sends what others have computed."""
+    return type(callback).__module__.startswith("transformers.") and not isinstance(
+        callback, transformers.trainer_callback.DefaultFlowCallback
+    )
+
+
+def _step_of(step: Callable[..., Tensor], model: nn.Module, items: Any, batch: Any) -> Tensor:
+    return step(model, batch, items)

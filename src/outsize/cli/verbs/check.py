@@ -56,7 +56,8 @@ def check(
     to agree within 1e-6 of a tensor's largest element (1e-10 in double precision).
 
     A second batch, the samples in another order, is compared as well. Without --plan: 2 stages, 4
-    microbatches (1 with --bn sync), 1f1b.
+    microbatches (1 with --bn sync), 1f1b. A trainer of transformers or TRL is checked in its script:
+    outsize.check(trainer=trainer).
     """
     screen, chosen = Screen(json), load_plan_to_run(plan)
     asked: LayoutOptions = {

@@ -60,8 +60,10 @@ from outsize.train.variants.lru import LruCache
 from outsize.train.variants.microbatch_group import GroupOutputs, MakeStage, PipelineInputs
 from outsize.train.variants.variant import Variant
 
-_Combination = tuple[tuple[int, ...], tuple[int, ...], bool, int, int | None]
-"""Variants and channels by microbatch, whether there are gradients, the replica, and the seat of a call."""
+_Combination = tuple[tuple[int, ...], tuple[int, ...], bool, int, int | None, tuple[int, ...]]
+"""Variants and channels by microbatch, whether there are gradients, the replica, the seat of a call, and the
+order of its backwards.
+"""
 _StageKey = tuple[int, int, int, int | None]
 """A variant, a stage, a replica, and the seat of a call."""
 RawSpan = tuple[int, str, Lane, float, float]
@@ -141,7 +143,7 @@ class Crew(ABC):
         variants, replica = load.variants, load.replica
 
         def build() -> list[Interpreter]:
-            schedule = self._schedule(variants, of_call=load.seat is not None)
+            schedule = self._schedule(variants, load.order, of_call=load.seat is not None)
             self._connect(schedule)
             actions = chain.from_iterable(schedule.actions[rank] for rank in transports)
             places = {(a.stage, a.microbatch) for a in actions if a.kind not in NO_MICROBATCH}
@@ -158,7 +160,7 @@ class Crew(ABC):
             ]
 
         numbers = tuple(variant.number for variant in variants)
-        key = (numbers, tuple(load.channels), torch.is_grad_enabled(), replica, load.seat)
+        key = (numbers, tuple(load.channels), torch.is_grad_enabled(), replica, load.seat, load.order)
         return self._built.get(key, build)
 
     def _moves_of(self, cuts: Sequence[Cut], *, of_call: bool) -> Moves:
@@ -185,14 +187,16 @@ class Crew(ABC):
         """Returns the clock of the device on which the rank's stages compute."""
         return clock_of(self.device_of(self._rank_of.index(rank), replica) or device_of(self._plan))
 
-    def _schedule(self, variants: Sequence[Variant], *, of_call: bool = False) -> Schedule:
+    def _schedule(
+        self, variants: Sequence[Variant], order: tuple[int, ...] = (), *, of_call: bool = False
+    ) -> Schedule:
         training, count, first = torch.is_grad_enabled(), len(variants), variants[0]
-        key = (first.wiring, count, training, of_call)
+        key = (first.wiring, count, training, of_call, order)
 
         def make() -> Schedule:
             if of_call:
                 on = {rank: stages_on(self._plan, rank) for rank in range(self._plan.axes.pp)}
-                lowered = schedule_of_call(self._plan, first.cut, count, on)
+                lowered = schedule_of_call(self._plan, first.cut, order, on)
             else:
                 lowered = make_schedule(self._plan, first.cut, count, training=training)
             cuts = [variant.cut for variant in variants]
@@ -391,7 +395,7 @@ class LocalCrew(Crew):
             self._run(pipeline)
             return self._outputs(load, pipeline)
 
-        return OpenPipeline(pipeline, run, self._stages(load), self.moves.abandon)
+        return OpenPipeline(pipeline, run, self._stages(load), self.moves.abandon, load.order)
 
     def _outputs(self, load: PipelineInputs, pipeline: dict[int, Interpreter]) -> GroupOutputs:
         """Returns the group's outputs, moved to the device of the first replica's last stage."""
@@ -501,7 +505,8 @@ class ProcessCrew(Crew):
             self._has_failed = False
             return _outputs(load.variants, interpreter.schedule, [result])
 
-        return OpenPipeline({self.rank: interpreter}, run, self._stages(load), self.moves.abandon)
+        stages = self._stages(load)
+        return OpenPipeline({self.rank: interpreter}, run, stages, self.moves.abandon, load.order)
 
     def insist_on_ended_steps(self) -> None:
         if self._has_failed:

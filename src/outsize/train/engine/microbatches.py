@@ -38,9 +38,13 @@ class MicrobatchSplit:
             return [self.dims.of(part, divides=False) for part in microbatches if part.size]
         return self.of_batch(Batch(args, kwargs, as_target(target)))
 
-    def of_batch(self, batch: Batch) -> list[Batch]:
-        """Returns the plan's microbatches; a short batch has as many as keep the planned size."""
+    def of_batch(self, batch: Batch, count: int | None = None) -> list[Batch]:
+        """Returns the plan's microbatches, or so many; a short batch has as many as keep the planned size."""
+        if count == 1:
+            return [self.dims.of(batch, divides=False)]
         sized_batch = self.dims.of(batch)
+        if count is not None:
+            return sized_batch.split(count)
         samples = sized_batch.size
         if samples not in self._counts:
             replicas = self._replicas.count if self._replicas.own_batches else 1

@@ -35,7 +35,6 @@ from outsize.train.batch.loss_weights import (
     ShareWarnings,
     counted_each,
     doubt_of,
-    shares_of,
     unexpected_of,
 )
 from outsize.train.context.run_context import RunContext
@@ -212,8 +211,12 @@ class Pipelined(Executor):
             outputs = self._results.outputs(variants, results, gather=bool(gather))
         return EvalResult(total, outputs)
 
-    def open(self, parts: Sequence[Batch], number: int, seat: int) -> OpenedCall:
-        """Runs the forwards of a call of the model, whose backward the user begins."""
+    def open(
+        self, parts: Sequence[Batch], number: int, seat: int, order: Sequence[int] | None = None
+    ) -> OpenedCall:
+        """Runs the forwards of a call of the model, whose backward the user begins; it comes to the
+        microbatches in this order of their numbers, or to the last one first.
+        """
         with self._programs.running():
             variants = self._find(parts, outputs=True)
             self._ready(variants, parts)
@@ -230,9 +233,12 @@ class Pipelined(Executor):
             try:
                 with self._collecting():
                     for ((replica, members),) in self._rounds(variants, pieces):
-                        load = self._load(step, members, replica)._replace(seat=seat)
+                        numbers = [piece.number for piece in members]
+                        asked = reversed(numbers) if order is None else order
+                        places = tuple(numbers.index(each) for each in asked if each in numbers)
+                        load = self._load(step, members, replica)._replace(seat=seat, order=places)
                         pipeline = self._crew.open(load, self._stage_of_call)
-                        groups.append(OpenedGroup([piece.number for piece in members], pipeline))
+                        groups.append(OpenedGroup(numbers, pipeline))
                         values += pipeline.forward().outputs
                 buffers = self._ownership.own(written) if written else ()
                 # By `data` the copies count as no change: graphs that wait have what they need of buffers.
@@ -431,7 +437,7 @@ class Pipelined(Executor):
 
 def _call_outputs(step: _Step, pieces: Sequence[Piece], values: Sequence[tuple[Tensor, ...]]) -> CallOutputs:
     counted = counted_each([variant.shares for variant in step.variants], step.parts)
-    return CallOutputs(step.variants, pieces, values, shares_of(counted))
+    return CallOutputs(step.variants, pieces, values, counted)
 
 
 def _written(variants: Sequence[Variant]) -> frozenset[str]:

@@ -3,18 +3,21 @@
     model(x)            parts of the batch ─ forwards of the schedule ─ outputs joined ─ nodes of autograd
     loss.backward()     the nodes, from the last microbatch to the first: backwards of the schedule
 
-Each call that waits for its backward has a seat: stages and interpreters of its own, which the next call on
-the seat uses again. A call whose outputs are dropped gives its seat back with the last reference to them.
+Calls that do not wait for each other run together, as those of the batches of one update: the forwards of all
+are one pipeline, each has outputs and nodes of its own, and their backwards come in the order of the calls.
+
+What waits for its backward has a seat: stages and interpreters of its own, which the next calls on the seat
+use again. Calls whose outputs are dropped give their seat back with the last reference to them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, Protocol, final
 
 import torch
@@ -40,6 +43,8 @@ from outsize.train.variants.results import rebuilt
 from outsize.train.variants.variant import Variants
 
 Active = Callable[[], AbstractContextManager[None]]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of one call of the model."""
 
 
 class CallExecutor(Protocol):
@@ -47,8 +52,12 @@ class CallExecutor(Protocol):
 
     variants: Variants
 
-    def open(self, parts: Sequence[Batch], number: int, seat: int) -> OpenedCall:
-        """Runs all forwards and keeps their graphs."""
+    def open(
+        self, parts: Sequence[Batch], number: int, seat: int, order: Sequence[int] | None = None
+    ) -> OpenedCall:
+        """Runs all forwards and keeps their graphs; backwards come in this order of the microbatches, or the
+        last one first.
+        """
         ...
 
     def outputs(self, parts: Sequence[Batch], number: int) -> CallOutputs:
@@ -59,8 +68,8 @@ class CallExecutor(Protocol):
 class BatchSplit(Protocol):
     """What makes microbatches of the arguments of a call."""
 
-    def of_batch(self, batch: Batch) -> list[Batch]:
-        """Returns the plan's microbatches."""
+    def of_batch(self, batch: Batch, count: int | None = None) -> list[Batch]:
+        """Returns the plan's microbatches, or so many."""
         ...
 
     def compare(self, parts: Sequence[Batch], step: int) -> None:
@@ -102,6 +111,10 @@ class ByModuleCalls:
             self.gradients.touch_stand_in()
         with self._active():
             return self._model(*args, **kwargs)
+
+    def together(self, calls: Sequence[Call], microbatches: int = 1) -> list[Any]:
+        """Returns what the calls return, which run one after the other, each in one piece."""
+        return [self(*call) for call in calls]
 
 
 def insist_on_calls(plan: Plan, local_replicas: int = 1) -> None:
@@ -149,49 +162,89 @@ class ModelCalls:
 
         Raises BadOption, and whatever the model raises.
         """
+        return self._run([Batch(args, kwargs)], None, ranks)[0]
+
+    def together(self, calls: Sequence[Call], microbatches: int = 1) -> list[Any]:
+        """Returns what each of these calls returns, all of whose forwards are one pipeline, with so many
+        microbatches of each; they are in one mode, with gradients or without.
+
+        Backwards come in the order of the calls. The bits are those of calls one after the other. Replicas,
+        each of which has a part of the microbatches of one call, run them one after the other.
+        """
+        batches = [Batch(*call) for call in calls]
+        if self._crew.replicas.count > 1:
+            return [self._run([batch], microbatches, "all")[0] for batch in batches]
+        return self._run(batches, microbatches, "all")
+
+    def _run(self, batches: Sequence[Batch], microbatches: int | None, ranks: Outputs) -> list[Any]:
         insist_on_a_plain_call()
         number = self._number
         self._number += self._model.training
         with self._crew.progress.of("forward", number), borrowed_generators():
             if not torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    return self._without_graph(Batch(args, kwargs), number, ranks)
-            return self._with_graph(Batch(args, kwargs), number, ranks)
+                    return self._without_graph(batches, microbatches, number, ranks)
+            return self._with_graph(batches, microbatches, number, ranks)
 
-    def _without_graph(self, batch: Batch, number: int, ranks: Outputs) -> Any:
-        parts = self._split.of_batch(batch)
-        outputs = self._executor.outputs(parts, number)
-        _, wholes = self._join.join(outputs, parts, ranks)
-        return rebuilt(outputs.variants[0], wholes, self._model)
+    def _without_graph(
+        self, batches: Sequence[Batch], microbatches: int | None, number: int, ranks: Outputs
+    ) -> list[Any]:
+        each = [self._split.of_batch(batch, microbatches) for batch in batches]
+        outputs = self._executor.outputs([part for parts in each for part in parts], number)
+        returned: list[Any] = []
+        for own, parts in self._of_calls(outputs, each):
+            _, wholes = self._join.join(own, parts, ranks)
+            returned.append(rebuilt(own.variants[0], wholes, self._model))
+        return returned
 
-    def _with_graph(self, batch: Batch, number: int, ranks: Outputs) -> Any:
+    def _with_graph(
+        self, batches: Sequence[Batch], microbatches: int | None, number: int, ranks: Outputs
+    ) -> list[Any]:
         self.gradients.agree_on_trained()
-        parts = self._split.of_batch(self._shared(batch))
+        given = [self._split.of_batch(self._shared(batch), microbatches) for batch in batches]
         self.gradients.mark()
-        inputs = [_inputs_with_gradient(part) for part in parts]
-        own = [part.mapped(_detached) for part in parts]
+        each = [[part.mapped(_detached) for part in parts] for parts in given]
+        every = [part for parts in each for part in parts]
         if self._crew.mesh is not None and is_checked(number):
-            self._split.compare(own, number)
+            self._split.compare(every, number)
         seat = next(n for n in count() if n not in self._seats)
         self._seats.add(seat)
         try:
-            call = self._executor.open(own, number, seat)
+            opened = self._executor.open(every, number, seat, _order_of(each))
         except BaseException:
             self._seats.discard(seat)
             raise
-        close = _once(call.close, self._seats, seat)
+        close_all = _once(opened.close, self._seats, seat)
+        left = [len(batches)]
         running = partial(self._crew.progress.of, "backward", number)
-        outputs = call.outputs
-        call = OpenedCall(replace(outputs, values=()), call.groups, close, running)
+        returned: list[Any] = []
         try:
-            insist_on_first_run(outputs.variants)
-            joined, wholes = self._join.join(outputs, own, ranks)
+            insist_on_first_run(opened.outputs.variants)
+            for (outputs, parts), inputs in zip(self._of_calls(opened.outputs, each), given, strict=True):
+                joined, wholes = self._join.join(outputs, parts, ranks)
+                close = _last_of(left, close_all)
+                call = OpenedCall(replace(outputs, values=()), opened.groups, close, running)
+                wanted = [_inputs_with_gradient(part) for part in inputs]
+                nodes = CallNodes(call, joined, wanted, self.gradients.stand_in)
+                weakref.finalize(nodes, close).atexit = False
+                values = nodes.outputs(wholes, self._sums_of)
+                returned.append(rebuilt(outputs.variants[0], values, self._model))
         except BaseException:
-            close()
+            close_all()
             raise
-        nodes = CallNodes(call, joined, inputs, self.gradients.stand_in)
-        weakref.finalize(nodes, close).atexit = False
-        return rebuilt(call.outputs.variants[0], nodes.outputs(wholes, self._sums_of), self._model)
+        return returned
+
+    def _of_calls(
+        self, outputs: CallOutputs, each: Sequence[Sequence[Batch]]
+    ) -> Iterator[tuple[CallOutputs, Sequence[Batch]]]:
+        """Yields the outputs of each call, with its microbatches."""
+        if len(each) == 1:
+            yield outputs, each[0]
+            return
+        first = 0
+        for parts in each:
+            yield outputs.of_parts(first, first + len(parts)), parts
+            first += len(parts)
 
     def _sums_of(self, name: str) -> CallGradientSum | None:
         """Returns what adds up gradients over the ranks that hold a weight for other samples or rows."""
@@ -228,8 +281,32 @@ def _detached(part: Any) -> Any:
     return part.detach().requires_grad_() if isinstance(part, Tensor) and part.requires_grad else part
 
 
+def _order_of(each: Sequence[Sequence[Batch]]) -> list[int] | None:
+    """Returns in which order backwards come to the microbatches of several calls: call by call, and to the
+    last one of a call first. None for a call by itself.
+    """
+    if len(each) == 1:
+        return None
+    ends = accumulate(len(parts) for parts in each)
+    return [end - 1 - at for end, parts in zip(ends, each, strict=True) for at in range(len(parts))]
+
+
+def _last_of(left: list[int], close: Callable[[], None]) -> Callable[[], None]:
+    """Returns what ends one of several calls: the last of them ends all."""
+    is_open = [True]
+
+    def end() -> None:
+        if is_open:
+            is_open.clear()
+            left[0] -= 1
+            if not left[0]:
+                close()
+
+    return end
+
+
 def _once(close: Callable[[], None], seats: set[int], seat: int) -> Callable[[], None]:
-    """Returns what ends a call at its first call: the graphs go, and the seat is free."""
+    """Returns what ends calls at its first call: the graphs go, and the seat is free."""
     is_open = [True]
 
     def end() -> None:

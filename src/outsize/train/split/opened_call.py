@@ -10,6 +10,7 @@ from typing import Any, final
 from torch import Tensor
 
 from outsize.run.stage.outer_graph import OuterGraph
+from outsize.train.batch.loss_weights import Counted
 from outsize.train.crew.open_pipeline import OpenPipeline
 from outsize.train.ranks.replicas import Piece
 from outsize.train.variants.variant import Variant
@@ -41,13 +42,21 @@ class CallOutputs:
     """What the microbatches of a call have returned: the values of the last stage, where that runs here.
 
     `values[k]` are those of `pieces[k]`, in the order of `variants[number].cut.programs[-1].outputs`; a piece
-    that does not count is a repetition. `shares` are those of all microbatches in a loss.
+    that does not count is a repetition. `counted` says by how much each microbatch counts in a loss.
     """
 
     variants: Sequence[Variant]
     pieces: Sequence[Piece]
     values: Sequence[tuple[Tensor, ...]]
-    shares: Sequence[float]
+    counted: Sequence[Counted]
+
+    def of_parts(self, first: int, end: int) -> CallOutputs:
+        """Returns the outputs of the microbatches from `first` to the one before `end`, as a call of its own.
+
+        This rank runs all microbatches.
+        """
+        pieces = [piece._replace(part=piece.part - first) for piece in self.pieces[first:end]]
+        return CallOutputs(self.variants[first:end], pieces, self.values[first:end], self.counted[first:end])
 
 
 @final

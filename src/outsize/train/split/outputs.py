@@ -25,6 +25,7 @@ from torch import Tensor
 from outsize.errors import BadOption, OutsizeError
 from outsize.program.tape import Meta
 from outsize.train.batch.batch import Batch
+from outsize.train.batch.loss_weights import shares_of
 from outsize.train.ranks.mesh import Mesh
 from outsize.train.split.nodes import JoinedOutput
 from outsize.train.split.opened_call import CallOutputs
@@ -63,7 +64,7 @@ class OutputJoin:
         variants = outputs.variants
         metas = [[v.cut.tape.metas[slot] for slot in v.cut.programs[-1].outputs] for v in variants]
         dims = self._dims_of(metas[0], parts[0]) if len(parts) > 1 else (0,) * len(metas[0])
-        shares = outputs.shares
+        shares = shares_of(outputs.counted)
         counted = [piece.counts for piece in outputs.pieces]
         joined: list[JoinedOutput] = []
         wholes: list[Tensor] = []

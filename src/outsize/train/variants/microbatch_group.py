@@ -37,7 +37,7 @@ class PipelineInputs(NamedTuple):
 
     `channels` are the numbers of the variants' channels, which are the same on all ranks. `grad_scale` is the
     factor of a GradScaler, on a device. `seat` has the stages of one call of a split model, whose backward
-    the user begins; None: of a step.
+    the user begins, microbatch by microbatch in this `order`; None: of a step.
     """
 
     variants: Sequence[Variant]
@@ -48,6 +48,7 @@ class PipelineInputs(NamedTuple):
     replica: int = 0  # its number among the replicas in this process
     grad_scale: Tensor | None = None
     seat: int | None = None
+    order: tuple[int, ...] = ()
 
 
 # Takes the variant, the stage's program, the number of the local replica, and its device (None: the model's).

@@ -89,8 +89,9 @@ def can_fork() -> bool:
     return sys.platform == "linux" and not (torch.accelerator.is_available() or is_in_run or is_child)
 
 
-def run_in_forks(ranks: int, work: Callable[[], None]) -> None:
-    """Calls `work` in so many forks, in which `join` finds the place of each; returns when all have ended.
+def run_in_forks(ranks: int, work: Callable[[], None], *, joins: bool = True) -> None:
+    """Calls `work` in so many forks, in which `join` finds the place of each, unless none of them `joins` a
+    run; returns when all have ended.
 
     The first rank that fails ends the others. Its traceback goes to stderr, and RankFailed is raised; an
     error of outsize is raised itself.
@@ -98,7 +99,8 @@ def run_in_forks(ranks: int, work: Callable[[], None]) -> None:
     context = multiprocessing.get_context("fork")
 
     def fork(folder: Path, rank: int) -> _RankProcess:
-        process = context.Process(target=_run_in_thread, args=(folder, rank, ranks, work), daemon=True)
+        place = ranks if joins else 0
+        process = context.Process(target=_run_in_thread, args=(folder, rank, place, work), daemon=True)
         with warnings.catch_warnings():
             # Newer Pythons warn where the caller has threads; nothing of theirs is waited for here.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -172,9 +174,10 @@ def _run_in_thread(folder: Path, rank: int, ranks: int, work: Callable[[], None]
 
 
 def _run_rank(folder: Path, rank: int, ranks: int, work: Callable[[], None]) -> int:
-    """Works as a rank; records its error, and returns its exit code."""
+    """Works as a rank, one of none without a place; records its error, and returns its exit code."""
     try:
-        take_place(rank, ranks, folder / "store")
+        if ranks:
+            take_place(rank, ranks, folder / "store")
         work()
     except BaseException as error:
         if isinstance(error, OutsizeError):

@@ -229,3 +229,41 @@ def test_an_argument_that_a_forward_fills_is_left_as_it_is_and_told(held: tuple[
         parts = zip(x.chunk(4), *(tensor.chunk(4) for tensor in held), strict=True)
         expected = [split.module(part, _Store(*own)) for part, *own in parts]
         assert torch.equal(found, torch.cat(expected))
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_calls_together_have_the_bits_of_calls_one_after_the_other(each: int) -> None:
+    """Each has a loss of its own, and their backwards come in the order of the calls."""
+    torch.manual_seed(0)
+    plain = _Net()
+    batches = [torch.randn(4 if number else 6, 8) for number in range(3)]
+    split = outsize.split(copy.deepcopy(plain), (torch.randn(12, 8),), stages=2, microbatches=3 * each)
+    for _ in range(2):
+        losses = [
+            out.square().mean() for out in split.engine.calls.together([((x,), {}) for x in batches], each)
+        ]
+        for loss in losses:
+            loss.backward()
+        expected = [torch.cat([plain(p) for p in x.tensor_split(each)]).square().mean() for x in batches]
+        for loss in expected:
+            loss.backward()
+        assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+        for (name, weight), other in zip(split.named_parameters(), plain.parameters(), strict=True):
+            assert weight.grad is not None
+            assert other.grad is not None
+            assert torch.equal(weight.grad, other.grad), name
+    with torch.no_grad():
+        found = split.engine.calls.together([((x,), {}) for x in batches], each)
+    assert all(torch.equal(a, plain(x)) for a, x in zip(found, batches, strict=True) if each == 1)
+
+
+def test_a_backward_before_those_of_earlier_calls_is_refused() -> None:
+    x = torch.randn(4, 8)
+    split = outsize.split(_Net(), (torch.randn(8, 8),), stages=2, microbatches=2)
+    outputs = split.engine.calls.together([((x,), {}), ((x,), {})])
+    with pytest.raises(BadOption, match=r"come in the order of the calls; one is missing; microbatch 1 of 2"):
+        outputs[1].sum().backward()
+    outputs = split.engine.calls.together([((x,), {}), ((x,), {})])
+    del outputs
+    gc.collect()
+    assert not split.engine.calls._seats

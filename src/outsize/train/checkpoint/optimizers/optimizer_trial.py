@@ -87,7 +87,9 @@ class _OptimizerTrial:
         draws = torch.Generator().manual_seed(1)
         weights = [nn.Parameter(torch.randn(shape, generator=draws)) for shape in self._shapes]
         seed_all(2)
-        return weights, self._make(list(weights))
+        # One that exists already must not take these weights for its own.
+        make = getattr(self._make, "tried", self._make)
+        return weights, make(list(weights))
 
 
 def _stepped(run: Run, first: int, count: int) -> Run:

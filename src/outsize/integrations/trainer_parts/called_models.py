@@ -1,0 +1,75 @@
+"""Which models a trainer's own Python calls, and the engines by which their calls run over stages.
+
+trainer.model        trained; planned for an update: as many calls as it has batches, each of one microbatch
+trainer.ref_model    what else it holds, a reference or a teacher: forwards alone, over as many stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from outsize.api.records import Request
+from outsize.capture.graph.by_modules import unit_modules
+from outsize.device.accelerators import is_accelerator
+from outsize.device.malloc import keep_freed_memory
+from outsize.integrations.split_options import split_into
+from outsize.ir.plan import Plan
+from outsize.ops.training import parallelize
+from outsize.train.batch.batch import Batch
+from outsize.train.engine.engine import Engine
+from outsize.train.split.calls import insist_on_calls, tell_of_modules
+
+
+def models_beside(trainer: object, trained: nn.Module, stages: int) -> list[nn.Module]:
+    """Returns the models besides the trained one that a trainer holds, and that have so many stages.
+
+    A part of the trained model is none of them, nor is what holds it.
+    """
+    own = set(map(id, trained.parameters()))
+    found: dict[int, nn.Module] = {}
+    for value in vars(trainer).values():
+        if isinstance(value, nn.Module):
+            weights = {id(weight) for weight in value.parameters()}
+            if weights and not weights & own and len(unit_modules(value)) >= stages:
+                found[id(value)] = value
+    return list(found.values())
+
+
+def stages_in(options: Mapping[str, Any]) -> int | None:
+    """Returns how many stages these options ask for; None where they do not say it."""
+    plan = options.get("plan")
+    if isinstance(plan, Plan):
+        return len(plan.stages)
+    return options.get("stages") or Request.of(plan, "plan").stages
+
+
+def beside(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a model beside the one for which these are: a plan is that of one model."""
+    plan = options.get("plan")
+    if not isinstance(plan, Plan):
+        return dict(options)
+    layout = {"stages": len(plan.stages), "microbatches": plan.microbatches}
+    return {name: value for name, value in options.items() if name != "plan"} | layout
+
+
+def called_engine(model: nn.Module, example: Batch, count: int, options: Mapping[str, Any]) -> Engine:
+    """Returns the engine of a model that a loop calls `count` times for each update, each time with as many
+    samples as the example has.
+
+    Raises what `parallelize` raises, and UnsupportedPlan for a plan whose calls are no part of a graph.
+    """
+    samples, own = count * example.size, dict(options)
+    if not isinstance(own.get("plan"), Plan):
+        own = split_into(own, count, samples)
+        own["plan"] = replace(own["plan"], loop=True)
+    whole = example.resized(samples)
+    engine = parallelize(model, whole.args, whole.kwargs, **own)
+    insist_on_calls(engine.plan, engine.crew.local_replicas)
+    tell_of_modules(engine.plan, engine.rank)
+    if not is_accelerator(engine.plan.stages[0].device):
+        keep_freed_memory()  # As in outsize.split: gradients of all weights come for each microbatch anew.
+    return engine
