@@ -140,7 +140,7 @@ $(PACKAGES)/installed: Makefile constraints.txt $(STAMP)
 	@echo "Installing into $(PACKAGES), once: a minute."
 	@rm -rf $(PACKAGES)
 	@$(BIN)/python $(INSTALL) -c constraints.txt --no-deps --target $(PACKAGES) torch_geometric tensordict pyvers orjson cloudpickle importlib_metadata zipp torchao bitsandbytes \
-	    optimum-quanto hqq termcolor trl datasets dill multiprocess pandas pyarrow xxhash
+	    optimum-quanto hqq termcolor trl sentence-transformers datasets dill multiprocess pandas pyarrow xxhash
 	@touch $@
 
 .venv-llamafactory/installed: FRAMEWORK := llamafactory==0.9.5
