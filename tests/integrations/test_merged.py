@@ -18,6 +18,7 @@ from test_quantized_plans import TARGETS, batch, llama, of_eight_bits, of_four_b
 
 import outsize
 from outsize.capture.models.imports import import_transformers
+from outsize.errors import BadOption
 
 LAYERS = {"16 bits": None, "nf4": of_four_bits, "int8": of_eight_bits, "hqq4": of_hqq}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -105,3 +106,15 @@ def test_adapters_alone_are_saved_as_peft_loads_them(tmp_path: Path) -> None:
     wanted = {n: t for n, t in made("nf4").state_dict().items() if "lora_" in n}
     assert state.keys() == wanted.keys()
     assert all(torch.equal(tensor.to(state[n].dtype), state[n]) for n, tensor in wanted.items())
+
+
+def refused(name: str) -> str:
+    with pytest.raises(BadOption) as caught:
+        outsize.parallelize(made(name), (), batch(), microbatches=1, **LAYOUTS["dp_shard"])
+    return str(caught.value)
+
+
+def test_codes_that_a_layer_keeps_twice_are_not_sharded(tmp_path: Path) -> None:
+    for said in on_ranks(tmp_path, 2, lambda group: refused("int8")):
+        assert "keeps the same codes as 'CB'" in said
+        assert "--stages 2" in said

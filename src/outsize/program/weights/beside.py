@@ -11,7 +11,7 @@ of a layer with a parameter of codes; objects, dicts and lists in them, and no m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -122,3 +122,17 @@ def insist_on_no_codes(model: nn.Module, degree: int) -> None:
             numbers=f"{len(names)} weights of codes, tp {degree}",
             next_step="stages (--stages 2) or dp_shard (--axes dp_shard=2), which keep blocks whole",
         )
+
+
+def insist_on_codes_once(model: nn.Module, names: Collection[str]) -> None:
+    """Raises BadOption where a layer keeps the codes of one of these weights a second time: it computes with
+    those, so that shards of the weight would free nothing, and the layer would not know them.
+    """
+    for found in beside_weights(model):
+        weight = model.get_parameter(found.owner)
+        if found.owner in names and (found.tensor.shape, found.tensor.dtype) == (weight.shape, weight.dtype):
+            raise BadOption(
+                f"dp_shard would divide {found.owner}, whose layer keeps the same codes as {found.key!r}",
+                numbers=f"{weight.nbytes:,} bytes of {str(weight.dtype).removeprefix('torch.')}",
+                next_step="stages (--stages 2) or dp_replicate, which keep weights whole, or nf4 instead",
+            )

@@ -37,6 +37,7 @@ from outsize.device.readback import launched_to
 from outsize.errors import BadOption
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.program.values.wrapper_tensors import is_wrapper
+from outsize.program.weights.beside import insist_on_codes_once
 from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.outer_graph import GatheredWeights
@@ -75,6 +76,7 @@ class ShardedWeights(Moves):
         mesh = next(iter(meshes.values()))
         for (stage, _, mesh), names in _grouped_names(model, home, meshes).items():
             fill(names)
+            insist_on_codes_once(model, names)
             holder = _holder(model, names)
             marks = {name: dict(vars(model.get_parameter(name))) for name in names}
             self._root.add_module(str(len(self._root._modules)), holder)
