@@ -166,8 +166,14 @@ def test_a_plan_is_for_the_model_of_the_library(name: str) -> None:
     assert planned.fingerprint == real.fingerprint
     assert [p.size_bytes for p in planned.parameters] == [p.size_bytes for p in real.parameters]
     assert [p.count for p in planned.parameters] == [p.count for p in real.parameters]
-    flops = [sum(w.flops for u in g.units for w in (*u.forward, *u.backward_input)) for g in (planned, real)]
-    assert flops[0] == pytest.approx(flops[1], rel=1e-3)
+    both = (planned, real)
+    forward, backward = (
+        [sum(work.flops for unit in graph.units for work in getattr(unit, pass_)) for graph in both]
+        for pass_ in ("forward", "backward_input")
+    )
+    assert forward[0] == forward[1]
+    # What a capture of bitsandbytes' int8 layers counts of backwards beside them differs from run to run.
+    assert backward[0] == pytest.approx(backward[1], rel=0.0 if name == "nf4" else 0.1)
 
 
 def test_a_plan_runs_with_the_bits_of_the_plain_loop() -> None:

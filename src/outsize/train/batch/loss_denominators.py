@@ -171,7 +171,7 @@ class Denominators:
         self._free = replicable(tape)
         self._values: dict[int, Value] = {}
         for slot in tape.inputs:
-            self._values[slot] = _PER_SAMPLE if tape.metas[slot].shape else ()
+            self._values[slot] = _PER_SAMPLE if self._has_samples(slot) else ()
         # Whatever the model does inside, it is divided by its samples, so its outputs have entries for them.
         outputs = {
             ref.slot for ref in leaves(tape.output) if isinstance(ref, Ref) and tape.metas[ref.slot].shape
@@ -181,6 +181,18 @@ class Denominators:
             for number, slot in enumerate(instruction.defines()):
                 own = self._single(instruction, number) or value
                 self._values[slot] = _PER_SAMPLE if slot in outputs and _is_unknown(own) else own
+
+    @property
+    def knows_samples(self) -> bool:
+        """Tells whether a tape of more samples says which inputs hold samples; else all tensors with dims
+        are taken for such.
+        """
+        return self._grown is not None
+
+    def _has_samples(self, slot: int) -> bool:
+        """Whether an input holds samples: it is larger where there are more of them."""
+        shape = self.tape.metas[slot].shape
+        return bool(shape) and (self._grown is None or self._grown.metas[slot].shape != shape)
 
     @property
     def loss(self) -> tuple[Term | Underivable, ...]:

@@ -125,6 +125,8 @@ def terms_apart(found: Denominators) -> tuple[list[Term], TermSums] | None:
         terms.append(_ONCE)
     if loss is None or len(terms) < 2:
         return None
+    if any(term.adds_up for term in terms) and not found.knows_samples:
+        return None  # It may be a sum over what all samples share, which counts once.
     sums = dict[int, Places]()
     if not _add_sums(found, loss.slot, terms, sums):
         return None

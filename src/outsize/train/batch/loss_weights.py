@@ -337,11 +337,13 @@ def _detailed(tape: Tape) -> Tape:
 
 
 def _interpreted(tape: Tape, trial: LossTrial | None) -> Denominators:
-    """The interpretation of the tape; where a summand of the loss is no term, a tape of more samples shows
-    where samples lie.
+    """The interpretation of the tape; where a summand of the loss is no term, or a sum beside others, a tape
+    of more samples shows where samples lie, and what all samples share.
     """
     found = Denominators(tape)
-    if trial is None or all(isinstance(summand, Term) for summand in found.loss):
+    terms = [summand for summand in found.loss if isinstance(summand, Term)]
+    is_known = len(terms) == len(found.loss) and not (len(terms) > 1 and any(t.adds_up for t in terms))
+    if trial is None or is_known:
         return found
     try:
         grown = _doubled_tape(trial)
