@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,24 +139,22 @@ def test_a_time_limit_ends_the_search_with_a_plan_that_says_so(outsize: Outsize,
     assert "time_limit_s=-1.0 makes no sense" in outsize(*call, "-1").err
 
 
-def test_recordings_are_kept_in_the_users_cache_unless_off(
-    outsize: Outsize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("OUTSIZE_RECORDINGS")
-    asked = (
-        "plan",
-        "torch.nn:Linear?in_features=8&out_features=8",
-        "--input",
-        "8",
-        "--cluster",
-        "2xl4",
-        "--json",
-    )
+@pytest.mark.interpreters
+def test_recordings_are_kept_in_the_users_cache_unless_off(tmp_path: Path) -> None:
+    """In processes of their own: what tests patch in this one has no certain digest, and keeps nothing."""
+    main = "import sys; sys.argv[0] = 'outsize'; from outsize.cli import main; main()"
+    model = ["torch.nn:Linear?in_features=8&out_features=8", "--input", "8", "--cluster", "2xl4", "--json"]
+    env = {name: text for name, text in os.environ.items() if name != "OUTSIZE_RECORDINGS"}
+    env["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+
+    def planned(*more: str) -> str:
+        command = [sys.executable, "-c", main, "plan", *model, *more]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
     kept = tmp_path / "cache" / "outsize" / "recordings"
-    without = outsize(*asked, "--recordings", "off").out
+    without = planned("--recordings", "off")
     assert not kept.exists()
-    assert outsize(*asked).out == outsize(*asked).out == without
+    assert planned() == without
     assert list(kept.glob("*.answer"))
-    outsize(*asked, "--recordings", str(tmp_path / "elsewhere"))
+    assert planned("--recordings", str(tmp_path / "elsewhere")) == without
     assert list((tmp_path / "elsewhere").glob("*.answer"))
