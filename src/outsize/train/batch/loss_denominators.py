@@ -170,8 +170,10 @@ class Denominators:
         self._grown = grown if same else None
         self._free = replicable(tape)
         self._values: dict[int, Value] = {}
-        for slot in tape.inputs:
-            self._values[slot] = _PER_SAMPLE if self._has_samples(slot) else ()
+        for slot in tape.inputs:  # Those that hold samples are larger where there are more of them.
+            shape = tape.metas[slot].shape
+            is_shared = self._grown is not None and self._grown.metas[slot].shape == shape
+            self._values[slot] = _PER_SAMPLE if shape and not is_shared else ()
         # Whatever the model does inside, it is divided by its samples, so its outputs have entries for them.
         outputs = {
             ref.slot for ref in leaves(tape.output) if isinstance(ref, Ref) and tape.metas[ref.slot].shape
@@ -188,11 +190,6 @@ class Denominators:
         are taken for such.
         """
         return self._grown is not None
-
-    def _has_samples(self, slot: int) -> bool:
-        """Whether an input holds samples: it is larger where there are more of them."""
-        shape = self.tape.metas[slot].shape
-        return bool(shape) and (self._grown is None or self._grown.metas[slot].shape != shape)
 
     @property
     def loss(self) -> tuple[Term | Underivable, ...]:
