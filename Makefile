@@ -70,7 +70,7 @@ style: $(STAMP)
 	$(BIN)/ruff check $(HOUSE)
 	$(BIN)/ruff format --check $(HOUSE)
 
-types: $(STAMP)
+types: $(STAMP) $(PACKAGES)/installed
 	$(BIN)/basedpyright
 
 house: $(STAMP)
