@@ -284,7 +284,7 @@ class Recordings(OptionRecord):
     its code and packages, the example batch, the loss) is compared each time; what cannot be compared with
     certainty is not kept."""
     depends_on: Annotated[str, "'variables'"] = ""
-    """What recordings depend on besides: variables of the environment that the model's code reads."""
+    """Recordings depend on this text, too: the variables of the environment that the model's code reads."""
     most_bytes: Annotated[int, "1 << 30"] = 256 << 20
     """How large the folder may grow; what was not used for longest goes first."""
 
@@ -323,7 +323,7 @@ class Quantize(OptionRecord):
     """The format: "nf4" or "fp4" (bitsandbytes, with double quantization), "int8" (bitsandbytes), "fp8" or
     "int4" (torchao), "hqq4", "hqq8"; None: none."""
     block: Annotated[int | None, "128"] = None
-    """So many elements share a scale; by default those of the format (64 of "nf4")."""
+    """This many elements share a scale; by default as many as in the format (64 in "nf4")."""
     nested: Annotated[bool | None, "False"] = None
     """False: scales are not quantized themselves, as without bitsandbytes' double quantization."""
     skip: Annotated[Sequence[str] | None, "['lm_head']"] = None

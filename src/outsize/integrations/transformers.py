@@ -76,7 +76,7 @@ else:
 STATES: Final = "outsize"  # the folder in a checkpoint of the Trainer that has the optimizer's states
 _TIMES: Final = ("time", "runtime", "per_second")
 OF_ALL_PROCESSES: Final = frozenset({"generation_batch_size"})
-"""What arguments have counted for all processes, each with samples of its own, when they were made (TRL)."""
+"""Names the arguments that count all processes' samples when they are made, as if each had its own (TRL)."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""What makes two models the same to a recording, as a digest that is equal in every process.
+"""Computes a digest of all that a recording of a model depends on, which is equal in every process.
 
     modules, their attributes, configs, tables    by value, shared objects and storages by their place
     tensors                                       shape, strides, type; values where they have any

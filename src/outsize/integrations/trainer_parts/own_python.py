@@ -41,7 +41,7 @@ class ModelCall(NamedTuple):
 
 
 class Splitting(Protocol):
-    """What splits a trainer's models, and says how they run."""
+    """Splits a trainer's models, and says how they run."""
 
     def models(self) -> Sequence[nn.Module]:
         """Returns the models whose calls are met, the trained one first."""

@@ -242,7 +242,7 @@ class Denominators:
         return taken(instruction, len(self.tape.metas[operand.slot].shape), self._sample_dims(operand))
 
     def _samples_apart(self, instruction: Instruction) -> Value | None:
-        """What takes samples out of a batch or brings several together; None for any other function."""
+        """Returns the value of what takes samples out of a batch or joins some; None for all else."""
         operands = self.value_of((instruction.args, instruction.kwargs))
         singles = {summand for summand in operands if isinstance(summand, OneSample)}
         if singles:
@@ -260,7 +260,7 @@ class Denominators:
         return self._underivable(instruction) if mixes else None
 
     def _of_singles(self, instruction: Instruction, operands: Value) -> Value:
-        """What a function makes of values of single samples."""
+        """Returns what a function makes of values of single samples."""
         if len(operands) == 1:
             return operands
         name, sums = operator(instruction), {_SUMMED}

@@ -67,8 +67,8 @@ class Mixed(NamedTuple):
 
 @final
 class TrialResult(NamedTuple):
-    """What a trial has found: whether the loss of two samples is twice that of one, None where no sample says
-    so; whether it mixes samples; and what the loss function raised.
+    """Holds what a trial has found: whether the loss of two samples is twice that of one, None where no
+    sample says so; whether it mixes samples; and what the loss function raised.
     """
 
     adds_up: bool | None = None

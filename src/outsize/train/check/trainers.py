@@ -34,7 +34,7 @@ UPDATES: Final = 2
 @final
 @dataclass(frozen=True, slots=True)
 class TrainerUpdate:
-    """What a trainer has logged of one update, its gradients, and the weights after it."""
+    """Holds what a trainer has logged of one update, its gradients, and the weights after it."""
 
     logged: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)

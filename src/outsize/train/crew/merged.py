@@ -13,22 +13,21 @@ dequantized model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
 from outsize.program.weights.beside import beside_weights, is_of_codes, numbers_of
-from outsize.run.checkpoint.write import said
 from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.ownership import like
-from outsize.run.weights.save import ShardWriter, shards
+from outsize.run.weights.save import shards
 from outsize.train.crew.crew import Crew
+from outsize.train.crew.state_dict import write_from_ranks
 
 Fetch = Callable[[Tensor], Tensor | None]
 _PREFIX: Final = "base_model.model."
@@ -65,24 +64,8 @@ def save_merged(model: nn.Module, fetch: Fetch, crew: Crew, folder: Path, limit:
     """
     tensors = _merged(model)
     parts = shards({name: one.shown for name, one in tensors.items()}, limit)
-    writer = ShardWriter(folder, parts) if crew.global_rank == 0 else None
-    try:
-        for number, part in enumerate(parts):
-            values = (_values(tensors[name], fetch, is_first=writer is not None) for name in part)
-            if writer is None:
-                for _ in values:  # Iterating sends what rank 0 needs.
-                    pass
-            else:
-                with said(folder):
-                    writer.write(number, cast("Iterable[Tensor]", values))
-        if writer is not None:
-            with said(folder):
-                writer.publish()
-    finally:
-        if writer is not None:
-            writer.discard()
-    if crew.mesh is not None:
-        dist.barrier(group=crew.mesh.group.host)
+    is_first = crew.global_rank == 0
+    write_from_ranks(folder, parts, lambda name: _values(tensors[name], fetch, is_first=is_first), crew)
 
 
 def save_plain_config(model: Any, folder: Path) -> None:

@@ -6,7 +6,7 @@ tensor goes from the rank of its owning stage to rank 0, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,10 +118,23 @@ def save(
     _refuse_wrappers(tensors)
     _insist_on_same_names(model, crew)
     parts = shards(tensors if ranks is None else ranks.shown(tensors), limit)
+    write_from_ranks(folder, parts, lambda name: fetch(tensors[name]), crew)
+
+
+def write_from_ranks(
+    folder: Path,
+    parts: Sequence[Mapping[str, Tensor]],
+    value_of: Callable[[str], Tensor | None],
+    crew: Crew,
+) -> None:
+    """Writes shards on rank 0, a tensor at a time; `value_of(name)` sends there what a rank has of a tensor.
+
+    Every rank calls this, and waits until the files are in place, or none of them. Raises NotSaved.
+    """
     writer = ShardWriter(folder, parts) if crew.global_rank == 0 else None
     try:
         for number, part in enumerate(parts):
-            values = (fetch(tensors[name]) for name in part)
+            values = (value_of(name) for name in part)
             if writer is not None:
                 with said(folder):
                     writer.write(number, cast(Iterable[Tensor], values))
