@@ -39,10 +39,12 @@ OF_OTHERS = {
     "train/optimizers/owned_step.py": {"step"},
     "train/split/optimizers.py": {"param_groups"},
     "train/tensor_parallel.py": {"forward"},
+    "train/world/world.py": {"_world"},
     # Elements of XML, Lightning's rank and the configuration of torchrun.
     "integrations/lightning_parts/processes.py": {"rank"},
     # What a Trainer of transformers has: its Accelerator, its callbacks, and its class.
-    "integrations/transformers.py": {"__class__", "callbacks"},
+    "integrations/trainer_parts/observed.py": {"callbacks"},
+    "integrations/transformers.py": {"__class__"},
     "ops/launch/launch.py": {"nproc_per_node"},
     "report/html/cells.py": {"text"},
     "report/html/svg.py": {"text"},

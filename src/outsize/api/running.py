@@ -177,8 +177,9 @@ def check(
     - `weight_files`: as in `parallelize`; a copy of the model gets all of them.
     - `loss_fn`, `target`, `batch_dims`: as for `plan`.
     - `trainer`: in place of a model, a trainer of `outsize.integrations.transformers`, also one of TRL's or
-      of your own behind it. Two updates (`steps`) run plain and split, each in a fork; `first_divergence`
-      names the first logged number, gradient or weight that differs, and its update.
+      of your own behind it. Two updates (`steps`) run plain and split, each in a fork, over processes on each
+      rank; `first_divergence` names the first logged number, gradient or weight that differs, its update, and
+      the rank if it is another than rank 0. All ranks return the same verdict.
 
     Raises BadOption, UnsupportedPlan, and as `plan`.
     """

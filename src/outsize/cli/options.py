@@ -60,14 +60,13 @@ def _argument(help: str, metavar: str) -> Any:
     return typer.Argument(help=help, metavar=metavar, show_default=False)
 
 
-Model = Annotated[
-    str,
-    _argument(
-        "torchvision:resnet50, transformers:GPT2Config?n_layer=4, transformers:./config.json "
-        "or package.module:builder",
-        "MODEL",
-    ),
-]
+_MODEL: Final = _argument(
+    "torchvision:resnet50, transformers:GPT2Config?n_layer=4, transformers:./config.json "
+    "or package.module:builder",
+    "MODEL",
+)
+Model = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
 Input = Annotated[
     str | None,
     typer.Option(

@@ -22,6 +22,7 @@ one process for data, so it wraps and divides nothing. It is a mixin too: `class
 
 from __future__ import annotations
 
+import time
 from abc import ABC
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,6 +54,7 @@ from outsize.integrations.model_calls import (
 from outsize.integrations.optimizer_parts import OptimizerParts
 from outsize.integrations.split_options import Split, options_of, split_into
 from outsize.integrations.trainer_parts.called_models import beside, called_engine, models_beside, stages_in
+from outsize.integrations.trainer_parts.observed import watched
 from outsize.integrations.trainer_parts.own_python import OwnPython
 from outsize.integrations.update import Lookahead
 from outsize.ir.plan import Plan
@@ -60,7 +62,7 @@ from outsize.ops.training import parallelize
 from outsize.run.stage.rng import borrowed_generators, generator_states, set_generator_states
 from outsize.run.transport.control_messages import all_gather_values
 from outsize.train.batch.batch import Batch, microbatch
-from outsize.train.check.trainers import TrainerRun, TrainerUpdate
+from outsize.train.check.trainers import TrainerRun
 from outsize.train.engine.engine import Engine
 from outsize.train.world.join import join
 
@@ -74,7 +76,6 @@ else:
     utils = import_package("accelerate.utils", extra="hf")
 
 STATES: Final = "outsize"  # the folder in a checkpoint of the Trainer that has the optimizer's states
-_TIMES: Final = ("time", "runtime", "per_second")
 OF_ALL_PROCESSES: Final = frozenset({"generation_batch_size"})
 """Names the arguments that count all processes' samples when they are made, as if each had its own (TRL)."""
 
@@ -530,22 +531,25 @@ class Trainer(transformers.Trainer, ABC):
     def observed(self, updates: int, *, split: bool) -> TrainerRun:
         """Trains for so many updates, split or as if it were not, and returns what it has seen of each.
 
-        It is for a fork of the process: the trainer, and for a plain run its class, are not as they were.
+        The trainer, and for a plain run its class, are not as they were, so this process ends behind it.
+        Raises BadOption for a trainer that has begun to train.
         """
-        watch = _Watch(self)
-        self.args.max_steps, self.args.logging_steps = updates, 1
-        self.args.logging_strategy = transformers.trainer_utils.IntervalStrategy.STEPS
-        self.args.eval_strategy = transformers.trainer_utils.IntervalStrategy.NO
-        self.args.save_strategy = transformers.trainer_utils.SaveStrategy.NO
-        handler = self.callback_handler
-        handler.callbacks = [each for each in handler.callbacks if not _reports(each)] + [watch]
+        if self._engine is not None:
+            raise BadOption(
+                "the trainer has trained, and what it has done then would be checked with it",
+                numbers=f"{self.state.global_step} updates",
+                next_step="outsize.check(trainer=trainer) before trainer.train()",
+            )
+        name, start = type(self).__name__, time.perf_counter()
+        watch = watched(self, updates)
         if not split:
             self._become_plain(self._whole_model)
-        self.train()
+        type(self).train(self)
+        seconds = time.perf_counter() - start
         if not split:
-            return TrainerRun(watch.updates, None)
+            return TrainerRun(watch.updates, None, trainer=name, seconds=seconds)
         divides = self.engine.plan.microbatches > self.args.gradient_accumulation_steps
-        return TrainerRun(watch.updates, self.engine.plan, divides)
+        return TrainerRun(watch.updates, self.engine.plan, divides, name, seconds)
 
     def _become_plain(self, model: nn.Module) -> None:
         """Takes this class out of the trainer's, and back what it has set."""
@@ -652,40 +656,6 @@ class Trainer(transformers.Trainer, ABC):
             else:
                 prepared = self.get_train_dataloader()
             return next(iter(DataLoader(prepared.dataset, batch_size=count, collate_fn=prepared.collate_fn)))
-
-
-@final
-class _Watch(transformers.TrainerCallback):
-    """Notes what a trainer logs of each update, its gradients, and the weights after it."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.updates: list[TrainerUpdate] = []
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Begins an update."""
-        weights = self._trainer.model.named_parameters()
-        gradients = {name: w.grad.detach().clone() for name, w in weights if w.grad is not None}
-        self.updates.append(TrainerUpdate(gradients=gradients))
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Ends it."""
-        for name, weight in self._trainer.model.named_parameters():
-            self.updates[-1].weights[name] = weight.detach().clone()
-
-    def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
-        """Takes the numbers but those that are times."""
-        if self.updates and logs and "loss" in logs:
-            numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-            times = [name for name in numbers if any(word in name for word in _TIMES)]
-            self.updates[-1].logged.update({n: float(v) for n, v in numbers.items() if n not in times})
-
-
-def _reports(callback: Any) -> bool:
-    """Tells whether a callback prints or sends what others have computed."""
-    return type(callback).__module__.startswith("transformers.") and not isinstance(
-        callback, transformers.trainer_callback.DefaultFlowCallback
-    )
 
 
 def _step_of(step: Callable[..., Tensor], model: nn.Module, items: Any, batch: Any) -> Tensor:

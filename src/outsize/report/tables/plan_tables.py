@@ -404,9 +404,10 @@ def way_text(other: Alternative) -> str:
 
 def _check_setting(verdict: Verdict) -> str:
     where = f"{verdict.processes} processes" if verdict.processes else "one process"
+    captured = f"captured in {seconds_text(verdict.capture_s)}, " if verdict.capture_s else ""
     return (
         f"{len(verdict.stages)} stages, {verdict.schedule}, {verdict.microbatches} microbatches, {where}; "
-        f"captured in {seconds_text(verdict.capture_s)}, run in {seconds_text(verdict.run_s)}"
+        f"{captured}run in {seconds_text(verdict.run_s)}"
     )
 
 

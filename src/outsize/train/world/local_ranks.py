@@ -77,14 +77,14 @@ class _Interpreter:
         self._process.communicate()
 
 
-def can_fork() -> bool:
+def can_fork(*, of_ranks: bool = False) -> bool:
     """Returns whether forks of this process can compute: on Linux, without an accelerator or a group of
-    ranks.
+    ranks; `of_ranks` forget the group first (`world.forget_groups`).
     """
     import torch
     import torch.distributed as dist
 
-    is_in_run = dist.is_available() and dist.is_initialized()
+    is_in_run = not of_ranks and dist.is_available() and dist.is_initialized()
     is_child = multiprocessing.current_process().daemon
     return sys.platform == "linux" and not (torch.accelerator.is_available() or is_in_run or is_child)
 

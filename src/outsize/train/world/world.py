@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from outsize.errors import BadOption, UnknownDevice
 from outsize.train.world.rendezvous import LOOPBACK_NAMES, meet
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from outsize.ir.plan import Plan
 
+_FORGOTTEN: Final[list[Any]] = []
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -117,6 +118,20 @@ def leave(world: World) -> None:
 
     if world.owned and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def forget_groups() -> None:
+    """Makes a fork of a rank a process without groups, which may join others.
+
+    The groups are kept for ever, since their destructors would wait for threads that a fork does not have.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        torchs: Any = dist.distributed_c10d
+        _FORGOTTEN.append((torchs._world, dist.group.WORLD))
+        torchs._update_default_pg(None)
+        torchs._world = torchs._World()
 
 
 def on_one_machine(env: Mapping[str, str]) -> bool:

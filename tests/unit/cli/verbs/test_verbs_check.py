@@ -56,3 +56,17 @@ def test_weights_are_loaded_into_a_model_without(outsize: Outsize) -> None:
     said = "half.safetensors lacks weights of Sequential; 2 missing: 1.weight"
     assert answer.code == 2
     assert f"BadWeights [E107]: {said}" in answer.err
+
+
+def test_a_program_has_its_model_and_is_no_model(outsize: Outsize) -> None:
+    for words, said in (
+        (("toy:pair", "--trainer", "train.py"), "MODEL cannot be used together with --trainer"),
+        (("--seed", "1", "--trainer", "train.py"), "--seed cannot be used together with --trainer"),
+        (("--trainer", "-m"), "--trainer '-m' names no program"),
+        (("--trainer", "'train.py"), "is no command line: No closing quotation"),
+        (("train.py",), 'Next: outsize check --trainer "train.py ARGS"'),
+        ((), "there is no MODEL to check. Next: outsize check torchvision:resnet50"),
+    ):
+        answer = outsize("check", *words)
+        assert answer.code == 2
+        assert said in answer.err
