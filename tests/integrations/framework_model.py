@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -35,13 +36,28 @@ def main(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder / "model")
+    write_rows(folder)
+
+
+def write_rows(folder: Path) -> None:
+    """24 samples: instructions with answers, the same with a second answer, and the same with a verdict."""
     draw = torch.Generator().manual_seed(0)
-    rows = [
-        {"instruction": text(4 + i % 3, draw), "input": "", "output": text(5 + i % 4, draw)}
-        for i in range(24)
-    ]
-    (folder / "rows.json").write_text(json.dumps(rows))
-    (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
+    asked = [{"instruction": text(4 + i % 3, draw), "input": ""} for i in range(24)]
+    answers = [text(5 + i % 4, draw) for i in range(24)]
+    others = [text(5 + i % 4, draw) for i in range(24)]
+    both = list(zip(asked, answers, others, strict=True))
+    files = {
+        "rows": [row | {"output": answer} for row, answer, _ in both],
+        "pairs": [row | {"chosen": answer, "rejected": other} for row, answer, other in both],
+        "verdicts": [row | {"output": a, "kto_tag": i % 2 == 0} for i, (row, a, _) in enumerate(both)],
+    }
+    columns = {"prompt": "instruction", "query": "input"}
+    info: dict[str, Any] = {name: {"file_name": f"{name}.json"} for name in files}
+    info["pairs"] |= {"ranking": True, "columns": columns | {"chosen": "chosen", "rejected": "rejected"}}
+    info["verdicts"]["columns"] = columns | {"response": "output", "kto_tag": "kto_tag"}
+    for name, rows in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+    (folder / "dataset_info.json").write_text(json.dumps(info))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 TIMES = ("runtime", "per_second", "per_sec", "memory")
-# Axolotl counts tokens in its loss, which is called again where a program is recorded (docs/fine-tuning.md).
-COUNTS = ("tokens/",)
 
 
 def environment_of(framework: str) -> Path:
@@ -39,11 +37,9 @@ def run(folder: Path, *arguments: str) -> None:
 
 
 def logs_in(state: Path) -> list[dict[str, Any]]:
-    """What a trainer has logged, without times, and without what its loss counts by itself."""
+    """What a trainer has logged, without times."""
     logs = json.loads(state.read_text())["log_history"]
-    return [
-        {k: v for k, v in log.items() if not any(other in k for other in (*TIMES, *COUNTS))} for log in logs
-    ]
+    return [{k: v for k, v in log.items() if not any(time in k for time in TIMES)} for log in logs]
 
 
 def same_weights(one: Path, two: Path) -> bool:

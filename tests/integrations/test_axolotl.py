@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from framework_runs import HERE, environment_of, logs_in, run, same_weights
 
+from outsize.errors import BadOption
 from outsize.integrations.axolotl import AxolotlKey, SplitPlugin
 from outsize.integrations.trainers import split_trainers
 from outsize.integrations.transformers import Trainer, transformers
@@ -74,3 +75,10 @@ def test_the_hooks_split_what_is_made_between_them() -> None:
     assert type(transformers.Trainer.__new__(transformers.Trainer)) is transformers.Trainer
     with split_trainers(stages=2):
         plugin.post_train(config, None)
+
+
+@pytest.mark.parametrize("key", ["deepspeed", "fsdp_config", "tensor_parallel_size"])
+def test_keys_that_split_otherwise_are_refused_when_the_file_is_read(key: str) -> None:
+    SplitPlugin().register(Config(outsize={"stages": 2}, tensor_parallel_size=1, fsdp=[]))
+    with pytest.raises(BadOption, match=rf"{key} splits .*; {key}='2'\. Next: leave {key} out"):
+        SplitPlugin().register(Config(outsize={"stages": 2}) | {key: 2})

@@ -97,6 +97,22 @@ def test_what_says_nothing_is_refused_before_a_trainer_is_made() -> None:
             trainers.main([text, "train.py"])
 
 
+@pytest.mark.parametrize(
+    "other", [{"deepspeed": "z3.json"}, {"fsdp": "full_shard"}, {"parallelism_config": 1}]
+)
+def test_another_library_that_splits_is_refused_where_the_arguments_are_made(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
+    (name, value) = next(iter(other.items()))
+    wanted = rf"{name} splits .* by another library.*{name}='{value}'.* Next: leave {name} out"
+    with split_trainers(stages=2), pytest.raises(BadOption, match=wanted):
+        transformers.Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, **other)
+    plain = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    vars(plain).update(other)  # As arguments that were made before.
+    with pytest.raises(BadOption, match=wanted):
+        Trainer(model=trainer_worker.model_of({}), args=plain, outsize={"stages": 2})
+
+
 def ran(command: list[str], folder: Path) -> dict[str, Any]:
     """What the worker writes, started by a command that splits the trainers it makes."""
     folder.mkdir()

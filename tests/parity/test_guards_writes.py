@@ -260,6 +260,33 @@ def test_what_a_recording_or_a_trial_writes_in_place_is_taken_back() -> None:
     insist_on_equal(expected, split(engine_of(Reading(), InPlace()), nothing))
 
 
+class CountingInPlace:
+    """Counts, and scales the output in place."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        output *= 2
+        loss = squared(output, target)
+        loss *= 3
+        return loss
+
+
+def test_a_loss_that_writes_into_what_it_is_given_runs_as_it_is() -> None:
+    """It is recorded first to learn what its numbers are divided by, and then as one instruction."""
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    loss = CountingInPlace()
+    expected = plain(built(), CountingInPlace(), nothing)
+    insist_on_equal(expected, split(engine_of(built(), loss), nothing))
+    assert loss.calls == STEPS * MICROBATCHES
+
+
 def test_the_environment_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def scaled(_: Any, x: Tensor) -> Tensor:
         return x * float(os.environ.get("GUARDED_SCALE", "1"))

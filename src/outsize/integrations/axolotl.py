@@ -19,11 +19,17 @@ from typing import Any, Final, final
 import torch
 from pydantic import BaseModel
 
-from outsize.integrations.split_options import named_options
+from outsize.integrations.split_options import OTHER_SPLITS, insist_on_one_split, named_options
 from outsize.integrations.trainers import split_trainers
 
 # Axolotl alone imports this module for use; without it the module can still be read and documented.
 _BASE: Any = import_module("axolotl.integrations.base").BasePlugin if find_spec("axolotl") else object
+# Keys of Axolotl's file by which it splits the model itself, and those that do so from 2 on.
+_SPLITS: Final = (*OTHER_SPLITS, "fsdp_config")
+_SIZES: Final = (
+    *("dp_shard_size", "dp_replicate_size", "tensor_parallel_size"),
+    *("context_parallel_size", "sequence_parallel_degree", "expert_parallel_size"),
+)
 SEED: Final = 42  # the default of TrainingArguments
 
 
@@ -48,7 +54,13 @@ class SplitPlugin(_BASE):
         return f"{__name__}.{AxolotlKey.__name__}"
 
     def register(self, cfg: Any) -> None:
-        """Says that processes are no replicas, by which Axolotl would multiply the batch."""
+        """Says that processes are no replicas, by which Axolotl would multiply the batch.
+
+        Raises BadOption where its file splits the model otherwise as well.
+        """
+        insist_on_one_split(cfg, _SPLITS)
+        sizes = {name: size for name in _SIZES if (size := cfg.get(name) or 1) > 1}
+        insist_on_one_split(sizes, _SIZES)
         cfg["ddp"] = False
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:

@@ -30,7 +30,7 @@ def arguments_of_call(model: nn.Module, compute_loss: Callable[[nn.Module], obje
     """Returns the arguments with which `compute_loss` calls the model, which does not run.
 
     Raises BadOption where it does not call it, HeldModelCalled where it calls the model that another object
-    holds.
+    holds, AskedOfModel where it asks it for more than that.
     """
     watch = model.register_forward_pre_hook(_stop_held_model)
     try:
@@ -80,7 +80,33 @@ class ModelStandIn(nn.Module, ABC):
 
 
 @final
-class _ModelProbe(ModelStandIn):
+class AskedOfModel(BaseException):
+    """Stops a loss that asks its model for more than an output, such as its weights."""
+
+
+class OnlyCalled(ModelStandIn, ABC):
+    """Stands for a model that a loss calls, and of which it asks nothing else but its config and its mode."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        vars(self).update(real=model, training=model.training)
+
+    def __getattribute__(self, name: str) -> Any:
+        """Returns what a call needs, and the config and the mode.
+
+        Raises AskedOfModel for whatever else the model has, and AttributeError for what it has not.
+        """
+        if name.startswith("_") or name in ("forward", "config", "training"):
+            return super().__getattribute__(name)
+        real = super().__getattribute__("__dict__").get("real")
+        if real is None:  # It is being made.
+            return super().__getattribute__(name)
+        getattr(real, name)
+        raise AskedOfModel
+
+
+@final
+class _ModelProbe(OnlyCalled):
     """Raises _ModelCalled where it is called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -88,7 +114,7 @@ class _ModelProbe(ModelStandIn):
 
 
 @final
-class ModelAnswer(ModelStandIn):
+class ModelAnswer(OnlyCalled):
     """Returns the output that the stages have computed, once."""
 
     def __init__(self, model: Any, output: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,10 @@ Split = Plan | Request | str | Path | Mapping[str, Any]
 _FRAMEWORKS: Final = frozenset(
     {"loss_fn", "target", "optimizer", "counting", "clip_norm", "scaler", "resume"}
 )
+
+
+OTHER_SPLITS: Final = ("deepspeed", "fsdp", "parallelism_config")
+"""Arguments of transformers by which other libraries split a model."""
 
 
 def options_of(split: Split | None) -> dict[str, Any]:
@@ -66,6 +70,18 @@ def _is_frameworks(name: str, value: Any) -> bool:
     if isinstance(value, Clip | Checkpoint):
         return fields_of(type(value))[0] in value.given()
     return name in _FRAMEWORKS
+
+
+def insist_on_one_split(settings: Mapping[str, Any], names: Iterable[str] = OTHER_SPLITS) -> None:
+    """Raises BadOption where the settings of a framework split the model by another library as well."""
+    asked = [name for name in names if settings.get(name)]
+    if asked:
+        raise BadOption(
+            f"{', '.join(asked)} splits the model by another library, as outsize does by its plan",
+            numbers="; ".join(f"{name}={str(settings[name])[:60]!r}" for name in asked),
+            next_step=f"leave {' and '.join(asked)} out; outsize's axes={{'dp_shard': 2}} shards weights, "
+            "gradients and the optimizer's states over two processes",
+        )
 
 
 def split_into(

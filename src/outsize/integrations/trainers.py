@@ -19,15 +19,15 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from outsize.api.records import Request
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadOption
-from outsize.integrations.split_options import Split, named_options, options_of
+from outsize.integrations.split_options import Split, insist_on_one_split, named_options, options_of
 from outsize.integrations.transformers import Trainer
 from outsize.ir.plan import Plan
 from outsize.ops.launch.worker import execute
@@ -44,7 +44,9 @@ def split_trainers(plan: Plan | Request | str | Path | None = None, **options: A
     """Splits all trainers that are made from here on, by a plan, its file, or options of `parallelize`.
 
     Returns a context that undoes it where it ends; a trainer that was made before that stays split. One
-    whose class has outsize's Trainer already says itself how it is split. Raises BadOption, BadPlan.
+    whose class has outsize's Trainer already says itself how it is split. Arguments that split a model by
+    another library are refused where they are made, before a framework loads the model. Raises BadOption,
+    BadPlan.
     """
     asked = options_of(plan) | options_of(options)
 
@@ -59,6 +61,7 @@ def split_trainers(plan: Plan | Request | str | Path | None = None, **options: A
     before = base.__new__
     base.__new__ = make
     undo = ExitStack()
+    undo.enter_context(_refusing_other_splits(transformers.TrainingArguments))
     # CPython does not let a class take arguments again once its __new__ has been deleted.
     undo.callback(setattr, base, "__new__", _make if before is object.__new__ else before)
     return undo
@@ -74,6 +77,23 @@ def split_class(kind: type, split: Split | None = None) -> type:
 
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind)(kind.__name__, (Trainer, kind), names | {"__init__": start})
+
+
+@contextmanager
+def _refusing_other_splits(arguments: Any) -> Iterator[None]:
+    """Lets the class of a trainer's arguments refuse other libraries that split."""
+    before = arguments.__post_init__
+
+    @functools.wraps(before)
+    def checked(self: Any) -> None:
+        insist_on_one_split(vars(self))
+        before(self)
+
+    arguments.__post_init__ = checked
+    try:
+        yield
+    finally:
+        arguments.__post_init__ = before
 
 
 def _make(kind: type, *_: Any, **__: Any) -> Any:

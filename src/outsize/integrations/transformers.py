@@ -15,9 +15,10 @@ A batch of the DataLoader is a microbatch of the pipeline, so `per_device_train_
 The loss is `compute_loss`, also where a subclass overrides it. Where it can be recorded it is the end of the
 last stage: it is called with a stand-in for the model once to learn the model's arguments, and there with one
 that returns the model's output. Everything else is the trainer's own Python on every rank, whose calls of
-models run over the stages (`trainer_parts/own_python.py`): a loss that reads numbers, calls several models or
-one twice, or a training step of the trainer's own. Every rank passes the same batches. Accelerate is told of
-one process for data, so it wraps and divides nothing. It is a mixin too: `class Mine(Trainer, SFTTrainer)`.
+models run over the stages (`trainer_parts/own_python.py`): a loss that reads numbers, writes any (a counter,
+a list), asks its model for more than an output, calls several models or one twice, or a training step of the
+trainer's own. Every rank passes the same batches. Accelerate is told of one process for data, so it wraps and
+divides nothing. It is a mixin too: `class Mine(Trainer, SFTTrainer)`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from outsize.api.records import Loss, Ranks
+from outsize.capture.fakes.untouched import memory_untouched
+from outsize.capture.guards.trace import without_python_writes
 from outsize.capture.models.imports import import_package
 from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.device.accelerators import device_type
 from outsize.errors import BadCheckpoint, BadOption, NotCapturable
 from outsize.integrations.model_calls import (
+    AskedOfModel,
     CallArguments,
     CalledModel,
     CalledTwice,
@@ -52,13 +56,14 @@ from outsize.integrations.model_calls import (
     arguments_of_call,
 )
 from outsize.integrations.optimizer_parts import OptimizerParts
-from outsize.integrations.split_options import Split, options_of, split_into
+from outsize.integrations.split_options import Split, insist_on_one_split, options_of, split_into
 from outsize.integrations.trainer_parts.called_models import beside, called_engine, models_beside, stages_in
 from outsize.integrations.trainer_parts.observed import watched
 from outsize.integrations.trainer_parts.own_python import OwnPython
 from outsize.integrations.update import Lookahead
 from outsize.ir.plan import Plan
 from outsize.ops.training import parallelize
+from outsize.program.python_reads import LOSS
 from outsize.run.stage.rng import borrowed_generators, generator_states, set_generator_states
 from outsize.run.transport.control_messages import all_gather_values
 from outsize.train.batch.batch import Batch, microbatch
@@ -160,8 +165,9 @@ class Trainer(transformers.Trainer, ABC):
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator, which is told of one process for data.
 
-        Raises BadOption for fp16 and for a mode of torch.compile.
+        Raises BadOption for another library that splits, for fp16 and for a mode of torch.compile.
         """
+        insist_on_one_split(vars(self.args))
         if self.args.fp16:
             raise BadOption(
                 "fp16=True scales losses inside of Accelerate, which sees no backward of a pipeline",
@@ -274,7 +280,9 @@ class Trainer(transformers.Trainer, ABC):
     def _can_record(self) -> bool:
         """Returns whether the loss is a function of the output of one call of the model that can be recorded.
 
-        Raises BadOption for a loss without a call of the model.
+        One that writes into the trainer or another object, or draws, runs as often, and on as many ranks, as
+        in the plain trainer only in the trainer's own Python. The trial writes nothing. Raises BadOption for
+        a loss without a call of the model.
         """
         plain = transformers.Trainer
         if super().training_step.__func__ is not plain.training_step:
@@ -285,15 +293,17 @@ class Trainer(transformers.Trainer, ABC):
             inputs = self._prepared_example()
             if not isinstance(inputs, Mapping):
                 return False
-            part = self._microbatch_of(inputs, self._get_num_items_in_batch([inputs], self.args.device))
+            items = self._get_num_items_in_batch([inputs], self.args.device)
+            with self._untraced():
+                part = self._microbatch_of(inputs, items)
             with self._unchanged(), self.accelerator.autocast():
-                record(
+                tape = record(
                     self._whole_model, part.args, part.kwargs, self._loss_of, part.target,
-                    TapeOptions(is_trial=True),
+                    TapeOptions(live=(), is_trial=True),
                 )  # fmt: skip
-        except (NotCapturable, HeldModelCalled, CalledTwice):
+        except (NotCapturable, AskedOfModel, HeldModelCalled, CalledTwice):
             return False
-        return True
+        return LOSS not in tape.live
 
     def _trained(self, batches: list[Any], items: Any) -> Iterator[Tensor]:
         """Runs the batches as microbatches of one step; returns the loss of each, as training_step does."""
@@ -630,8 +640,14 @@ class Trainer(transformers.Trainer, ABC):
 
     def _prepared_example(self) -> dict[str, Any]:
         """Returns the example as the Trainer prepares its batches; what a subclass counts there is undone."""
-        with self._unchanged():
+        with self._untraced():
             return self._prepare_inputs(self._example())
+
+    @contextmanager
+    def _untraced(self) -> Iterator[None]:
+        """Undoes what the Trainer's own code writes, wherever that is, and draws."""
+        with self._unchanged(), without_python_writes(self._loss_of), memory_untouched():
+            yield
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

@@ -46,6 +46,17 @@ def untouched(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
 
 
 @contextmanager
+def memory_untouched() -> Iterator[None]:
+    """Takes back what calls within the context write into the memory of tensors, whoever holds them."""
+    writes = _CopyBeforeWrite(None)
+    try:
+        with writes:
+            yield
+    finally:
+        writes.take_back()
+
+
+@contextmanager
 def taken_back(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Gives modules everything back that training within the context changes: also values and gradients.
 
@@ -81,12 +92,13 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @final
 class _CopyBeforeWrite(TorchDispatchMode):
-    """Copies the memory of a tensor before the first call that writes into it."""
+    """Copies the memory of a tensor before the first call that writes into it; of any tensor for None."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor] | None) -> None:
         super().__init__()
-        self._aliases = [(t, t.detach()) for t in tensors if _is_plain(t) and t.grad_fn is None]
-        self._known = {alias.untyped_storage()._cdata for _, alias in self._aliases}
+        self._aliases = [(t, t.detach()) for t in tensors or () if _is_plain(t) and t.grad_fn is None]
+        known = {alias.untyped_storage()._cdata for _, alias in self._aliases}
+        self._known = None if tensors is None else known
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +111,8 @@ class _CopyBeforeWrite(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, memory: torch.UntypedStorage) -> None:
-        if memory._cdata in self._known and memory._cdata not in self._copies:
+        is_known = self._known is None or memory._cdata in self._known
+        if is_known and memory._cdata not in self._copies:
             self._copies[memory._cdata] = memory, memory.clone()
 
     def take_back(self) -> None:

@@ -912,6 +912,19 @@ class Switched:
 
 
 @contextmanager
+def without_python_writes(function: Any) -> Iterator[None]:
+    """Takes back what the function writes into Python objects within the context, without a look into all
+    that it holds.
+    """
+    notes = Notes({}, roots_of(function), is_for_guards=False)
+    try:
+        with ReadTrace(notes, lambda: LOSS).active():
+            yield
+    finally:
+        notes.writes.undo()
+
+
+@contextmanager
 def without_writes(*functions: Any) -> Iterator[None]:
     """Takes back what the functions write within the context: into Python objects, tensors and generators of
     random numbers that they hold.

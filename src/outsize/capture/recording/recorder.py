@@ -72,36 +72,52 @@ class _Call(NamedTuple):
 
 
 @final
+class LossPart(NamedTuple):
+    """Holds what a loss function has put on the tape, and which slots tensors had then."""
+
+    instructions: list[Instruction]
+    guards: list[Guard]
+    slots: Any
+
+
+@final
 class RecordedLoss:
     """Says which part of the tape is the loss function's: all from where it begins.
 
     With `is_live` one instruction calls it.
     """
 
-    def __init__(self, instructions: list[Instruction], guards: list[Guard]) -> None:
+    def __init__(self, instructions: list[Instruction], guards: list[Guard], slots: Slots) -> None:
         self.is_live = False
-        self._instructions, self._guards = instructions, guards
-        self._first, self._first_guard = 0, 0
+        self._instructions, self._guards, self._slots = instructions, guards, slots
+        self._first, self._first_guard, self._given = 0, 0, slots.assigned()
 
     def begin(self) -> None:
         """Notes that the loss function begins here."""
         self._first, self._first_guard = len(self._instructions), len(self._guards)
+        self._given = self._slots.assigned()
 
     def end_live(self) -> None:
         """Notes that one instruction calls it."""
         self.is_live = True
 
-    def forget(self) -> tuple[list[Instruction], list[Guard]]:
-        """Takes the instructions of the loss function from the tape and returns them."""
+    def forget(self) -> LossPart:
+        """Takes the instructions of the loss function from the tape and returns them.
+
+        A tensor that it has written in place is what it was given again.
+        """
         recorded = self._instructions[self._first :], self._guards[self._first_guard :]
         del self._instructions[self._first :], self._guards[self._first_guard :]
-        return recorded
+        part = LossPart(*recorded, self._slots.assigned())
+        self._slots.assign(self._given)
+        return part
 
-    def restore(self, recorded: tuple[list[Instruction], list[Guard]]) -> None:
+    def restore(self, part: LossPart) -> None:
         """Puts on the tape what `forget` has taken from it."""
         self.forget()
-        self._instructions += recorded[0]
-        self._guards += recorded[1]
+        self._instructions += part.instructions
+        self._guards += part.guards
+        self._slots.assign(part.slots)
         self.is_live = False
 
 
@@ -119,7 +135,7 @@ class Recorder(Watcher):
         self.instructions: list[Instruction] = []
         self.guards: list[Guard] = []
         self.meter = CostMeter(fakes.weight_storages(), stacks_of(fakes.modules.values()))
-        self.loss = RecordedLoss(self.instructions, self.guards)
+        self.loss = RecordedLoss(self.instructions, self.guards, self.slots)
         self.regions = CheckpointRegions(self.instructions, fakes.modules)
         self.gradients = GradientFlags(self.instructions, self.slots, fakes)
         self.references = References(self.slots, self.position, rule, self.gradients)

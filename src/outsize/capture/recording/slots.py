@@ -82,6 +82,14 @@ class Slots:
         """Returns the slot that was assigned to this very tensor, if any."""
         return self._slot_of.get(id(tensor))
 
+    def assigned(self) -> tuple[dict[int, int], dict[Any, int]]:
+        """Returns which slots tensors have now, by their ids and by their layouts."""
+        return dict(self._slot_of), dict(self._by_layout)
+
+    def assign(self, assigned: tuple[dict[int, int], dict[Any, int]]) -> None:
+        """Gives tensors the slots that they had (`assigned`)."""
+        self._slot_of, self._by_layout = (dict(each) for each in assigned)
+
     def refer(self, tensor: Tensor) -> Ref | Weight:
         """Returns the reference for an argument. Raises UnknownTensor."""
         weight = self.weights.get(id(tensor))
