@@ -281,9 +281,14 @@ def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
     return policy.on_host and devices == 1 and form == "tape"
 
 
+def _computes(axes: Axes, weights: Weights, form: Form) -> bool:
+    return weight_policy(weights).lists_stages and axes.group_size == 1 and form == "tape"
+
+
 def unsupported(axes: Axes, weights: Weights, form: Form = "tape") -> str:
     """Returns what this version of outsize does not run of a plan with these; empty where it runs all."""
     shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
+    streams |= _computes(axes, weights, form)
     run = those(lambda axis: shards if axis.divides_states else form == "tape" or axis.by_modules)
     missing = axes.used_of([axis for axis in AXES if axis not in run])
     where = "" if streams or shards else weight_policy(weights).text
@@ -295,13 +300,15 @@ class Stage(Record):
     """Describes one stage: its units as patterns (`transformer.h.0-3`) in execution order, and its device.
 
     `recompute` None means the plan's policy. `recomputed` lists, as patterns, the units that are recomputed
-    under "selective".
+    under "selective". `on_host` says under "host-computed" that the host of its device has its weights, and
+    computes it.
     """
 
     units: tuple[str, ...]
     device: DeviceName
     recompute: Recompute | None = None
     recomputed: tuple[str, ...] = ()
+    on_host: bool = False
 
 
 @final
@@ -393,7 +400,8 @@ class Plan(Record):
                 device, over dp_shard from a block's first use in a step to its last (ZeRO-1); "host": with
                gradients and states in host memory, fetched block by block; "host-optimizer":
                states alone are there, gradients go there, updated weights come back; "host-activations":
-               as "host", and boundary values are on the host until they are needed
+               as "host", and boundary values are on the host until they are needed; "host-computed": the host
+               computes the stages that say so (`Stage.on_host`), the others are resident
     sequence_parallel   values between layers that tp shards are sharded, too, along the tokens
     loss_pieces   in so many pieces of rows the loss is computed from the last product on, so that logits of
                 all rows never exist at once; 1: in one
@@ -596,6 +604,12 @@ class Plan(Record):
         step.
         """
         return _streams(self.axes, self.weights, self.form)
+
+    @property
+    def host_stages(self) -> frozenset[int]:
+        """Returns the stages that the host computes, where their weights are."""
+        listed = self.weight_policy.lists_stages
+        return frozenset(number for number, stage in enumerate(self.stages) if listed and stage.on_host)
 
     def check_runs(self) -> None:
         """Raises UnsupportedPlan when this version of outsize does not run it."""

@@ -12,11 +12,14 @@
                       come stage by stage                    arXiv 2104.07857, sec. 6.2
     host-activations  and values that stages send each       L2L: Pudipeddi et al., arXiv 2002.05645
                       other; stages recompute the rest
+    host-computed     some stages stay on the host, which    KTransformers: Chen et al., SOSP 2025
+                      computes them; their inputs and        (doi 10.1145/3731569.3764843)
+                      outputs move, their weights never
 
-The last three are the degrees of offload, the least first. Everything that the package knows of a policy is
-in its record below: over how many devices its bytes are divided, how often a step copies them, the actions
-that it adds to a row, what it composes with, and what a report calls it. To add a policy, write its name and
-its record here.
+Those from host-optimizer to host-activations are the degrees of offload, the least first. Everything that the
+package knows of a policy is in its record below: over how many devices its bytes are divided, how often a
+step copies them, the actions that it adds to a row, what it composes with, and what a report calls it. To add
+a policy, write its name and its record here.
 
 A policy is stored by its name, as a schedule is. Oracle: tests/unit/policies/test_policies.py compares the
 actions with those of the rows, and tests/house/test_policy_names.py finds names elsewhere.
@@ -31,7 +34,7 @@ from typing import Final, Literal, final
 
 from outsize.policies.activations import RECOMPUTE, Recompute, activation_policy
 
-Weights = Literal["resident", "sharded", "host-optimizer", "host", "host-activations"]
+Weights = Literal["resident", "sharded", "host-optimizer", "host", "host-activations", "host-computed"]
 
 _GATHERS: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
 _LOADS: Final = frozenset({"LOAD", "UNLOAD"})
@@ -49,6 +52,7 @@ class WeightPolicy:
     gathers_once    where replicas divide states, a step gathers weights once and scatters gradients once
     stays_loaded    weights come from the host once a step, and stay until the last backward
     in_pipeline     a pipeline of several devices can use it
+    lists_stages    the plan says which stages the host computes (`Stage.on_host`); the others are resident
     loads           how often a pass over all stages copies their weights to the device
     gradient_copies how often it copies their gradients to the host
     actions         the actions that it adds to a row, in the grammar of ir/schedule.py
@@ -64,6 +68,7 @@ class WeightPolicy:
     gathers_once: bool = False
     stays_loaded: bool = False
     in_pipeline: bool = True
+    lists_stages: bool = False
     loads: int = 0
     gradient_copies: int = 0
     actions: frozenset[str]
@@ -160,10 +165,17 @@ HOST_ACTIVATIONS: Final = WeightPolicy(
     text="weights and activations on the host",
     help="also values between stages",
 )
-
-_POLICIES: Final[Mapping[str, WeightPolicy]] = MappingProxyType(
-    {policy.name: policy for policy in (RESIDENT, SHARDED, HOST_OPTIMIZER, HOST, HOST_ACTIVATIONS)}
+HOST_COMPUTED: Final = WeightPolicy(
+    name="host-computed",
+    paper="Chen et al., SOSP 2025, doi 10.1145/3731569.3764843",
+    lists_stages=True,
+    actions=frozenset(),
+    text="some stages computed on the host",
+    help="large frozen weights stay in host memory, and the host computes with them",
 )
+
+_RECORDS: Final = (RESIDENT, SHARDED, HOST_OPTIMIZER, HOST, HOST_ACTIVATIONS, HOST_COMPUTED)
+_POLICIES: Final[Mapping[str, WeightPolicy]] = MappingProxyType({policy.name: policy for policy in _RECORDS})
 # In these degrees something is on the host; the least comes first.
 HOSTED: Final[tuple[Weights, ...]] = tuple(p.name for p in _POLICIES.values() if p.on_host)
 # The degrees of offload; in the first one nothing is on the host.

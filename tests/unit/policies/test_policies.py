@@ -25,6 +25,7 @@ from outsize.policies.weights import (
     DEGREES,
     HOST,
     HOST_ACTIVATIONS,
+    HOST_COMPUTED,
     HOST_OPTIMIZER,
     HOSTED,
     OF_SEVERAL,
@@ -48,8 +49,8 @@ def added(policy: ActivationPolicy | WeightPolicy) -> Schedule:
         return with_gathers(schedule, {(s, s) for s in range(STAGES)}, once=policy is RESIDENT)
     if policy is OFFLOAD:
         return with_activation_copies(schedule, range(STAGES))
-    if isinstance(policy, ActivationPolicy):
-        return schedule
+    if isinstance(policy, ActivationPolicy) or policy is HOST_COMPUTED:
+        return schedule  # What moves are values, where stages leave them.
     loaded = with_loads(schedule, STAGES if policy.stays_loaded else 2)
     return with_value_copies(loaded) if policy.values_on_host else loaded
 
@@ -96,9 +97,9 @@ def test_a_second_forward_takes_its_seconds() -> None:
 
 def test_states_are_divided_over_replicas_and_over_ranks_that_share_sequences() -> None:
     axes = Axes(dp_shard=2, cp=3)
-    assert [state_shards(axes, policy.name) for policy in weight_policies()] == [6, 6, 1, 1, 1]
+    assert [state_shards(axes, policy.name) for policy in weight_policies()] == [6, 6, 1, 1, 1, 6]
     alone = Axes(cp=3)
-    assert [state_shards(alone, policy.name) for policy in weight_policies()] == [1, 3, 1, 1, 1]
+    assert [state_shards(alone, policy.name) for policy in weight_policies()] == [1, 3, 1, 1, 1, 1]
 
 
 def test_copies_of_a_step() -> None:
@@ -111,6 +112,7 @@ def test_copies_of_a_step() -> None:
         "host-optimizer": ((1, 1), (1, 1)),
         "host": stream,
         "host-activations": stream,
+        "host-computed": nothing,
     }
 
 

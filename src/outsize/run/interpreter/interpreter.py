@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -32,7 +31,7 @@ from outsize.ir.schedule import COMPUTE, FETCH, LEAVING, NO_MICROBATCH, OFFLOAD,
 from outsize.ir.timeline import Lane
 from outsize.run.interpreter.ranges import range_name, wait_name
 from outsize.run.interpreter.trace import Marks
-from outsize.run.moves.base import Moves, Resident
+from outsize.run.moves.base import Moves, PassedValues, Resident, ValueKey
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.stage.base import Gradients, RunnableStage
 from outsize.run.stage.boundary import Boundary
@@ -56,7 +55,7 @@ class Programs:
     stage: Callable[[int, int], RunnableStage]
     channels: Sequence[int]  # The index is the microbatch.
     moves: Moves = field(default_factory=Resident)
-    values: BoundaryValues = field(default_factory=BoundaryValues)
+    values: PassedValues = field(default_factory=BoundaryValues)
 
 
 @final
@@ -273,7 +272,6 @@ class _Handlers:
         self._rank, self._rank_of = rank, schedule.rank_of
         self._row = schedule.actions[rank]
         self._programs, self._transport = programs, transport
-        self._offloads = programs.values.offloads
         self._stages: dict[int, RunnableStage] = {}
         # Whoever takes a message, a compute action or a send, empties its slot. A tied weight comes with
         # microbatch 0 and stays for the step.
@@ -300,6 +298,7 @@ class _Handlers:
         for pending in self._kept:
             pending.release()
         self._kept.clear()
+        self._programs.values.end()
 
     def reset(self) -> None:
         """Drops an unfinished step."""
@@ -370,7 +369,10 @@ class _Handlers:
         pendings, release = self._held_of(action), self._release(action) if not self._trains else None
         pairs = [(b, c) for b in stage.program.sent for c in b.consumers]
         values = [(b, c) for b, c in pairs if b.weight is None]
-        leaving = [(self._value(b, c, mb), b.key, self._wrapper(b.key, c, mb)) for b, c in values]
+        here = action.stage
+        leaving = [
+            (self._value(b, c, mb), b.key, self._wrapper((b.key, c, mb, False), here)) for b, c in values
+        ]
         # A tied weight does not change within a step: it goes with the first microbatch and stays.
         tied = [(self._value(b, c, mb), b.key) for b, c in pairs if b.weight is not None and mb == 0]
         trains = self._trains
@@ -427,10 +429,12 @@ class _Handlers:
         program = self._stage(action).program
         ours = [(b, b.following(number)) for b in (*program.sent, *program.received) if b.requires_grad]
         incoming = [(b.key, self._gradient(b.key, number, mb), far) for b, far in ours if far is not None]
-        incoming = [(key, slot, self._pends(far)) for key, slot, far in incoming]
+        incoming = [(key, slot, self._pends(far, number)) for key, slot, far in incoming]
         back = [b for b in program.received if b.requires_grad]
         onward = [(b.key, b.previous(number)) for b in back]
-        returned = [(self._gradient(k, to, mb), k, self._wrapper(k, to, mb, back=True)) for k, to in onward]
+        returned = [
+            (self._gradient(k, to, mb), k, self._wrapper((k, to, mb, True), number)) for k, to in onward
+        ]
 
         def run(gradients: Gradients | None) -> None:
             sink = backward(mb, self._step.weights[mb], gradients or {})
@@ -511,18 +515,18 @@ class _Handlers:
         """
         slot, tied = self._value(boundary, stage, mb), boundary.weight is not None
         remote = self._rank_of[boundary.producer] != self._rank
-        return slot, (remote and mb == 0) if tied else self._pends(boundary.producer), tied
+        return slot, (remote and mb == 0) if tied else self._pends(boundary.producer, stage), tied
 
-    def _pends(self, producer: int) -> bool:
-        """Returns whether a slot for what that stage computes holds a Pending."""
-        return self._offloads or self._rank_of[producer] != self._rank
+    def _pends(self, giver: int, taker: int) -> bool:
+        """Returns whether a slot for what that stage passes to one of this rank holds a Pending."""
+        return self._rank_of[giver] != self._rank or self._programs.values.pends(giver, taker)
 
-    def _wrapper(self, key: int, taker: int, mb: int, *, back: bool = False) -> Callable[[Any], Any]:
-        """Returns the function that prepares a tensor for its slot, for a stage of this rank or to
-        be sent.
+    def _wrapper(self, key: ValueKey, giver: int) -> Callable[[Any], Any]:
+        """Returns the function that prepares what stage `giver` passes on for its slot, for a stage of this
+        rank or to be sent.
         """
-        offloads, values = self._offloads and self._rank_of[taker] == self._rank, self._programs.values
-        return partial(values.wrap, (key, taker, mb, back)) if offloads else values.copy_weight_view
+        is_sent = self._rank_of[key[1]] != self._rank
+        return self._programs.values.wrapper(key, giver, is_sent=is_sent)
 
     def _held_of(self, action: Action) -> list[Pending]:
         return self._held.setdefault((action.stage, action.microbatch), [])

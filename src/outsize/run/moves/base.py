@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import final
+from typing import Any, final
 
 from torch.optim import Optimizer
 
@@ -20,6 +20,10 @@ from outsize.ir.schedule import Action, Schedule
 from outsize.run.host.speculative_step import Speculation
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.outer_graph import GatheredWeights
+from outsize.run.stage.stage import Saving
+
+# The fields are the boundary, the stage that takes it, the microbatch, and whether it is a gradient.
+ValueKey = tuple[int, int, int, bool]
 
 
 class Moves(ABC):
@@ -89,3 +93,34 @@ class Resident(Moves):
 
     def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
         return None
+
+
+class PassedValues(ABC):
+    """Passes values and gradients between the stages of one rank, by way of their message slots."""
+
+    @property
+    def saving(self) -> Saving | None:
+        """Returns what replaces what autograd saves of a microbatch; None where it saves as usual."""
+        return None
+
+    @abstractmethod
+    def pends(self, giver: int, taker: int) -> bool:
+        """Returns whether a slot holds a Pending of what one stage of the rank passes to another one."""
+
+    @abstractmethod
+    def wrapper(self, key: ValueKey, giver: int, *, is_sent: bool) -> Callable[[Any], Any]:
+        """Returns the function that prepares what stage `giver` passes on for its slot; `is_sent` to another
+        rank.
+        """
+
+    def combined_with(self, moves: Moves, cuts: Sequence[Cut]) -> Moves:
+        """Returns other moves of the same rank, for microbatches with these programs, together with these."""
+        return moves
+
+    def end(self) -> None:
+        """Ends a step: what has left may be freed."""
+        return
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drops what an unfinished step left."""

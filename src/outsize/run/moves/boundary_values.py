@@ -34,15 +34,13 @@ from torch import Tensor
 
 from outsize.ir.schedule import COMPUTE, FETCH, Action, Kind, Schedule
 from outsize.run.host.copy_lane import Bundle, CopyLane, Handle, OffloadedStorage
-from outsize.run.moves.base import Moves
+from outsize.run.moves.base import Moves, PassedValues
+from outsize.run.moves.base import ValueKey as Key
 from outsize.run.moves.copies import WithCopies
 from outsize.run.stage.cut import Cut
-from outsize.run.stage.stage import identity
+from outsize.run.stage.stage import Saving, identity
 from outsize.run.transport.base import Pending
 from outsize.schedules.offload import computed, with_value_copies
-
-# The fields are the boundary, the stage that takes it, the microbatch, and whether it is a gradient.
-Key = tuple[int, int, int, bool]
 
 
 @final
@@ -76,7 +74,7 @@ class ValueHandle(Pending):
 
 
 @final
-class BoundaryValues:
+class BoundaryValues(PassedValues):
     """Passes values between the stages of one device; without a lane all of them stay there.
 
     `copy_weight_view` copies values that are views of a weight that moves.
@@ -93,6 +91,16 @@ class BoundaryValues:
     def offloads(self) -> bool:
         """Returns whether anything moves."""
         return self.lane is not None
+
+    @property
+    def saving(self) -> Saving | None:
+        return self.begin if self.offloads else None
+
+    def pends(self, giver: int, taker: int) -> bool:
+        return self.offloads
+
+    def wrapper(self, key: Key, giver: int, *, is_sent: bool) -> Callable[[Any], Any]:
+        return partial(self.wrap, key) if self.offloads and not is_sent else self.copy_weight_view
 
     def wrap(self, key: Key, tensor: Tensor | None) -> Pending:
         """Returns the handle that goes into a message slot."""
@@ -120,11 +128,9 @@ class BoundaryValues:
         """Ends the forward."""
 
     def combined_with(self, moves: Moves, cuts: Sequence[Cut]) -> Moves:
-        """Returns other moves of the same rank, for microbatches with these programs, together with these."""
         return moves if self.lane is None else WithCopies(moves, _ValueCopies(self, self.lane, cuts))
 
     def forget(self) -> None:
-        """Drops what an unfinished step left."""
         if self.lane is not None:
             self.lane.forget()
 

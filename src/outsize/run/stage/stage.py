@@ -473,7 +473,9 @@ class StageExecutor(RunnableStage):
 
         def pack(tensor: Tensor) -> Any:
             place = tensor.untyped_storage().data_ptr()
-            is_written = any(h.tensor.untyped_storage().data_ptr() == place for h in self._written)
+            # A parametrization takes its weight out of the table while the module computes.
+            there = (t for h in self._written if isinstance(t := h.table.get(h.key), Tensor))
+            is_written = any(t.untyped_storage().data_ptr() == place for t in there)
             saved = tensor.clone() if is_written else tensor
             return saved if away is None else away.pack(saved)
 

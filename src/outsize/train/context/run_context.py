@@ -24,7 +24,7 @@ from outsize.ir.plan import Plan
 from outsize.program.weights.of_loss import with_loss
 from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice
 from outsize.run.moves.activations import ActivationOffload
-from outsize.run.moves.base import Moves, Resident
+from outsize.run.moves.base import Moves, PassedValues, Resident
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.progress import Progress
 from outsize.train.context.options import DEFAULTS, EngineOptions
@@ -41,8 +41,8 @@ class RunContext:
     `whole` is the model with its loss. `mesh` has all processes of the run; None: this is the only one, which
     has `local_replicas` pipelines whose ranks `together` places. `rank` of `world_size` is this process's in
     its pipeline, and runs `stages`. `device` is where its weights and batches belong; None: they stay on the
-    device that they have. `moves` brings the weights of stages to where they compute, `values` stores what
-    stages of one device pass to each other, and `activations` go to the host until the backward.
+    device that they have. `moves` brings the weights of stages to where they compute, `values` is how
+    stages of one rank pass on what others take, and `activations` go to the host until the backward.
     """
 
     model: nn.Module
@@ -60,7 +60,7 @@ class RunContext:
     local_replicas: int = 1
     replicas: Replicas = field(default_factory=SingleReplica)
     moves: Moves = field(default_factory=Resident)
-    values: BoundaryValues = field(default_factory=BoundaryValues)
+    values: PassedValues = field(default_factory=BoundaryValues)
 
     @classmethod
     def of_one_process(

@@ -79,7 +79,8 @@ class Crew(ABC):
 
     def __init__(self, run: RunContext) -> None:
         self._plan, self.global_rank = run.plan, run.global_rank
-        self._rank_of = run.plan.ranks  # The index is the stage; a plan derives it at each question.
+        # A plan derives these at each question; the index of the first is the stage.
+        self._rank_of, self._on_host = run.plan.ranks, run.plan.host_stages
         self.rank, self.world_size, self.stages = run.rank, run.world_size, run.stages
         self.local_replicas, self.mesh, self.device = run.local_replicas, run.mesh, run.device
         self.replicas, self.progress = run.replicas, run.progress
@@ -185,7 +186,7 @@ class Crew(ABC):
 
     def _clock(self, rank: int, replica: int) -> Clock:
         """Returns the clock of the device on which the rank's stages compute."""
-        return clock_of(self.device_of(self._rank_of.index(rank), replica) or device_of(self._plan))
+        return clock_of(self._device_at(rank, replica) or device_of(self._plan))
 
     def _schedule(
         self, variants: Sequence[Variant], order: tuple[int, ...] = (), *, of_call: bool = False
@@ -250,6 +251,10 @@ class Crew(ABC):
 
     def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
         """Returns the device where a stage of a local replica computes; None: the model's own device."""
+        return torch.device(CPU) if stage in self._on_host else self._device_at(self._rank_of[stage], replica)
+
+    def _device_at(self, rank: int, replica: int) -> torch.device | None:
+        """Returns the device of a rank of a local replica."""
         return self.device
 
     @abstractmethod
@@ -355,9 +360,11 @@ def _outputs(variants: Sequence[Variant], schedule: Schedule, results: Iterable[
     )
 
 
-def _used(interpreter: Interpreter, variants: Sequence[Variant], microbatch: int) -> set[int]:
-    """Returns the positions of the inputs that the rank's stages read."""
-    stages = {action.stage for action in interpreter.schedule.actions[interpreter.rank]}
+def _used(
+    interpreter: Interpreter, variants: Sequence[Variant], elsewhere: Collection[int], microbatch: int
+) -> set[int]:
+    """Returns the positions of the inputs that the rank's stages read, but those of `elsewhere`."""
+    stages = {action.stage for action in interpreter.schedule.actions[interpreter.rank]}.difference(elsewhere)
     return {p for s in stages for p in variants[microbatch].cut.programs[s].inputs}
 
 
@@ -419,7 +426,7 @@ class LocalCrew(Crew):
         ranks = self._interpreters(load, make_stage, self._transports[load.replica])
         seats = {rank.rank * self.local_replicas + load.replica: rank for rank in ranks}
         for seat, interpreter in seats.items():
-            used = partial(_used, interpreter, load.variants)
+            used = partial(_used, interpreter, load.variants, self._on_host)
             own = self._together.inputs(seat, load.inputs, used)
             interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale))
         return seats
@@ -437,8 +444,8 @@ class LocalCrew(Crew):
             self._executors.clear()
             raise
 
-    def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
-        return self._together.device(self._rank_of[stage] * self.local_replicas + replica)
+    def _device_at(self, rank: int, replica: int) -> torch.device | None:
+        return self._together.device(rank * self.local_replicas + replica)
 
     def _connect(self, schedule: Schedule) -> None:
         """Does nothing: ranks of one process are connected."""
@@ -481,7 +488,9 @@ class ProcessCrew(Crew):
     ) -> list[GroupOutputs]:
         (load,) = loads
         (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})
-        own = own_inputs(self._streams, self._place, load.inputs, partial(_used, interpreter, load.variants))
+        own = own_inputs(
+            self._streams, self._place, load.inputs, partial(_used, interpreter, load.variants, self._on_host)
+        )
         counts = self.progress.samples_now and clock_of(self._place) is HOST
         with closing(CoreClock()) if counts else nullcontext() as clock:
             interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale), clock)
@@ -495,7 +504,9 @@ class ProcessCrew(Crew):
 
     def open(self, load: PipelineInputs, make_stage: MakeStage) -> OpenPipeline:
         (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})
-        own = own_inputs(self._streams, self._place, load.inputs, partial(_used, interpreter, load.variants))
+        own = own_inputs(
+            self._streams, self._place, load.inputs, partial(_used, interpreter, load.variants, self._on_host)
+        )
         interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale))
 
         def run() -> GroupOutputs:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from outsize.device.accelerators import is_accelerator, widest_float
+from outsize.device.readback import launched_to
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.collectives.tensor_parallel import local_of, mesh_of, norms_of_shards
@@ -89,24 +90,25 @@ def _norms(
 ) -> list[Tensor]:
     """Returns the norm (0-dim) of each parameter's gradient on this rank, 0 where there is none.
 
-    They are computed as torch's clipping does: on an accelerator all of a dtype at once, else one by one.
+    They are computed where the gradients are, as torch's clipping does: on an accelerator all of a dtype at
+    once, else one by one.
     """
     zero = torch.zeros((), device=place)
     norms = [known.get(parameter, zero) for parameter in parameters]
-    by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for at, parameter in enumerate(parameters):
         if parameter.grad is not None and parameter not in known:
             # A gradient of a split model would look for the norms of other ranks by itself.
             own = local_of(parameter.grad).as_subclass(Tensor)
-            by_dtype.setdefault(parameter.grad.dtype, []).append((at, own))
-    for members in by_dtype.values():
+            by_kind.setdefault((own.device, own.dtype), []).append((at, own))
+    for (device, _), members in by_kind.items():
         gradients = [gradient for _, gradient in members]
-        if is_accelerator(place):
+        if is_accelerator(device):
             found = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
         else:
             found = [torch.linalg.vector_norm(gradient) for gradient in gradients]
         for (at, _), norm in zip(members, found, strict=True):
-            norms[at] = norm
+            norms[at] = norm if device == place else launched_to(place, norm)
     return norms
 
 

@@ -1,4 +1,6 @@
-"""Lets weights stay on the host: each rank, a process with one device, loads its own stages."""
+"""Lets weights stay on the host: each rank, a process with one device, loads its own stages; or the host
+computes some stages of a rank, and their weights never move.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from outsize.run.host.residency import Residency
 from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.moves.host import HostMoves
+from outsize.run.moves.host_stages import HostSide
 from outsize.schedules.offload import ROOM
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.devices import in_process_ranks
@@ -36,6 +39,19 @@ def hosted(run: RunContext, folder: str | Path | None = None) -> RunContext:
         moves=HostMoves(residency, len(run.plan.stages) if policy.stays_loaded else ROOM),
         values=BoundaryValues(lane, residency.copy_weight_view),
     )
+
+
+def with_host_stages(run: RunContext) -> RunContext:
+    """Returns a run that computes some stages on the host of their devices."""
+    ranks = {stage: run.plan.ranks[stage] for stage in run.stages}
+    devices = {stage: run.device or run.together.device(rank) for stage, rank in ranks.items()}
+    places = {stage: str(device or CPU) for stage, device in devices.items()}
+    return replace(run, values=HostSide(run.plan.host_stages, places))
+
+
+def ranks_beside_host(plan: Plan, places: tuple[str, ...] | None) -> InProcessRanks:
+    """Returns the runner of a process that has all ranks, on these devices or all on the current one."""
+    return in_process_ranks(places or (_current_place(plan),) * plan.axes.pp)
 
 
 def _place(run: RunContext) -> str:

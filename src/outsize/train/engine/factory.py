@@ -16,7 +16,7 @@ from outsize.run.transport.control_messages import broadcast_json
 from outsize.train.context.options import DEFAULTS, EngineOptions, RankOptions
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.devices import concurrent_replicas, in_process_ranks
-from outsize.train.crew.hosted import hosted, ranks_on_one_device
+from outsize.train.crew.hosted import hosted, ranks_beside_host, ranks_on_one_device, with_host_stages
 from outsize.train.engine.engine import Engine
 
 ONE_PLACE: Final = RankOptions()
@@ -40,6 +40,8 @@ def make_run(
         run = RunContext.of_one_process(model, plan, options, together, replicas)
     else:
         run = RunContext.of_process(model, plan, group, options, own_batches=ranks.own_batches)
+    if plan.host_stages:
+        return with_host_stages(run)
     return hosted(run, ranks.offload_folder) if plan.streams else run
 
 
@@ -61,6 +63,8 @@ def _local_ranks(plan: Plan, places: tuple[str, ...] | None) -> tuple[InProcessR
     """Returns the runner of one process's ranks on their devices, and how many pipelines run there."""
     if plan.streams:
         return ranks_on_one_device(plan, places), 1
+    if plan.host_stages:
+        return ranks_beside_host(plan, places), 1
     local_replicas = len(places or ()) // plan.axes.pp or 1
     if local_replicas > 1:
         _insist_on_local_replicas(plan, places or ())

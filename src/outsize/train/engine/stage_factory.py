@@ -20,6 +20,7 @@ from outsize.program.generate import Compiler, compile_slice
 from outsize.program.sharding.tensor_parallel.overlap import overlapped
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, reason_against
 from outsize.run.moves.base import Moves
+from outsize.run.moves.host_stages import HostStage
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
@@ -86,7 +87,8 @@ class StageFactory:
                 spec = replace(spec, instructions=joined)
             function = compile_slice(spec, model, variant.tape.modes, self._compiler())
             program = replace(program, spec=spec, function=function)
-        save_context = self.run.values.begin if self.run.values.offloads else None
+        save_context = self.run.values.saving
+        is_bare = save_context is not None
         if policy.recomputes_all:
             whole = Recompute(model, program.written, self.statistics)
             recompute = partial(whole.run, program.function)
@@ -99,14 +101,22 @@ class StageFactory:
             save_context = partial(self.run.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
-        setting = StageSetting(recompute, save_context, self.run.values.offloads, seeded, outer)
-        executor = StageExecutor(program, model, setting)
+        setting = StageSetting(recompute, save_context, is_bare, seeded, outer)
+        return self._at(at, StageExecutor(program, model, setting), policy, of_call)
+
+    def _at(
+        self, at: torch.device, stage: StageExecutor, policy: ActivationPolicy, of_call: Moves | None
+    ) -> RunnableStage:
+        """Returns the stage as it runs on its device: on the host beside it, or as a graph, where it can."""
+        program = stage.program
+        if program.stage in self.run.plan.host_stages:
+            return HostStage(stage)
         if self.graphs is not None and of_call is None:
-            reason = self._reason(policy) or reason_against(program, model, at)
+            reason = self._reason(policy) or reason_against(program, stage.model, at)
             if reason is None:
-                return GraphedStage(executor, at, self.graphs)
+                return GraphedStage(stage, at, self.graphs)
             self.graphs.refuse(program.stage, reason)
-        return executor
+        return stage
 
     def _insist_on_calls(self, program: StageProgram) -> None:
         """Raises UnsupportedPlan for a compiled stage of a split model that shares a weight with other ranks.
@@ -127,7 +137,7 @@ class StageFactory:
         axes = self.run.plan.axes
         reasons = {
             "the host keeps weights, values or activations": self.run.plan.streams
-            or self.run.values.offloads
+            or self.run.values.saving is not None
             or policy.offloads,
             "its ranks exchange values within it": axes.exchanges_values,
             "weights are sharded over replicas": self.run.plan.shards,

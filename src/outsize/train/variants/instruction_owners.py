@@ -13,6 +13,7 @@ states are, so a unit goes to the latest of these stages, in the model's order:
     those of the units whose values it takes
     the last that has used one of its trainable weights: gradients are added from the last use to the first
 
+What every stage computes for itself (`replicable`), such as tables of positions, counts for none of these.
 So values and weights go to later stages alone, as schedules have it. Where a unit runs in a later stage than
 the one that owns its weights, the owner sends them (run/stage/boundary.py).
 
@@ -21,7 +22,7 @@ Complexity: O(units + users of values + weights). Oracle: tests/parity/test_othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, final
@@ -30,6 +31,7 @@ from outsize.capture.graph.build import Captured
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.ir.units.names import prefixes, unroll
+from outsize.program.liveness import replicable
 from outsize.program.tape import Instruction
 from outsize.run.stage.boundary import NO_HOMES, WeightHomes
 
@@ -62,7 +64,9 @@ def instruction_owners(
     Raises BadOption where a buffer would have to be written in another stage than the one that owns it.
     """
     wished = _wished(plan, captured)
-    runs = [captured.tape.instructions[first:after] for first, after in pairwise(captured.starts)]
+    tape = captured.tape
+    copied = replicable(tape)
+    runs = [tape.instructions[first:after] for first, after in pairwise(captured.starts)]
     makers: dict[int, list[int]] = {}
     for value in captured.graph.values:
         for user in value.consumers:
@@ -70,7 +74,7 @@ def instruction_owners(
     stages: list[int] = []
     last_use: dict[str, int] = {}
     for unit, (wish, run) in enumerate(zip(wished, runs, strict=True)):
-        names = list(dict.fromkeys(_weights(run)))
+        names = list(dict.fromkeys(_weights(i for i in run if not copied[i.index])))
         earlier = (stages[maker] for maker in makers.get(unit, ()))
         owning = (placed.homes.first_holder(name) for name in names)
         using = (last_use.get(name, 0) for name in names)
@@ -103,7 +107,7 @@ def _unrolled(patterns: Sequence[str]) -> list[str]:
     return [name for pattern in patterns for name in unroll(pattern, _MOST_UNITS)]
 
 
-def _weights(run: Sequence[Instruction]) -> Iterator[str]:
+def _weights(run: Iterable[Instruction]) -> Iterator[str]:
     return (weight.name for instruction in run for weight in instruction.weights)
 
 
