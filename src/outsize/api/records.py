@@ -386,7 +386,8 @@ class Request(OptionRecord):
     weights: Annotated[Weights | None, "'sharded'"] = None
     """"sharded" or "resident" (whole during a step) over `dp_shard`; "host-optimizer" keeps the optimizer
     and its states on the host, "host" weights and gradients as well, "host-activations" also what stages
-    send to each other. By default the host is used where nothing else fits."""
+    send to each other; with "host-computed" the host computes some stages of frozen weights itself. By
+    default the host is used where nothing else fits."""
     axes: Annotated[AxisSizes | None, "{'tp': 2}"] = None
     """Sizes of axes that give every stage several devices: {"dp_replicate": 2}, "dp_shard" (FSDP), "tp",
     "cp" (each sequence shared by its tokens), "ep" (each has some of the experts). Axes that are not

@@ -206,6 +206,7 @@ WeightPlace = Annotated[
         help=f"Where weights are stored. With dp_shard: {_helped(weights.SHARDED)} (default), or "
         f"{_helped(weights.RESIDENT)}. On one device, the host's memory holds: "
         + "; ".join(_helped(policy) for policy in weights.weight_policies() if policy.on_host)
+        + f". {_helped(weights.HOST_COMPUTED)}"
         + " (default: the fastest that fits, where the device is too small).",
     ),
 ]

@@ -66,8 +66,8 @@ class Cluster(Record):
 
     `outer` is one NIC, of which each node has `nics_per_node`. Where nodes differ, `parts` describes them in
     rank order, and `devices_per_node`, `inner`, `nics_per_node` and `devices_per_domain` are those of the
-    first part. A node's
-    memory and its disk are what a user says of them, or None.
+    first part. What a
+    node's memory, its disk, and its processors with their memory reach is what a user says of them, or None.
     """
 
     name: str
@@ -80,6 +80,8 @@ class Cluster(Record):
     parts: tuple[Part, ...] = Field(default=(), max_length=MAX_DEVICES)
     host_memory_bytes: int | None = Field(default=None, gt=0, le=2**62)
     disk_bytes_per_s: Speed | None = None
+    host_flops_per_s: Speed | None = None
+    host_bytes_per_s: Speed | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

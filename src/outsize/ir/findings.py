@@ -362,6 +362,27 @@ class HostStates(Finding):
 
 
 @final
+class HostStages(Finding):
+    """Says which units the host computes, and what it holds for that: weights, gradients and states, and what
+    is saved of microbatches.
+
+    It computes for `host_s` of a step, at most on one rank, where all ranks share its products and its memory
+    of these speeds; `is_assumed`: of which the cluster says nothing. `host_memory_bytes` is None where it is
+    unknown.
+    """
+
+    code: Literal["host-stages"] = "host-stages"
+    units: tuple[str, ...]
+    lasting_bytes: int
+    saved_bytes: int
+    host_s: float
+    flops_per_s: float
+    bytes_per_s: float
+    is_assumed: bool
+    host_memory_bytes: int | None = None
+
+
+@final
 class HostRoofline(Finding):
     """Holds the lower bound of a step whose weights or states are on the host."""
 
@@ -541,6 +562,7 @@ Reason = Annotated[
     | WeightsOnHost
     | HostStates
     | HostRoofline
+    | HostStages
     | StageValuesOnHost
     | HostMemoryEnough
     | HostMemoryShort

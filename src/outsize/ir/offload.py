@@ -2,8 +2,9 @@
 
 The degrees are the policies of weights with something on the host (policies/weights.py).
 
-The roofline of a degree is max(compute, copies to the device, copies to the host, the host's optimizer): the
-four may all run at the same time, so no step is shorter than the longest.
+The roofline of a degree is max(compute, copies to the device, copies to the host, the host's optimizer), and
+the compute of stages on the host where there are some: all may run at the same time, so no step is shorter
+than the longest.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from outsize.policies.weights import Weights
 
 @final
 class Bound(Record):
-    """Holds the seconds of a step that each resource takes; all may be busy at the same time."""
+    """Holds the seconds of a step that each resource takes; all may be busy at the same time. `host_s` are
+    those in which the host computes stages.
+    """
 
     compute_s: float
     to_device_s: float
     to_host_s: float
     optimizer_s: float
     disk_s: float = 0.0
+    host_s: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -33,6 +37,7 @@ class Bound(Record):
             "copies to the host": self.to_host_s,
             "the optimizer on the host": self.optimizer_s,
             **({"the disk": self.disk_s} if self.disk_s else {}),
+            **({"compute on the host": self.host_s} if self.host_s else {}),
         }
 
     @property

@@ -69,6 +69,7 @@ from outsize.ir.findings import (
     HostMemoryEnough,
     HostMemoryShort,
     HostRoofline,
+    HostStages,
     HostStates,
     LinkBound,
     Measured,
@@ -447,6 +448,19 @@ def _host_states(f: HostStates) -> str:
     exceptions = "clip_norm, a GradScaler, update=False"
     return (
         f"{holds}, if the optimizer steps as gradients arrive; more if gradients have to stay ({exceptions})"
+    )
+
+
+@sentence.register
+def _host_stages(f: HostStages) -> str:
+    room = f" of {bytes_text(f.host_memory_bytes)}" if f.host_memory_bytes is not None else ""
+    speed = f"{f.flops_per_s / 1e12:.1f} TFLOP/s and {f.bytes_per_s / 1e9:.0f} GB/s of its memory"
+    whose = ", which are assumed (host_flops_per_s, host_bytes_per_s)" if f.is_assumed else ""
+    some = ", ".join(f.units) if len(f.units) <= UNITS_NAMED else f"{f.units[0]} to {f.units[-1]}"
+    return (
+        f"the host computes {len(f.units)} units ({some}), whose weights stay there: "
+        f"{bytes_text(f.lasting_bytes)} with adapters and states, and {bytes_text(f.saved_bytes)} saved{room}"
+        f"; it takes {seconds_text(f.host_s)} of a step, at {speed}{whose}"
     )
 
 

@@ -18,6 +18,7 @@ from outsize.ir.findings import (
     Foresight,
     FullestDevice,
     HostMemoryShort,
+    HostStages,
     MemoryShortage,
     NoContextParallel,
     NotChosen,
@@ -158,6 +159,24 @@ def test_what_was_not_chosen() -> None:
 
 def test_the_reason_against_context_parallelism_is_that_of_the_walk() -> None:
     assert sentence(NoContextParallel(refused="h.5 cannot be divided")) == "cp: h.5 cannot be divided"
+
+
+def test_what_the_host_computes() -> None:
+    found = HostStages(
+        units=tuple(f"h.{n}.experts" for n in range(4)),
+        lasting_bytes=8 << 30,
+        saved_bytes=1 << 30,
+        host_s=2.5,
+        flops_per_s=5.3e12,
+        bytes_per_s=1.6e11,
+        is_assumed=True,
+        host_memory_bytes=64 << 30,
+    )
+    assert sentence(found) == (
+        "the host computes 4 units (h.0.experts to h.3.experts), whose weights stay there: 8.0 GiB with "
+        "adapters and states, and 1.0 GiB saved of 64.0 GiB; it takes 2.50 s of a step, at 5.3 TFLOP/s and "
+        "160 GB/s of its memory, which are assumed (host_flops_per_s, host_bytes_per_s)"
+    )
 
 
 def test_a_disk_of_unknown_speed() -> None:

@@ -114,6 +114,7 @@ FigureName = Literal[
     "instructions_per_flop",
     "host_memory_gb_per_s",
     "host_copy_share",
+    "host_tflops",
 ]
 
 
@@ -311,6 +312,11 @@ USUAL: Final = reached_by("")
 def host_bytes_per_s(kind: str) -> float:
     """Returns what copies reach of the memory's bandwidth of a host of such devices, which they share."""
     return figure_of("host_copy_share", kind) * (figure_of("host_memory_gb_per_s", kind) * 1e9)
+
+
+def host_flops_per_s(kind: str) -> float:
+    """Returns what torch's products reach on the processors of a host of such devices, which they share."""
+    return figure_of("host_tflops", kind) * 1e12
 
 
 STAND_IN: Final = "rtx3090-24gb"

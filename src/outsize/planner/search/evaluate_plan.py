@@ -20,7 +20,7 @@ from outsize.planner.evaluate.plan_findings import shortages, step_memory
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout, grouped, rank_named
 from outsize.planner.memory.memory_samples import with_memory_samples
-from outsize.planner.strategies import host_one_device, host_round_robin
+from outsize.planner.strategies import host_computed, host_one_device, host_round_robin
 from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons, offloads
 from outsize.planner.strategies.selective_recompute import Units, counted, recomputing, selective_reasons
 from outsize.policies.activations import OFFLOAD, OPEN, WHOLE_STAGE
@@ -34,6 +34,8 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     `graph` and `profile` are of one microbatch of the plan. Raises ModelMismatch, BadPlan, TooFewSamples, and
     UnknownDevice when the cluster lacks a device of the plan.
     """
+    if plan.host_stages:
+        return host_computed.priced(plan, *in_plans_order(plan, graph, profile), cluster)
     if plan.streams:
         check_recompute(OFFLOAD.name if offloads(plan) else None, plan.weights)
         hosts = host_one_device.priced if plan.axes.pp == 1 else host_round_robin.priced
@@ -76,7 +78,9 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     that the plan expects; raises as `price`.
     """
     model = in_plans_order(plan, graph, profile)
-    if plan.streams:
+    if plan.host_stages:
+        played, stage_of = host_computed.timeline(plan, *model, cluster), tuple(range(len(plan.stages)))
+    elif plan.streams:
         hosts = host_one_device.timeline if plan.axes.pp == 1 else host_round_robin.timeline
         played, stage_of = hosts(plan, *model, cluster), tuple(range(len(plan.stages)))
     else:

@@ -63,6 +63,7 @@ from outsize.planner.search.layouts import MESHES, ON_HOST, PIPELINES, interleav
 from outsize.planner.search.relaxations import Relaxation, relaxed
 from outsize.planner.search.written_plan import written_plan
 from outsize.planner.strategies.activation_offload import check_recompute, offloads
+from outsize.planner.strategies.host_computed import host_computed, no_host_stages
 from outsize.planner.strategies.host_one_device import check_hosted, fastest, in_blocks, too_small
 from outsize.planner.strategies.host_round_robin import or_round_robin
 from outsize.planner.strategies.parallel_branches import branched
@@ -149,6 +150,8 @@ def _instead(attempt: Attempt, refused: OutsizeError) -> Plan:
 
 def _with_given_axes(request: PlanRequest, pricing: Pricing, limits: Limits) -> Plan:
     """Searches only the axes that were given, and parallel branches where the graph has any."""
+    if request.weight_policy.lists_stages:
+        return _with_host_stages(request, pricing)
     most_s, whole = limits.loses_s, replace(limits, loses_s=inf)
     if request.schedule == CUSTOM.name:
         run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), pricing, whole)
@@ -167,6 +170,16 @@ def _with_given_axes(request: PlanRequest, pricing: Pricing, limits: Limits) -> 
         return composed
     # Composed it may be chosen after all, so it needs the alternatives that a plan above `most_s` is without.
     return _composed(request, _by_runs(named, pricing, whole), pricing)
+
+
+def _with_host_stages(request: PlanRequest, pricing: Pricing) -> Plan:
+    """Returns the fastest plan in which the host computes stages; raises NoFeasiblePlan."""
+    models, cluster = pricing.units.models, pricing.cluster
+    asked = {count: models[count] for count in _asked(request, models)}
+    made = host_computed(request, asked, cluster, searched_for(request.recompute))
+    if made is None:
+        raise no_host_stages(request, cluster)
+    return made
 
 
 def _takes_longer(plan: Plan, most_s: float) -> bool:
@@ -353,7 +366,14 @@ def _hosted(
         plans = [in_blocks(plan, *models[plan.microbatches], cluster) for plan in made]
         return fastest(plans, models, cluster) if plans else None
 
-    return or_round_robin(on_one_device, request, models, cluster, options)
+    copying = or_round_robin(on_one_device, request, models, cluster, options)
+    computing = host_computed(request, models, cluster, options) if request.weights is None else None
+    return min((plan for plan in (copying, computing) if plan is not None), key=_step_s, default=None)
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.expected is not None, "it was priced"
+    return plan.expected.step_s
 
 
 def _streamed(

@@ -296,13 +296,35 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
         }
     )
     why = (
-        *_shortages(candidate),
+        *device_shortages(candidate),
         fullest_device(candidate.memories, candidate.devices, candidate.layout.ranks),
         host_states(graph, plan),
         HostRoofline(bound=bound),
         host_reason(graph, candidate.layout, cluster, plan.optimizer),
     )
     return plan.model_copy(update={"expected": figures, "why": why})
+
+
+def copied(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> tuple[Degree, ...]:
+    """Returns what each degree would cost a plan of other weights on the same devices in as many
+    microbatches; nothing where the model has too few blocks for them.
+    """
+    seconds, pp = UnitSeconds.of(profile), plan.axes.pp
+    cut = _cut(block_ends(graph, seconds, max(BLOCKS, pp)), seconds, pp)
+    if not cut:
+        return ()
+    first = {rank: stage.device for stage, rank in zip(plan.stages[::-1], plan.ranks[::-1], strict=True)}
+    names = [first[stage % pp] for stage in range(len(cut) - 1)]
+    again = activation_policy(plan.recompute).recomputes
+    changes = {
+        "weights": OF_SEVERAL[-1],
+        "schedule": LAYER_BY_LAYER.name,
+        "actions": (),
+        "stages": stages_from_bounds(graph, cut, names),
+        "recompute": RECOMPUTE.name if again else KEEP.name,
+    }
+    other, stages = plan.model_copy(update=changes), _in_stages(graph, profile, cut, plan.optimizer)
+    return tuple(_degrees(other, stages, cluster, _estimate_and_bound(other, stages, cluster)))
 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
@@ -312,7 +334,7 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     return _hosted_step(candidate, stages, cluster).timeline()
 
 
-def _shortages(candidate: Candidate) -> Iterator[MemoryShortage]:
+def device_shortages(candidate: Candidate) -> Iterator[MemoryShortage]:
     """Yields devices whose stages together need more than their usable memory."""
     for rank in range(candidate.layout.axes.pp):
         held, room = (

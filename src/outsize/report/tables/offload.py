@@ -19,6 +19,7 @@ NOTE: Final = (
     "H2D, D2H: copies to the device and to the host; optim.: the host's optimizer. No step is shorter than "
     "the bound, the longest of the four; step and peak are predicted."
 )
+WITH_HOST: Final = "on host: what the host computes itself, which counts for the bound as well."
 
 
 @final
@@ -34,7 +35,7 @@ class Rows:
 
 
 def degree_rows(degrees: Sequence[Degree], chosen: Weights) -> Rows | None:
-    """Returns a row for each degree with the four sums and the bound; None where there are no degrees."""
+    """Returns a row for each degree with its sums and the bound; None where there are no degrees."""
     if not degrees:
         return None
     memory, size = byte_unit(max(degree.peak_bytes for degree in degrees))
@@ -43,13 +44,15 @@ def degree_rows(degrees: Sequence[Degree], chosen: Weights) -> Rows | None:
         list[tuple[str, ...]](),
         [degree for degree in degrees if degree.weights == chosen][-1:],
     )
+    computes = any(degree.bound.host_s for degree in degrees)
     for degree in degrees:
-        times = [rate_text(seconds / second) if seconds else "-" for seconds in _seconds(degree)]
+        times = [rate_text(s / second) if s else "-" for s in _seconds(degree, computes=computes)]
         name = "disk" if degree.disk else degree.weights
         fits = "no" if not degree.fits else "chosen" if degree in chosen_degrees else "yes"
         rows.append((name, *times, f"{degree.peak_bytes / size:.1f}", fits))
-    names = ("compute", "H2D", "D2H", "optim.", "bound", "step", f"peak {memory}")
-    return Rows((f"degree, {unit}", *names, "fits"), tuple(rows), " ".join([NOTE, *_ways(degrees)]))
+    more, notes = (("on host",), (NOTE, WITH_HOST)) if computes else ((), (NOTE,))
+    names = ("compute", "H2D", "D2H", "optim.", *more, "bound", "step", f"peak {memory}")
+    return Rows((f"degree, {unit}", *names, "fits"), tuple(rows), " ".join([*notes, *_ways(degrees)]))
 
 
 def degrees_table(degrees: Sequence[Degree], chosen: Weights) -> list[RenderableType]:
@@ -65,9 +68,10 @@ def degrees_table(degrees: Sequence[Degree], chosen: Weights) -> list[Renderable
     return [Group(Text(TITLE, "bold"), made, Text(degree_table.note))]
 
 
-def _seconds(degree: Degree) -> tuple[float, ...]:
+def _seconds(degree: Degree, *, computes: bool) -> tuple[float, ...]:
     four = tuple(degree.bound.parts.values())[:4]
-    return *four, degree.bound.step_s, degree.step_s
+    more = (degree.bound.host_s,) if computes else ()
+    return *four, *more, degree.bound.step_s, degree.step_s
 
 
 def _ways(degrees: Sequence[Degree]) -> Iterator[str]:

@@ -253,10 +253,11 @@ def _stage_table(plan: Plan) -> Table:
     table = table_style.table(
         ("stage", "right"), ("device", "left"), ("units", "left"), *table_style.rights(*names)
     )
-    varies = recompute_varies(plan)
+    varies, hosted = recompute_varies(plan), plan.host_stages
     for number, stage in enumerate(plan.stages):
         recomputed = _recomputed_note(plan, number) if varies else ""
-        cells = (str(number), device_text(plan, number), _named(stage.units) + recomputed)
+        place = ("host of " if number in hosted else "") + device_text(plan, number)
+        cells = (str(number), place, _named(stage.units) + recomputed)
         table.add_row(*cells, *(_stage_cells(plan.expected, number) if plan.expected else ()))
     return table
 
