@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("parity",
 
 from coded_tensors import Coded, network
 from forked import on_ranks
+from safetensors.torch import load_file
 
 import outsize
 from outsize.errors import BadOption
 from outsize.program.values.wrapper_tensors import plain_parts
+from outsize.program.weights.beside import beside_weights
 from outsize.train.engine.engine import Engine
 
 pytestmark = pytest.mark.dist
@@ -110,3 +113,81 @@ def test_two_ranks_train_and_save_what_one_process_does(tmp_path: Path) -> None:
     assert ranks[1][1] == {}
     again = engine_of(stages=1, resume=tmp_path / "run")
     assert [float(again.step(X, target=X).loss) for _ in range(2)] == losses
+
+
+class Scaled(nn.Linear):
+    """int8 codes whose scales are in an object beside the weight, and in the state dict, as bitsandbytes'."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, bias=False)
+        rows = self.weight.detach().reshape(-1, 8)
+        absmax = rows.abs().amax(1)
+        codes = (rows / absmax[:, None] * 127).round().to(torch.int8).reshape(width, width)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        vars(self.weight)["quant_state"] = SimpleNamespace(absmax=absmax, mean=torch.tensor(127.0))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = vars(self.weight)["quant_state"]
+        values = self.weight.reshape(-1, 8) * (state.absmax / state.mean)[:, None]
+        return F.linear(input, values.reshape(self.weight.shape))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        state = vars(self.weight)["quant_state"]
+        destination[f"{prefix}weight.absmax"] = state.absmax
+        destination[f"{prefix}weight.mean"] = torch.tensor(state.mean.item())
+
+
+def scaled() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), Scaled(64))))
+
+
+def scaled_engine(model: nn.Module, **options: Any) -> Engine:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.5)
+
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    given: dict[str, Any] = {"target": x, "loss_fn": F.mse_loss, "microbatches": 2, **options}
+    return outsize.parallelize(model, (x,), optimizer=sgd, **given)
+
+
+def scales_held(folder: Path | None = None, **options: Any) -> tuple[list[float], dict[str, Any], list[str]]:
+    """Losses, the state dict, and the weights whose scales this process has; `folder` gets the state, too."""
+    engine = scaled_engine(model := scaled(), **options)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    losses = [float(engine.step(x, target=x).loss) for _ in range(2)]
+    held = [each.owner for each in beside_weights(model) if each.key == "absmax" and not each.tensor.is_meta]
+    if folder is not None:
+        engine.weights.full_state_dict(to=folder)
+    return losses, engine.weights.full_state_dict(), held
+
+
+def test_scales_are_with_the_ranks_that_own_their_weights_and_in_every_saved_state(tmp_path: Path) -> None:
+    losses, state, held = scales_held(tmp_path / "alone", stages=1)
+    assert held == ["1.weight", "3.weight", "5.weight"]
+    ranks = on_ranks(tmp_path, 2, lambda group: scales_held(tmp_path / "both", stages=2))
+    assert [found[0] for found in ranks] == [losses, losses]
+    owners = [found[2] for found in ranks]
+    assert sorted(owners[0] + owners[1]) == held
+    assert all(owners)
+    assert ranks[0][1].keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in ranks[0][1].items())
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("alone", "both")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(value, files[1][name]) for name, value in files[0].items())
+
+
+def spread(group: dist.ProcessGroup) -> list[bool]:
+    """Whether a replica has the scales of rank 0, which were others on rank 1."""
+    model, wanted = scaled(), scaled()
+    if dist.get_rank(group) == 1:
+        for each in beside_weights(model):
+            each.tensor.zero_()
+    scaled_engine(model, axes={"dp_replicate": 2, "others": 1}, microbatches=1)
+    pairs = zip(beside_weights(model), beside_weights(wanted), strict=True)
+    return [torch.equal(one.tensor, other.tensor) for one, other in pairs]
+
+
+def test_replicas_begin_with_the_scales_of_the_first(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 2, spread) == [[True] * 6] * 2

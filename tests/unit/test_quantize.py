@@ -18,6 +18,7 @@ from outsize.cli import options
 from outsize.errors import BadOption
 from outsize.policies.storage_formats import NF4, storage_formats
 from outsize.program.values.stored_linear import StoredLinear
+from outsize.train.batch.checks import insist_on_model
 
 pytest.importorskip("peft")
 IDS = torch.arange(32).reshape(4, 8)
@@ -88,6 +89,15 @@ def test_a_plan_has_stages_of_codes() -> None:
     wide = llama(hidden_size=128, intermediate_size=256)
     plan = outsize.plan(wide, (), BATCH, cluster="2x2GB", stages=2, precision="bf16", request=asked)
     assert len(plan.stages) == 2
+
+
+def test_a_plan_is_for_as_many_numbers_in_another_type() -> None:
+    wide = llama(hidden_size=128, intermediate_size=256)
+    asked = outsize.Request(quantize="nf4")
+    plan = outsize.plan(wide, (), BATCH, cluster="2x2GB", stages=2, microbatches=2, request=asked)
+    graph = outsize.capture(with_stored_layers(wide.bfloat16(), NF4), (), BATCH)
+    assert plan.fingerprint != graph.fingerprint
+    insist_on_model(plan, graph)
 
 
 def test_errors_say_what_to_type() -> None:

@@ -22,6 +22,8 @@ from outsize.program.values.wrapper_tensors import is_wrapper
 
 _TABLES: Final = frozenset(("_parameters", "_buffers", "_modules"))
 _DEPTH: Final = 4
+# The numbers of a table of codes of 8 bits.
+_TABLE: Final = 256
 
 
 @final
@@ -52,6 +54,15 @@ def beside_weights(model: nn.Module) -> Iterator[Beside]:
             for root in roots:
                 for table, place, tensor in _tensors_in(root, seen, known, _DEPTH):
                     yield Beside(table, place, name, tensor)
+
+
+def freed_beside(model: nn.Module) -> Iterator[Beside]:
+    """Yields those that a rank frees with their weights, in an order that all ranks share.
+
+    Tables and single numbers stay: they are small, and libraries read them in Python where the state dict is
+    asked for, on every rank (the mean of bitsandbytes' scales, for example).
+    """
+    return (found for found in beside_weights(model) if found.tensor.numel() > _TABLE)
 
 
 def is_of_codes(weight: Tensor) -> bool:

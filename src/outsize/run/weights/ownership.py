@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from outsize.device.accelerators import is_accelerator
 from outsize.program.tree import map_leaves
 from outsize.program.values.wrapper_tensors import is_wrapper
+from outsize.program.weights.beside import beside_weights, freed_beside
 from outsize.run.stage.cut import Cut
 from outsize.run.weights.freed import FreedWeight, freed, still_freed
 
@@ -35,18 +36,46 @@ def first_stages(cut: Cut, model: nn.Module) -> dict[str, int]:
 
 
 def free_foreign(model: nn.Module, foreign: Mapping[str, str]) -> None:
-    """Replaces these weights by stand-ins without values; `foreign` maps their names to who has them."""
+    """Replaces these weights, and what is beside them, by stand-ins without values.
+
+    `foreign` maps names of weights to who has them.
+    """
+    for found in freed_beside(model):
+        if found.owner in foreign and not isinstance(found.tensor, FreedWeight):
+            found.put(freed(found.tensor, f"{found.owner} ({found.key})", foreign[found.owner]))
     wanted = [(n, t) for n, t in _tensors(model).items() if n in foreign and not isinstance(t, FreedWeight)]
     replace(model, {id(t): freed(t, n, foreign[n]) for n, t in wanted})
 
 
 def move_weights(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
-    """Moves every weight that has values to the device given for its name."""
+    """Moves every weight that has values, and what is beside it, to the device given for its name."""
     targets = [(t, devices[n]) for n, t in _tensors(model).items() if n in devices and not t.is_meta]
     moving = [(t, device) for t, device in targets if t.device != device]
-    replace(model, {id(t): like(t, t.detach().to(device)) for t, device in moving})
+    moved = {id(t): like(t, t.detach().to(device)) for t, device in moving}
+    same = {_memory(t): moved[id(t)].detach() for t, _ in moving if not is_wrapper(t)}
+    replace(model, moved)
+    move_beside(model, devices, same)
     if moving:
         _flatten_recurrent(model)
+
+
+def move_beside(
+    model: nn.Module, devices: Mapping[str, torch.device], moved: Mapping[Any, Tensor] | None = None
+) -> None:
+    """Moves what is beside weights to the devices given for these; `moved` maps memory of weights, as
+    `_memory` names it, to the tensors that have taken its place.
+    """
+    for found in [*beside_weights(model)]:
+        device = devices.get(found.owner)
+        if device is not None and not found.tensor.is_meta and found.tensor.device != device:
+            same = None if moved is None or is_wrapper(found.tensor) else moved.get(_memory(found.tensor))
+            found.put(found.tensor.to(device) if same is None else same)
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Returns what two tensors have in common that are one: place, shape and type."""
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *place, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _flatten_recurrent(model: nn.Module) -> None:

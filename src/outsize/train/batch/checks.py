@@ -135,7 +135,7 @@ def insist_on_model(plan: Plan, graph: ModelGraph) -> None:
     if plan.fingerprint == graph.fingerprint:
         return
     planned = _planned_parameters(plan)
-    here = sum(p.numel for p in graph.parameters if p.name in graph.owner_of)
+    here = sum(p.count for p in graph.parameters if p.name in graph.owner_of)
     if plan.model == graph.model and planned not in (None, here):
         raise ModelMismatch(
             f"the plan was made for a {plan.model} of {planned:,} parameters, and this one has {here:,}",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
-from outsize.program.weights.beside import beside_weights, is_of_codes, numbers_of
+from outsize.program.weights.beside import beside_weights, freed_beside, is_of_codes, numbers_of
 from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.ownership import like
 from outsize.run.weights.save import shards
@@ -146,23 +146,29 @@ def _shown(module: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _values(one: _Merged, fetch: Fetch, *, is_first: bool) -> Tensor | None:
     """Returns what the folder has of a tensor, on rank 0; each rank sends what it has of it."""
     modules = [one.owner, *([] if not one.is_adapted else _parts_of(one.adapter))]
-    whole: list[tuple[dict[str, Any], str, Tensor, Tensor | None]] = [
+    own = [one.owner._parameters, one.owner._buffers]
+    whole: list[tuple[Any, Any, Tensor, Tensor | None]] = [
         (table, key, tensor, fetch(tensor))
         for module in modules
         for table in (module._parameters, module._buffers)
         for key, tensor in table.items()
         if tensor is not None and (table is one.table or one.is_stored or one.is_adapted)
     ]
+    if one.is_stored:
+        for found in freed_beside(one.owner):
+            own.append(found.table)
+            whole.append((found.table, found.key, found.tensor, fetch(found.tensor)))
     if not is_first:
         return None
     # What is beside codes may be on an accelerator, where the layer multiplies then; all else is on the CPU.
-    beside = next((found.tensor.device for found in beside_weights(one.owner)), torch.device("cpu"))
+    places = (found.tensor.device for found in beside_weights(one.owner) if not found.tensor.is_meta)
+    beside = next(places, torch.device("cpu"))
     with torch.no_grad():
         try:
             for table, key, tensor, value in whole:
                 if value is not None:
-                    own = any(table is each for each in (one.owner._parameters, one.owner._buffers))
-                    value = value.to(beside) if own and one.is_stored else value
+                    is_own = any(table is each for each in own)
+                    value = value.to(beside) if is_own and one.is_stored else value
                     table[key] = like(tensor, value) if _has_none(tensor, value) else tensor
             values = _of_layer(one.owner, one.shown) if one.is_stored else one.table[one.key].detach()
             if not one.is_adapted:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outsize.errors import BadOption, BadWeights
+from outsize.program.weights.beside import freed_beside
 from outsize.run.checkpoint.write import said
 from outsize.run.collectives.tensor_parallel import full_of, local_of
 from outsize.run.transport.control_messages import all_gather_json
@@ -57,9 +58,11 @@ def _has_all(tensor: Tensor, values: Tensor) -> bool:
     return is_own and tensor.shape == values.shape
 
 
-def _persistent(parts: Mapping[str, nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Returns (table, key, tensor) of what state dicts have, in an order that all ranks share."""
-    return [
+def _persistent(parts: Mapping[str, nn.Module]) -> list[tuple[Any, Any, Tensor]]:
+    """Returns (table, key, tensor) of what state dicts have, in an order that all ranks share; what is beside
+    weights, too.
+    """
+    in_tables = [
         (table, key, tensor)
         for part in parts.values()
         for module in part.modules()
@@ -67,6 +70,8 @@ def _persistent(parts: Mapping[str, nn.Module]) -> list[tuple[dict[str, Any], st
         for key, tensor in table.items()
         if tensor is not None and key not in module._non_persistent_buffers_set
     ]
+    beside = [each for part in parts.values() for each in freed_beside(part)]
+    return [*in_tables, *((each.table, each.key, each.tensor) for each in beside)]
 
 
 def _state_of(
@@ -197,7 +202,8 @@ def _once(model: nn.Module) -> dict[str, Tensor]:
 
 def fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: DividedWeights | None) -> Fetch:
     """Returns the function that gets all of a tensor to rank 0; every rank calls it for the same tensors."""
-    names = {id(table[key]): name for table, key, name in places(model)}
+    names = {id(found.tensor): found.owner for found in freed_beside(model)}
+    names |= {id(table[key]): name for table, key, name in places(model)}
 
     def fetch(tensor: Tensor) -> Tensor | None:
         name = names.get(id(tensor), "")

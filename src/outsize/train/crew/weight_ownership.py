@@ -21,13 +21,14 @@ from outsize.errors import BadOption
 from outsize.program.source_line import warn_user
 from outsize.program.values.shared_storage import overlapping
 from outsize.program.values.wrapper_tensors import plain_parts
+from outsize.program.weights.beside import beside_weights
 from outsize.program.weights.of_loss import of_loss
 from outsize.run.by_module.broadcast import Exchange
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.moves.fsdp import may_be_sharded
 from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.load import load_weights
-from outsize.run.weights.ownership import free_foreign, move_weights, places
+from outsize.run.weights.ownership import free_foreign, move_beside, move_weights, places
 from outsize.run.weights.placement import Holders, Placement
 from outsize.run.weights.source import TensorPart, WeightSource
 from outsize.train.context.run_context import RunContext, device_of
@@ -80,7 +81,9 @@ class Ownership:
         if self._files is not None:
             self._load(self._files, wanted, notes)
         move_weights(self._model, {n: d for n, d in self._devices().items() if wanted(n)})
-        used = [(self.of_experts(name), tensor) for name, tensor in self.used() if wanted(name)]
+        beside = ((found.owner, found.tensor) for found in beside_weights(self._model))
+        here = chain(self.used(), ((name, each) for name, each in beside if name not in self._foreign))
+        used = [(self.of_experts(name), tensor) for name, tensor in here if wanted(name)]
         for of_experts in (False, True):
             own = [tensor for kind, tensor in used if kind is of_experts]
             parts = (part for tensor in own for part in plain_parts(tensor).values())
@@ -135,6 +138,7 @@ class Ownership:
         for name, weight in chain(self._model.named_parameters(), self._model.named_buffers()):
             if name in names and name in devices and not weight.is_meta:
                 weight.data = weight.data.to(devices[name])
+        move_beside(self._model, {name: devices[name] for name in names if name in devices})
 
     @property
     def settled(self) -> bool:

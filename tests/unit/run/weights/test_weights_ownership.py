@@ -10,7 +10,8 @@ from small_models import Written
 from torch import nn
 
 from outsize.errors import BadOption
-from outsize.run.weights.ownership import free_foreign, like, places, replace
+from outsize.run.weights.freed import FreedWeight
+from outsize.run.weights.ownership import free_foreign, like, move_weights, places, replace
 
 
 def test_a_freed_lstm_leaves_nothing_behind() -> None:
@@ -48,3 +49,41 @@ def test_a_freed_weight_is_not_none_and_its_values_are_asked_for_in_vain() -> No
     assert None not in [model.weight]
     with pytest.raises(BadOption, match="of rank 1 and has no values on this rank; `__eq__`"):
         _ = model.weight == 0
+
+
+class Scaled(nn.Module):
+    """A weight of codes as libraries keep it: with scales in an object, and the codes a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.zeros(1024, 1, dtype=torch.uint8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.scales = {"absmax": torch.ones(512), "table": torch.ones(256)}
+        self.state = {"CB": self.weight.data}
+        vars(self.weight)["quant_state"] = self.scales
+
+
+def two_layers() -> tuple[nn.Sequential, Scaled, Scaled]:
+    layers = Scaled(), Scaled()
+    return nn.Sequential(*layers), *layers
+
+
+def test_what_is_beside_a_freed_weight_is_freed_but_for_its_tables() -> None:
+    model, first, second = two_layers()
+    alive = weakref.ref(first.scales["absmax"])
+    free_foreign(model, {"0.weight": "rank 1"})
+    assert alive() is None
+    assert isinstance(first.state["CB"], FreedWeight)
+    assert float(first.scales["table"].sum()) == 256
+    with pytest.raises(BadOption, match=r"0.weight \(absmax\) is a weight of rank 1"):
+        first.scales["absmax"].sum()
+    assert float(second.scales["absmax"].sum()) == 512
+
+
+def test_what_is_beside_a_weight_moves_with_it_and_one_memory_stays_one() -> None:
+    model, stays, moved = two_layers()
+    move_weights(model, {"1.weight": torch.device("meta")})
+    assert not stays.weight.is_meta
+    assert not stays.scales["absmax"].is_meta
+    assert moved.scales["absmax"].is_meta
+    assert moved.state["CB"].untyped_storage()._cdata == moved.weight.untyped_storage()._cdata
