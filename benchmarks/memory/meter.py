@@ -65,6 +65,10 @@ class Meter(TorchDispatchMode):
             self._known[storage._cdata] = None
             self.live_bytes = [live + storage.nbytes() for live in self.live_bytes]
 
+    def has_met(self, tensor: Tensor) -> bool:
+        """Whether the memory of this tensor is known."""
+        return tensor.untyped_storage()._cdata in self._known
+
     def elsewhere(self, tensors: Iterable[Tensor]) -> None:
         """These are the host's, and live as long as the engine."""
         self._known |= dict.fromkeys(tensor.untyped_storage()._cdata for tensor in tensors)

@@ -74,6 +74,15 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
 
 
+def kept_storages(tensors: Iterable[Tensor]) -> dict[int, Any]:
+    """Returns the storages of tensors by their `storage_key`.
+
+    Whoever holds the dict keeps them: a library may put another storage into a weight while it runs, and the
+    address of one that died may be that of any tensor.
+    """
+    return {storage_key(t): t.untyped_storage() if t.layout is torch.strided else t for t in tensors}
+
+
 def storage_bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's storage, or of its elements where it has no strides."""
     if tensor.layout is torch.strided:

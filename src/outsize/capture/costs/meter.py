@@ -200,11 +200,11 @@ def _is_there(sums: Sequence[int]) -> bool:
 class CostMeter:
     """Sums the costs of the instruction that is being recorded.
 
-    `weights` are the storages of parameters and buffers, `stacks` those of them that are stacks of weights
-    whose products have scales.
+    `weights` are the storages of parameters and buffers (`kept_storages`), `stacks` those of them that are
+    stacks of weights whose products have scales.
     """
 
-    def __init__(self, weights: set[int], stacks: Mapping[int, ScaledProducts]) -> None:
+    def __init__(self, weights: Mapping[int, Any], stacks: Mapping[int, ScaledProducts]) -> None:
         self._weights, self._stacks = weights, stacks
         self._ops: dict[Any, _OpFacts] = {}
         self._storages = Storages(self._forget)

@@ -113,10 +113,9 @@ class FakeModel:
                 for fqn, module in self._own.items()
             }
 
-    def weight_storages(self) -> set[int]:
-        """Returns the storages of all fakes that stand for weights."""
-        strided = (t for t in self._fake_of.values() if t.layout is torch.strided)
-        return {t.untyped_storage()._cdata for t in strided}
+    def strided_weights(self) -> list[Tensor]:
+        """Returns the fakes that stand for weights and have storages."""
+        return [t for t in self._fake_of.values() if t.layout is torch.strided]
 
     def fakes_of_weights(self) -> list[tuple[Weight, Tensor]]:
         """Returns every weight with the fake that stands for it."""

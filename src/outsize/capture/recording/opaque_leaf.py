@@ -25,7 +25,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.costs.live_memory import storage_bytes, storage_key
+from outsize.capture.costs.live_memory import kept_storages, storage_bytes, storage_key
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.costs.real_runs import insist_on_room, limited
 from outsize.capture.costs.scaled_products import stacks_of
@@ -148,7 +148,7 @@ class _ProbeRun:
             args, kwargs = map_leaves(self._given, args), map_leaves(self._given, kwargs)
             with torch.random.fork_rng(devices=[]):
                 before = torch.random.get_rng_state()
-                weights = {storage_key(t) for t in (*clone.parameters(), *clone.buffers())}
+                weights = kept_storages((*clone.parameters(), *clone.buffers()))
                 self._meter = CostMeter(weights, stacks_of(clone.modules()))
                 out = clone(*args, **kwargs)
                 self._finish(self._meter.stop(), (args, kwargs, out))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.capture.costs.fused_attention import attention_inputs, is_causal
+from outsize.capture.costs.live_memory import kept_storages
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.costs.real_runs import TooLarge, too_large
 from outsize.capture.costs.scaled_products import cost_of_call, stacks_of
@@ -134,7 +135,7 @@ class Recorder(Watcher):
         self.slots = Slots(fakes.weights, fakes.strays)
         self.instructions: list[Instruction] = []
         self.guards: list[Guard] = []
-        self.meter = CostMeter(fakes.weight_storages(), stacks_of(fakes.modules.values()))
+        self.meter = CostMeter(kept_storages(fakes.strided_weights()), stacks_of(fakes.modules.values()))
         self.loss = RecordedLoss(self.instructions, self.guards, self.slots)
         self.regions = CheckpointRegions(self.instructions, fakes.modules)
         self.gradients = GradientFlags(self.instructions, self.slots, fakes)

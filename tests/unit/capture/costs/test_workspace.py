@@ -10,6 +10,8 @@ from small_models import two
 from splits import captured, named
 from torch import Tensor, nn
 
+from outsize.capture.costs.live_memory import kept_storages, storage_key
+
 KIB = 1024
 
 
@@ -72,3 +74,13 @@ def test_the_gradients_of_parts_are_joined() -> None:
 
     found = captured(two(run), torch.randn(256, 4))
     assert named(found, "chunk").cost.backward_workspace_bytes == 2 * 4 * KIB
+
+
+def test_what_takes_the_place_of_a_weights_storage_is_no_weight() -> None:
+    """bitsandbytes' int8 layers put their own codes into the weight while they run."""
+    weight = torch.empty(4, device="meta")
+    kept = kept_storages([weight])
+    assert storage_key(weight) in kept
+    weight.data = torch.empty(8, device="meta")
+    made = [torch.empty(4, device="meta") for _ in range(1000)]
+    assert not any(storage_key(tensor) in kept for tensor in [weight, *made])
