@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,31 +116,29 @@ def test_two_ranks_train_and_save_what_one_process_does(tmp_path: Path) -> None:
 
 
 class Scaled(nn.Linear):
-    """int8 codes whose scales are in an object beside the weight, and in the state dict, as bitsandbytes'."""
+    """int8 codes whose scales are in a dict beside the weight, as HQQ has them, and in the state dict."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dtype: torch.dtype = torch.int8) -> None:
         super().__init__(width, width, bias=False)
         rows = self.weight.detach().reshape(-1, 8)
         absmax = rows.abs().amax(1)
-        codes = (rows / absmax[:, None] * 127).round().to(torch.int8).reshape(width, width)
+        codes = (rows / absmax[:, None] * 127).round().to(dtype).reshape(width, width)
         self.weight = nn.Parameter(codes, requires_grad=False)
-        vars(self.weight)["quant_state"] = SimpleNamespace(absmax=absmax, mean=torch.tensor(127.0))
+        self.meta = {"absmax": absmax, "mean": torch.tensor(127.0)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        state = vars(self.weight)["quant_state"]
-        values = self.weight.reshape(-1, 8) * (state.absmax / state.mean)[:, None]
+        values = self.weight.reshape(-1, 8).float() * (self.meta["absmax"] / self.meta["mean"])[:, None]
         return F.linear(input, values.reshape(self.weight.shape))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        state = vars(self.weight)["quant_state"]
-        destination[f"{prefix}weight.absmax"] = state.absmax
-        destination[f"{prefix}weight.mean"] = torch.tensor(state.mean.item())
+        destination[f"{prefix}weight.absmax"] = self.meta["absmax"]
+        destination[f"{prefix}weight.mean"] = torch.tensor(self.meta["mean"].item())
 
 
-def scaled() -> nn.Sequential:
+def scaled(dtype: torch.dtype = torch.int8) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), Scaled(64))))
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), Scaled(64, dtype))))
 
 
 def scaled_engine(model: nn.Module, **options: Any) -> Engine:
@@ -178,16 +176,45 @@ def test_scales_are_with_the_ranks_that_own_their_weights_and_in_every_saved_sta
     assert all(torch.equal(value, files[1][name]) for name, value in files[0].items())
 
 
-def spread(group: dist.ProcessGroup) -> list[bool]:
-    """Whether a replica has the scales of rank 0, which were others on rank 1."""
-    model, wanted = scaled(), scaled()
+def spread(dtype: torch.dtype, axes: dict[str, int], group: dist.ProcessGroup) -> list[bool]:
+    """Whether a replica has the codes and scales of rank 0, which were others on rank 1."""
+    model, wanted = scaled(dtype), scaled(dtype)
     if dist.get_rank(group) == 1:
-        for each in beside_weights(model):
-            each.tensor.zero_()
-    scaled_engine(model, axes={"dp_replicate": 2, "others": 1}, microbatches=1)
+        for each in (
+            *beside_weights(model),
+            *(layer.weight.data for layer in model if isinstance(layer, Scaled)),
+        ):
+            (each if isinstance(each, torch.Tensor) else each.tensor).zero_()
+    engine = scaled_engine(model, axes={**axes, "others": 1}, microbatches=1)
+    engine.step(x := torch.ones(8, 64), target=x)
+    state, plain = engine.weights.full_state_dict(), wanted.state_dict()
+    kept = [n for n in plain if state and n.startswith(("1.", "3.", "5."))]
     pairs = zip(beside_weights(model), beside_weights(wanted), strict=True)
-    return [torch.equal(one.tensor, other.tensor) for one, other in pairs]
+    return [torch.equal(one.tensor, other.tensor) for one, other in pairs] + [
+        torch.equal(state[name].float(), plain[name].float()) for name in kept
+    ]
 
 
-def test_replicas_begin_with_the_scales_of_the_first(tmp_path: Path) -> None:
-    assert on_ranks(tmp_path, 2, spread) == [[True] * 6] * 2
+@pytest.mark.parametrize(
+    ("axis", "dtype"),
+    [("dp_replicate", torch.int8), ("dp_replicate", torch.float8_e4m3fn), ("dp_shard", torch.int8)],
+)
+def test_replicas_begin_with_the_codes_and_scales_of_the_first(
+    tmp_path: Path, axis: str, dtype: torch.dtype
+) -> None:
+    first, second = on_ranks(tmp_path, 2, partial(spread, dtype, {axis: 2}))
+    assert first == [True] * 15
+    assert second == [True] * 6
+
+
+def refused(group: dist.ProcessGroup) -> str:
+    with pytest.raises(BadOption) as caught:
+        scaled_engine(scaled(torch.float8_e4m3fn), axes={"dp_shard": 2, "others": 1}, microbatches=1)
+    return str(caught.value)
+
+
+def test_floats_of_eight_bits_are_not_sharded_over_gloo(tmp_path: Path) -> None:
+    for said in on_ranks(tmp_path, 2, refused):
+        assert "would gather 1.weight, which is of floats of 8 bits, and gloo gathers none" in said
+        assert "4,096 bytes" in said
+        assert "--stages 2" in said

@@ -22,6 +22,7 @@ import outsize
 from outsize.capture.models.imports import import_transformers
 from outsize.capture.models.quantized import with_stored_layers
 from outsize.policies.storage_formats import FP4, FP8, HQQ4, HQQ8, INT8, NF4, StorageFormat
+from outsize.program.values.stored_linear import StoredLinear
 from outsize.program.values.wrapper_tensors import plain_parts
 from outsize.program.weights.beside import beside_weights
 from outsize.train.measure.training_case import as_batch
@@ -175,6 +176,31 @@ def test_a_plan_is_for_the_model_of_the_library(name: str) -> None:
     )
     assert forward[0] == forward[1]
     assert backward[0] == backward[1]
+
+
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_local_experts": 4, "num_experts": 4}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral", "Qwen3Moe", "GPT2"])
+def test_a_plan_stores_the_layers_that_transformers_swaps(kind: str) -> None:
+    """Routers and stacks of experts are no linear layers: transformers leaves them in 16 bits."""
+    pytest.importorskip("bitsandbytes")
+    swaps: Any = importlib.import_module("transformers.integrations.bitsandbytes")
+    keeps: Any = importlib.import_module("transformers.quantizers.base")
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4} if kind == "GPT2" else {**SIZES, **EXPERTS}
+    head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    with torch.device("meta"):
+        model, real = (
+            getattr(transformers, head)(getattr(transformers, f"{kind}Config")(**sizes)) for _ in range(2)
+        )
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    real = swaps.replace_with_bnb_linear(real, keeps.get_keys_to_not_convert(real), how)
+    swapped_names = {name for name, module in real.named_modules() if type(module).__name__ == "Linear4bit"}
+    stored = with_stored_layers(model, NF4)
+    assert {
+        name for name, module in stored.named_modules() if isinstance(module, StoredLinear)
+    } == swapped_names
+    assert swapped_names
 
 
 def test_a_plan_runs_with_the_bits_of_the_plain_loop() -> None:

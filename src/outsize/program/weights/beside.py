@@ -12,6 +12,7 @@ of a layer with a parameter of codes; objects, dicts and lists in them, and no m
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import is_dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -28,12 +29,17 @@ _TABLE: Final = 256
 
 @final
 class Beside(NamedTuple):
-    """A tensor beside a weight: `table[key]` in the object that holds it, and the weight's first name."""
+    """A tensor beside a weight: `table[key]` in the object that holds it, and the weight's first name.
+
+    `is_read`: the layer's own Python may have read it while it was recorded, so another tensor in its place
+    would be another model.
+    """
 
     table: Any
     key: Any
     owner: str
     tensor: Tensor
+    is_read: bool
 
     def put(self, tensor: Tensor) -> None:
         """Puts another tensor in its place."""
@@ -49,11 +55,11 @@ def beside_weights(model: nn.Module) -> Iterator[Beside]:
             if weight is None or weight.requires_grad:
                 continue
             name = names.setdefault(id(weight), f"{prefix}.{key}" if prefix else key)
-            roots = [] if is_wrapper(weight) else [vars(weight)]
-            roots += [vars(module)] if is_of_codes(weight) else []
-            for root in roots:
-                for table, place, tensor in _tensors_in(root, seen, known, _DEPTH):
-                    yield Beside(table, place, name, tensor)
+            roots = [] if is_wrapper(weight) else [(vars(weight), False)]
+            roots += [(vars(module), True)] if is_of_codes(weight) else []
+            for root, is_layer in roots:
+                for table, place, tensor, in_object in _tensors_in(root, seen, known, _DEPTH):
+                    yield Beside(table, place, name, tensor, is_layer and in_object)
 
 
 def freed_beside(model: nn.Module) -> Iterator[Beside]:
@@ -62,7 +68,7 @@ def freed_beside(model: nn.Module) -> Iterator[Beside]:
     Tables and single numbers stay: they are small, and libraries read them in Python where the state dict is
     asked for, on every rank (the mean of bitsandbytes' scales, for example).
     """
-    return (found for found in beside_weights(model) if found.tensor.numel() > _TABLE)
+    return (each for each in beside_weights(model) if each.tensor.numel() > _TABLE and not each.is_read)
 
 
 def is_of_codes(weight: Tensor) -> bool:
@@ -86,19 +92,25 @@ def _memory(tensor: Tensor) -> int:
     return -id(tensor) if tensor.is_meta or is_wrapper(tensor) else tensor.untyped_storage()._cdata
 
 
-def _tensors_in(table: Any, seen: set[int], known: set[int], depth: int) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Yields (table, key, tensor) of what a dict or a list holds, and objects in it."""
+def _tensors_in(
+    table: Any, seen: set[int], known: set[int], depth: int, in_object: bool = False
+) -> Iterator[tuple[Any, Any, Tensor, bool]]:
+    """Yields (table, key, tensor, in_object) of what a dict or a list holds, and objects in it.
+
+    Guards of a recording compare what is in objects of a layer, but for containers and dataclasses.
+    """
     if id(table) in seen:
         return
     seen.add(id(table))
     for key, value in [*(table.items() if isinstance(table, dict) else enumerate(table))]:
         if isinstance(value, Tensor):
             if id(value) not in known:
-                yield table, key, value
+                yield table, key, value, in_object
         elif depth and key not in _TABLES:
             inner = _table_of(value)
             if inner is not None:
-                yield from _tensors_in(inner, seen, known, depth - 1)
+                below = in_object or not (inner is value or is_dataclass(value))
+                yield from _tensors_in(inner, seen, known, depth - 1, below)
 
 
 def _table_of(value: Any) -> dict[Any, Any] | list[Any] | None:

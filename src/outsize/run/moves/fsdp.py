@@ -77,6 +77,7 @@ class ShardedWeights(Moves):
         for (stage, _, mesh), names in _grouped_names(model, home, meshes).items():
             fill(names)
             insist_on_codes_once(model, names)
+            _insist_on_gathers(model, names, mesh)
             holder = _holder(model, names)
             marks = {name: dict(vars(model.get_parameter(name))) for name in names}
             self._root.add_module(str(len(self._root._modules)), holder)
@@ -347,6 +348,22 @@ def may_be_sharded(weight: Tensor) -> bool:
     """
     plain = isinstance(weight, nn.Parameter) and not is_wrapper(weight)
     return plain and weight.ndim > 0 and weight.is_contiguous()
+
+
+def _insist_on_gathers(model: nn.Module, names: Collection[str], mesh: DeviceMesh) -> None:
+    """Raises BadOption for floats of 8 bits on devices whose backend gathers none."""
+    narrow = [name for name in names if _is_narrow(model.get_parameter(name).dtype)]
+    backend: str = dist.get_backend(mesh.get_group(mesh.ndim - 1))
+    if narrow and backend == dist.Backend.GLOO:
+        raise BadOption(
+            f"dp_shard would gather {narrow[0]}, which is of floats of 8 bits, and gloo gathers none",
+            numbers=f"{model.get_parameter(narrow[0]).nbytes:,} bytes",
+            next_step="stages (--stages 2) or dp_replicate, or codes in integers of 8 bits",
+        )
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _grouped_names(

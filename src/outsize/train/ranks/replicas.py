@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -169,7 +170,7 @@ class ReplicaGroup(Replicas):
         return all_gather_values(values, self.group.host, "outputs")
 
     def spread(self, tensors: Iterable[Tensor], *, of_experts: bool = False) -> None:
-        written_tensors = [tensor.detach() for tensor in tensors if _is_written_to(tensor)]
+        written_tensors = [_as_sent(tensor.detach()) for tensor in tensors if _is_written_to(tensor)]
         group = self._expert_holders if of_experts else self.group
         if written_tensors and group is not None:
             dist._broadcast_coalesced(group.device, written_tensors, BUCKET_BYTES, 0)  # pyright: ignore[reportPrivateImportUsage]
@@ -191,6 +192,12 @@ class ReplicaGroup(Replicas):
 def _is_written_to(tensor: Tensor) -> bool:
     """Tells whether a tensor can be written in place: not one on meta, nor an expanded one."""
     return not tensor.is_meta and all(s or n < 2 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    """Returns the memory of a tensor as a type that every backend sends: gloo has no floats of 8 bits."""
+    is_narrow = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    return tensor.view(torch.uint8) if is_narrow else tensor
 
 
 def pieces_of(index: int, count: int, counted: Sequence[Counted]) -> list[Piece]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ class Scaled(nn.Module):
         self.scales = {"absmax": torch.ones(512), "table": torch.ones(256)}
         self.state = {"CB": self.weight.data}
         vars(self.weight)["quant_state"] = self.scales
+        self.read = SimpleNamespace(absmax=torch.ones(512))
 
 
 def two_layers() -> tuple[nn.Sequential, Scaled, Scaled]:
@@ -75,6 +77,7 @@ def test_what_is_beside_a_freed_weight_is_freed_but_for_its_tables() -> None:
     assert alive() is None
     assert isinstance(first.state["CB"], FreedWeight)
     assert float(first.scales["table"].sum()) == 256
+    assert float(first.read.absmax.sum()) == 512  # The layer's own Python may have read it.
     with pytest.raises(BadOption, match=r"0.weight \(absmax\) is a weight of rank 1"):
         first.scales["absmax"].sum()
     assert float(second.scales["absmax"].sum()) == 512
