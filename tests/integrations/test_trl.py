@@ -20,10 +20,10 @@ from outsize.integrations.transformers import Trainer
 trl: Any = pytest.importorskip("trl", reason="TRL is not installed: make test-integrations")
 TIMES = ("runtime", "per_second", "time")
 ALL = (
-    "sft", "sft completion", "dpo", "dpo precomputed", "dpo lora", "reward", "kto",
-    "grpo", "grpo kl lora", "rloo",
+    "sft", "sft completion", "sft padding free", "sft packed", "sft packed wrapped",
+    "dpo", "dpo precomputed", "dpo lora", "reward", "kto", "grpo", "grpo kl lora", "rloo",
 )  # fmt: skip
-OVER_PROCESSES = ("sft", "dpo", "dpo lora", "grpo")
+PREDICTING = ("sft", "sft packed", "dpo", "reward")
 
 
 def words(seed: int, count: int) -> str:
@@ -50,15 +50,15 @@ def rows_of(kind: str, count: int) -> Any:
     rows: list[dict[str, Any]] = []
     for i in range(count):
         prompt, first, second = (words(10 * i + part, 5) for part in range(3))
+        pair = {"prompt": prompt, "chosen": f" {first}", "rejected": f" {second}"}
         rows.append(
             {
-                "sft": {"text": f"{prompt} {first}"},
                 "sft completion": {"prompt": prompt, "completion": f" {first}"},
                 "kto": {"prompt": prompt, "completion": f" {first}", "label": i % 2 == 0},
                 "grpo": {"prompt": prompt},
                 "grpo kl lora": {"prompt": prompt},
                 "rloo": {"prompt": prompt},
-            }.get(kind, {"prompt": prompt, "chosen": f" {first}", "rejected": f" {second}"})
+            }.get(kind, {"text": f"{prompt} {first}"} if kind.startswith("sft") else pair)
         )
     return Dataset.from_list(rows)
 
@@ -89,6 +89,11 @@ def trainer_of(kind: str, folder: Path, split: dict[str, Any] | None) -> Any:
         "per_device_eval_batch_size": 2,
     }  # fmt: skip
     more: dict[str, Any] = {}
+    if "padding free" in kind:
+        settings |= {"padding_free": True, "max_length": None}
+    if "packed" in kind:  # two rows of eleven tokens in each
+        settings |= {"packing": True, "max_length": 22, "per_device_train_batch_size": 1}
+        settings |= {"eval_packing": True, "packing_strategy": "wrapped" if "wrapped" in kind else "bfd"}
     if kind.startswith(("grpo", "rloo")):
         settings |= {"num_generations": 2, "max_completion_length": 4, "beta": 0.1 if "kl" in kind else 0.0}
         settings |= {"gradient_accumulation_steps": 2}
@@ -120,6 +125,8 @@ def ran(kind: str, folder: Path, split: dict[str, Any] | None = None) -> dict[st
     trainer = trainer_of(kind, folder, split)
     trainer.train()
     trainer.evaluate()
+    found = trainer.predict(trainer.eval_dataset).predictions if kind in PREDICTING else None
+    predictions = [] if found is None else [torch.as_tensor(each) for each in arrays_in(found)]
     logs = [
         {name: value for name, value in log.items() if not any(time in name for time in TIMES)}
         for log in trainer.state.log_history
@@ -127,7 +134,11 @@ def ran(kind: str, folder: Path, split: dict[str, Any] | None = None) -> dict[st
     state = trainer.model.state_dict() if split is None else trainer.engine.weights.full_state_dict()
     plan = None if split is None else (trainer.engine.plan.form, trainer.engine.plan.microbatches)
     weights = {name: weight.clone() for name, weight in state.items()}
-    return {"logs": logs, "weights": weights, "plan": plan}
+    return {"logs": logs, "weights": weights, "plan": plan, "predictions": predictions}
+
+
+def arrays_in(tree: Any) -> list[Any]:
+    return [each for part in tree for each in arrays_in(part)] if isinstance(tree, tuple | list) else [tree]
 
 
 @cache
@@ -137,6 +148,9 @@ def plain(kind: str) -> dict[str, Any]:
 
 def insist_on_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["logs"] == expected["logs"]
+    assert len(found["predictions"]) == len(expected["predictions"])
+    for predicted, other in zip(found["predictions"], expected["predictions"], strict=True):
+        assert torch.equal(predicted, other)
     assert found["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
@@ -151,7 +165,7 @@ def test_one_process_has_the_numbers_of_the_plain_trainer(kind: str, tmp_path: P
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", OVER_PROCESSES)
+@pytest.mark.parametrize("kind", ALL)
 def test_so_have_two_processes(kind: str, tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
@@ -164,10 +178,11 @@ def test_so_have_two_processes(kind: str, tmp_path: Path) -> None:
     found, other = (torch.load(tmp_path / f"found{n}.pt", weights_only=False) for n in (0, 1))
     insist_on_equal(found, plain(kind))
     assert [log.get("loss") for log in other["logs"]] == [log.get("loss") for log in found["logs"]]
+    assert all(torch.equal(a, b) for a, b in zip(other["predictions"], found["predictions"], strict=True))
 
 
 def test_batches_of_an_update_run_in_one_pipeline(tmp_path: Path) -> None:
-    """Those of the reference as well; so do the batches of an evaluation."""
+    """Those of the reference as well; so do the batches of an evaluation and of a prediction."""
     trainer = trainer_of("dpo", tmp_path, {"stages": 2})
     together: list[tuple[int, bool]] = []
     from outsize.train.split.calls import ModelCalls
@@ -184,7 +199,10 @@ def test_batches_of_an_update_run_in_one_pipeline(tmp_path: Path) -> None:
         assert together == [(3, True), (3, False)] * 2
         together.clear()
         trainer.evaluate()
-    assert together == [(2, False)] * 2
+        assert together == [(2, False)] * 2
+        together.clear()
+        trainer.predict(trainer.eval_dataset)
+    assert together == [(2, False)] * 3  # TRL calls the policy once more for its logits.
 
 
 def test_a_batch_is_divided_where_microbatches_are_asked_for(tmp_path: Path) -> None:

@@ -98,6 +98,17 @@ class OneProcess(accelerate.Accelerator):
         """Returns 0."""
         return 0
 
+    @property
+    def is_main_process(self) -> Any:
+        """Returns whether this process is rank 0, and True while the trainer is made: then each process
+        prepares all data for itself, and writes what it reads again.
+        """
+        return super().is_main_process or not vars(self).get("has_data", False)
+
+    def go_on(self) -> None:
+        """Ends the time in which the trainer is made."""
+        vars(self)["has_data"] = True
+
 
 class Trainer(transformers.Trainer, ABC):
     """A Trainer of transformers whose model is split by a plan; `outsize` says how, and may be left out."""
@@ -119,6 +130,7 @@ class Trainer(transformers.Trainer, ABC):
         self._processes = 1
         self._attached: Any = None
         super().__init__(*args, **kwargs)
+        self.accelerator.go_on()
         if self._processes > 1:
             self._draw_alike()
 
