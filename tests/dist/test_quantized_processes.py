@@ -207,6 +207,34 @@ def test_replicas_begin_with_the_codes_and_scales_of_the_first(
     assert second == [True] * 6
 
 
+class OnWeight(Scaled):
+    """Has its scales in an attribute of the weight, and nowhere else."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        vars(self.weight)["quant_state"] = self.__dict__.pop("meta")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        meta = vars(self.weight)["quant_state"]
+        values = self.weight.reshape(-1, 8).float() * (meta["absmax"] / meta["mean"])[:, None]
+        return F.linear(input, values.reshape(self.weight.shape))
+
+
+def losses_on_weights(**options: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), OnWeight(64), nn.Linear(64, 64))
+    engine = scaled_engine(model, **options)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    return [float(engine.step(x, target=x).loss) for _ in range(2)]
+
+
+def test_gathered_weights_have_the_scales_that_are_their_attributes(tmp_path: Path) -> None:
+    def sharded(group: dist.ProcessGroup) -> list[float]:
+        return losses_on_weights(axes={"dp_shard": 2, "others": 1}, microbatches=1)
+
+    assert on_ranks(tmp_path, 2, sharded) == [losses_on_weights(stages=1)] * 2
+
+
 def refused(group: dist.ProcessGroup) -> str:
     with pytest.raises(BadOption) as caught:
         scaled_engine(scaled(torch.float8_e4m3fn), axes={"dp_shard": 2, "others": 1}, microbatches=1)

@@ -85,7 +85,7 @@ class ShardedWeights(Moves):
             # The loop restores attributes that the user has set on parameters.
             for name, attributes in marks.items():
                 vars(model.get_parameter(name)).update(attributes)
-            group = _FsdpGroup(holder, mesh)
+            group = _FsdpGroup(holder, mesh, {id(model.get_parameter(n)): each for n, each in marks.items()})
             self._stages.setdefault(stage, []).append(group)
             known = {id(parameter.sharded_param): parameter for parameter in group.parameters}
             self._parameters |= {name: known[id(model.get_parameter(name))] for name in names}
@@ -242,9 +242,13 @@ class _OfCall(Moves):
 
 @final
 class _FsdpGroup:
-    """Drives FSDP2 for the weights of one dtype of one stage, over one mesh."""
+    """Drives FSDP2 for the weights of one dtype of one stage, over one mesh.
 
-    def __init__(self, holder: nn.Module, mesh: DeviceMesh) -> None:
+    `marks` are attributes of weights, by the ids of their shards: gathered weights have them too, since a
+    layer of codes may find its scales there.
+    """
+
+    def __init__(self, holder: nn.Module, mesh: DeviceMesh, marks: Mapping[int, dict[str, Any]]) -> None:
         self._fsdp, self.mesh = cast(FSDPModule, holder), mesh
         self._fsdp.set_gradient_divide_factor(1.0)
         self._fsdp.set_force_sum_reduction_for_comms(True)
@@ -252,6 +256,8 @@ class _FsdpGroup:
         self._pieces = _pieces(holder)
         self._coming: Any = None
         self._made: list[bool] = []
+        marked = ((parameter, marks.get(id(parameter.sharded_param))) for parameter in self.parameters)
+        self._marked = [(parameter, attributes) for parameter, attributes in marked if attributes]
 
     @property
     def parameters(self) -> list[Any]:
@@ -265,6 +271,8 @@ class _FsdpGroup:
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
+            for parameter, attributes in self._marked:
+                vars(parameter.unsharded_param).update(attributes)
 
     def reshard(self) -> None:
         """Frees the whole weights; an action that used them has waited for them (schedules/sharded.py)."""
