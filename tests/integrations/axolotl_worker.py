@@ -20,6 +20,8 @@ class Seed(BasePlugin):
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         torch.manual_seed(cfg.seed)
 
+    post_model_load = pre_lora_load  # for those that a trainer of TRL adds
+
 
 if __name__ == "__main__":
     plain = transformers.Trainer.train

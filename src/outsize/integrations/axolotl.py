@@ -79,6 +79,10 @@ class SplitPlugin(_BASE):
         """
         torch.manual_seed(SEED if cfg.seed is None else cfg.seed)
 
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        """Does so for adapters that a trainer of TRL adds when it is made, as for DPO."""
+        self.pre_lora_load(cfg, model)
+
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Leaves trainers that are made from here on as they are."""
         self._splitting.close()

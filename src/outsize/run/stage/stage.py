@@ -495,7 +495,8 @@ class StageExecutor(RunnableStage):
             value, meta = sent[boundary.key], boundary.meta
             assert meta is not None
             promised = (meta.shape, meta.dtype, meta.requires_grad and grad)
-            actual = (tuple(value.shape), value.dtype, value.requires_grad)
+            # Code may set the flag of a value by hand, which means nothing where no gradients are computed.
+            actual = (tuple(value.shape), value.dtype, value.requires_grad and grad)
             if promised != actual:
                 raise BoundaryMismatch(
                     f"slot {boundary.slot} leaves stage {self.program.stage} other than captured",

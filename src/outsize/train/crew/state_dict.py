@@ -88,8 +88,9 @@ def _state_of(
     try:
         for table, key, tensor in places:
             table[key] = whole.get(id(tensor), tensor)
+        # Neither a destination nor a prefix: a `state_dict()` of somebody's own may not be made for them.
         for prefix, part in parts.items():
-            state = part.state_dict(destination=state, prefix=prefix, keep_vars=True)
+            state |= {f"{prefix}{name}": value for name, value in part.state_dict(keep_vars=True).items()}
     finally:
         for table, key, tensor in places:
             table[key] = tensor

@@ -171,6 +171,24 @@ def test_the_full_state_is_the_state_dict_in_copies() -> None:
     assert not torch.equal(engine.model.get_buffer("norm.running_mean"), found["norm.running_mean"])
 
 
+class Joining(nn.Sequential):
+    """Joins the state dicts of its parts under names of its own, as TRL's models with a value head do."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = self[0].state_dict(*args, **kwargs)
+        for name, value in self[1].state_dict(*args, **kwargs).items():
+            state[f"head.{name}"] = value
+        return state
+
+
+def test_a_state_dict_that_is_not_made_for_a_destination_is_asked_for_without_one() -> None:
+    torch.manual_seed(0)
+    engine = split(Joining(nn.Linear(6, 6), nn.Linear(6, 4)), stages=2)
+    found = engine.weights.full_state_dict()
+    assert list(found) == ["weight", "bias", "head.weight", "head.bias"]
+    insist_on_equal(found, dict(engine.model.state_dict()))
+
+
 def test_saved_files_load_into_plain_torch(tmp_path: Path) -> None:
     engine = split(seeded())
     step(engine)

@@ -267,3 +267,30 @@ def test_a_backward_before_those_of_earlier_calls_is_refused() -> None:
     del outputs
     gc.collect()
     assert not split.engine.calls._seats
+
+
+class WantingInputs(nn.Module):
+    """Sets the flag of each layer's input by hand, as LLaMA-Factory does for its checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x.requires_grad_(True)
+            x = layer(x)
+        return x
+
+
+def test_a_flag_that_is_set_by_hand_means_nothing_without_gradients() -> None:
+    plain, model, x = WantingInputs(), WantingInputs(), torch.randn(4, 4)
+    split = outsize.split(model, (x.clone(),), stages=2)
+    with torch.no_grad():
+        assert torch.equal(split(x.clone()), plain(x.clone()))
+    for each in (split, plain):
+        each(x.clone()).sum().backward()
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
