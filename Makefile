@@ -143,7 +143,7 @@ $(PACKAGES)/installed: Makefile constraints.txt $(STAMP)
 	    optimum-quanto hqq termcolor trl sentence-transformers datasets dill multiprocess pandas pyarrow xxhash
 	@touch $@
 
-.venv-llamafactory/installed: FRAMEWORK := llamafactory==0.9.5
+.venv-llamafactory/installed: FRAMEWORK := llamafactory==0.9.5 bitsandbytes==0.50.2
 .venv-axolotl/installed: FRAMEWORK := axolotl==0.19.0
 # As in .venv, torchvision may be built for another torch; torchaudio imports without its compiled part.
 $(addsuffix /installed,$(TRAINERS)): Makefile

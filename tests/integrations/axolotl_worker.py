@@ -15,7 +15,10 @@ from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissin
 
 
 class Seed(BasePlugin):
-    """Draws adapters by the file's seed, which Axolotl sets later."""
+    """Draws new weights and adapters by the file's seed, which Axolotl sets later."""
+
+    def pre_model_load(self, cfg: Any) -> None:
+        torch.manual_seed(cfg.seed)
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         torch.manual_seed(cfg.seed)

@@ -12,12 +12,24 @@ from framework_runs import HERE, environment_of, logs_in, run, same_weights
 SPLIT = ("-m", "outsize.integrations.trainers", "stages=2", "-m", "llamafactory.launcher")
 
 
+LORA = "finetuning_type: lora\nlora_rank: 4\nlora_target: all\nlora_dropout: 0.0\n"
+FULL = "finetuning_type: full\n"
+METHODS = {
+    "lora": f"stage: sft\ndataset: rows\n{LORA}",
+    "full": f"stage: sft\ndataset: rows\n{FULL}",
+    "dpo": f"stage: dpo\ndataset: pairs\n{LORA}",
+    "kto": f"stage: kto\ndataset: verdicts\n{LORA}",
+    "reward": f"stage: rm\ndataset: pairs\n{FULL}",
+    "packed": f"stage: sft\ndataset: rows\n{FULL}packing: true\nneat_packing: true\n",
+    "qlora": f"stage: sft\ndataset: rows\n{LORA}quantization_bit: 4\nquantization_method: bnb\n",
+}
+
+
 def written(folder: Path, method: str) -> str:
     """The file of a run, whose folder is a word behind it."""
-    lora = "lora_rank: 4\nlora_target: all\nlora_dropout: 0.0\n" if method == "lora" else ""
     (folder / "train.yaml").write_text(
-        f"model_name_or_path: {folder}/model\nstage: sft\ndo_train: true\nfinetuning_type: {method}\n{lora}"
-        f"dataset: rows\ndataset_dir: {folder}\ntemplate: default\ncutoff_len: 64\n"
+        f"model_name_or_path: {folder}/model\ndo_train: true\n{METHODS[method]}"
+        f"dataset_dir: {folder}\ntemplate: default\ncutoff_len: 64\n"
         "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1.0e-2\n"
         "max_steps: 3\nlogging_steps: 1\nreport_to: none\nuse_cpu: true\ndisable_tqdm: true\n"
         "save_strategy: 'no'\npreprocessing_num_workers: 1\n"
@@ -27,7 +39,7 @@ def written(folder: Path, method: str) -> str:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_split_run_is_the_plain_one(method: str, tmp_path: Path) -> None:
     programs = environment_of("llamafactory")
     run(programs, "python", str(HERE / "framework_model.py"), str(tmp_path))
@@ -40,6 +52,18 @@ def test_a_split_run_is_the_plain_one(method: str, tmp_path: Path) -> None:
             tmp_path / "plain" / "trainer_state.json"
         )
         assert same_weights(tmp_path / "plain", tmp_path / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["deepspeed: z3.json", "fsdp: full_shard"])
+def test_another_library_that_splits_is_refused_before_the_model_is_loaded(key: str, tmp_path: Path) -> None:
+    programs = environment_of("llamafactory")
+    file = Path(written(tmp_path, "full"))
+    file.write_text(f"{file.read_text()}{key}\n")
+    with pytest.raises(
+        AssertionError, match=rf"BadOption.*{key.partition(':')[0]} splits the model by another"
+    ):
+        run(programs, "python", *SPLIT, str(file), f"output_dir={tmp_path}/one")
 
 
 def written_for_v1(folder: Path, name: str, more: str) -> str:

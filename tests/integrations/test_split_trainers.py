@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -111,6 +112,20 @@ def test_another_library_that_splits_is_refused_where_the_arguments_are_made(
     vars(plain).update(other)  # As arguments that were made before.
     with pytest.raises(BadOption, match=wanted):
         Trainer(model=trainer_worker.model_of({}), args=plain, outsize={"stages": 2})
+
+
+def test_arguments_are_refused_from_here_on_where_nobody_holds_what_ends_it(tmp_path: Path) -> None:
+    with split_trainers(stages=2):  # Its end restores both classes.
+        pass
+    arguments: Any = transformers.TrainingArguments
+    before = transformers.Trainer.__new__, arguments.__post_init__
+    split_trainers(stages=2)
+    gc.collect()
+    try:
+        with pytest.raises(BadOption, match="fsdp splits the model"):
+            arguments(str(tmp_path), use_cpu=True, fsdp="full_shard")
+    finally:
+        transformers.Trainer.__new__, arguments.__post_init__ = before
 
 
 def ran(command: list[str], folder: Path) -> dict[str, Any]:

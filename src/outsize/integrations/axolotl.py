@@ -70,18 +70,21 @@ class SplitPlugin(_BASE):
         cfg.device_map = {"": "cpu"}
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Splits the trainers that are made from here on. Raises BadOption, BadPlan."""
+        """Splits the trainers that are made from here on, and draws what the model lacks in its folder alike
+        on every rank: Axolotl sets its seed when it makes the trainer, and not before.
+
+        Raises BadOption, BadPlan.
+        """
         self._splitting = split_trainers(**named_options(cfg.outsize))
+        _seed(cfg)
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
-        """Draws the same adapters on every rank: Axolotl sets its seed when it makes the trainer, and not
-        before.
-        """
-        torch.manual_seed(SEED if cfg.seed is None else cfg.seed)
+        """Draws the same adapters on every rank."""
+        _seed(cfg)
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Does so for adapters that a trainer of TRL adds when it is made, as for DPO."""
-        self.pre_lora_load(cfg, model)
+        _seed(cfg)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Leaves trainers that are made from here on as they are."""
@@ -96,6 +99,10 @@ class SplitPlugin(_BASE):
         if trainer is not None and trainer.engine.crew.world_size > 1:
             trainer.save_model(cfg.output_dir)
             vars(model)["save_pretrained"] = _saved_already
+
+
+def _seed(cfg: Any) -> None:
+    torch.manual_seed(SEED if cfg.seed is None else cfg.seed)
 
 
 def _saved_already(*_: Any, **__: Any) -> None:

@@ -19,8 +19,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,7 +61,7 @@ def split_trainers(plan: Plan | Request | str | Path | None = None, **options: A
     before = base.__new__
     base.__new__ = make
     undo = ExitStack()
-    undo.enter_context(_refusing_other_splits(transformers.TrainingArguments))
+    _refuse_other_splits(transformers.TrainingArguments, undo)
     # CPython does not let a class take arguments again once its __new__ has been deleted.
     undo.callback(setattr, base, "__new__", _make if before is object.__new__ else before)
     return undo
@@ -79,8 +79,7 @@ def split_class(kind: type, split: Split | None = None) -> type:
     return type(kind)(kind.__name__, (Trainer, kind), names | {"__init__": start})
 
 
-@contextmanager
-def _refusing_other_splits(arguments: Any) -> Iterator[None]:
+def _refuse_other_splits(arguments: Any, undo: ExitStack) -> None:
     """Lets the class of a trainer's arguments refuse other libraries that split."""
     before = arguments.__post_init__
 
@@ -90,10 +89,7 @@ def _refusing_other_splits(arguments: Any) -> Iterator[None]:
         before(self)
 
     arguments.__post_init__ = checked
-    try:
-        yield
-    finally:
-        arguments.__post_init__ = before
+    undo.callback(setattr, arguments, "__post_init__", before)
 
 
 def _make(kind: type, *_: Any, **__: Any) -> Any:
