@@ -70,7 +70,7 @@ def step_seconds(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Clust
 
     `graph` and `profile` are of one microbatch of the plan.
     """
-    if plan.streams:
+    if plan.streams or plan.host_stages:
         return coarse_seconds(plan)
     graph, profile = in_plans_order(plan, graph, profile)
     whole = candidate_of(plan, graph, profile, cluster)

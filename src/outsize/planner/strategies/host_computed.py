@@ -43,7 +43,7 @@ import numpy as np
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
-from outsize.ir.findings import HostRoofline, HostStages
+from outsize.ir.findings import FullestDevice, HostRoofline, HostStages
 from outsize.ir.formatting import bytes_text
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
@@ -485,7 +485,7 @@ def priced(
     }
     why = (
         *device_shortages(candidate),
-        fullest_device(candidate.memories, candidate.devices, candidate.layout.ranks),
+        _fullest(candidate),
         _host_stages(plan, model, cluster, bound),
         HostRoofline(bound=bound),
     )
@@ -529,6 +529,13 @@ def _without_device(whole: PricedModel, seconds: UnitSeconds) -> PricedModel:
     nothing = np.zeros_like(whole.ranges.saved)
     none = {f.name: nothing for f in fields(whole.ranges)}
     return replace(whole, ranges=replace(whole.ranges, **none)).with_seconds(seconds)
+
+
+def _fullest(candidate: Candidate) -> FullestDevice:
+    """Returns the fullest device, with the microbatches that its stages have in flight at most."""
+    found = fullest_device(candidate.memories, candidate.devices, candidate.layout.ranks)
+    flying = max(memory.in_flight for memory in candidate.memories)
+    return found.model_copy(update={"microbatches_in_flight": flying})
 
 
 def _busy(plan: Plan, candidate: Candidate) -> dict[tuple[int, bool], float]:

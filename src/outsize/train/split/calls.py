@@ -121,7 +121,7 @@ def insist_on_calls(plan: Plan, local_replicas: int = 1) -> None:
     """Raises UnsupportedPlan for a plan whose calls cannot be a part of the user's graph."""
     others = [axis for axis in AXES if axis.joins_states and plan.shards]
     reasons = [f"{name} {size}" for name, size in plan.axes.used_of(others).items()]
-    reasons += [f"weights {plan.weights!r}"] if plan.streams else []
+    reasons += [f"weights {plan.weights!r}"] if plan.streams or plan.host_stages else []
     reasons += [f"{local_replicas} replicas in one process"] if local_replicas > 1 else []
     if reasons:
         raise UnsupportedPlan(
