@@ -92,6 +92,16 @@ def test_a_trained_weight_in_two_places_is_refused() -> None:
         engine.step(**given)
 
 
+def test_a_plan_that_was_searched_runs_with_the_same_bits() -> None:
+    """On the CPU, which is device and host."""
+    model, given = built("deepseek_v3"), dict[str, Any](batch())
+    plan = outsize.plan(
+        model, kwargs=given, cluster="1xrtx4090-24gb", weights="host-computed", microbatches=4
+    )
+    assert plan.host_stages
+    assert outsize.check(model, kwargs=given, plan=plan).bit_equal
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[DeviceRanks]:
     started = DeviceRanks("sim", "host_stage_scenarios")

@@ -17,7 +17,8 @@ step?
     seconds    the row is played with a lane for each device and one for its share of the host, and a message
                between them for each value that crosses (simulation/simulate.py)
     bytes      those of the device's stages, as of any pipeline; the host has the weights, states and saved
-               activations of the others, and all of it must fit its memory where that is known
+               activations of the others, and all of it must fit its memory where that is known: its stages
+               recompute where it would not
 
 Values of a host stage that go to another rank pass over both links one after the other. Deviations: between
 two groups a launch may wait for the host's thread, which is not played (3 % in the tests' cases at most); the
@@ -69,7 +70,7 @@ from outsize.planner.offload.host_traffic import updated
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.simulation.simulate import StageCost, simulate
 from outsize.planner.strategies.host_round_robin import copied, device_shortages
-from outsize.policies.activations import KEEP, WHOLE_STAGE, Recompute, activation_policy
+from outsize.policies.activations import KEEP, RECOMPUTE, WHOLE_STAGE, Recompute, activation_policy
 from outsize.policies.weights import HOST_COMPUTED
 from outsize.schedules.builders import build
 from outsize.schedules.families import COMPOSED, DEFAULT
@@ -86,11 +87,14 @@ Model = tuple[ModelGraph, Profile]
 
 @final
 class _HostChoice(NamedTuple):
-    """Is one try: ranks of the pipeline, microbatches, and what stages of the devices do with activations."""
+    """Is one try: ranks of the pipeline, microbatches, and what stages of the devices and of the host do with
+    activations.
+    """
 
     ranks: int
     microbatches: int
     recompute: Recompute
+    on_host: Recompute = KEEP.name
 
 
 # -- the choice ------------------------------------------------------------------------------------------
@@ -164,6 +168,8 @@ def _tries(
             for option in options if pp < len(units.ends) else ():
                 choice = _HostChoice(pp, count, option)
                 share = units.likely_share(choice)
+                if not units.likely_fits_host(choice, share, cluster):
+                    choice = choice._replace(on_host=RECOMPUTE.name)
                 yield _Try(choice, units, share, units.likely_s(choice, share))
 
 
@@ -233,24 +239,32 @@ class _Units:
 
     def likely_share(self, choice: _HostChoice) -> float:
         """Returns the share of the devices that activations leave for weights, those of the microbatches that
-        the first rank has in flight.
+        the first rank has in flight; less than all weights take, so that the host has some.
         """
         flying = min(TOGETHER * self.ranks, choice.microbatches)
         saved = self.saved * ~self._hosted(1.0)
         held = flying * int(saved.sum()) // self.ranks
         if activation_policy(choice.recompute).recomputes:
-            held = flying * int(np.median(self.crossing)) * len(self.ends) // self.ranks + 2 * int(
-                saved.max()
-            )
-        return min(max(1 - held / self.room_bytes, 0.0), 1.0)
+            received = int(np.median(self.crossing)) * len(self.ends) // self.ranks
+            held = flying * received + 2 * int(saved.max())
+        all_weights = float(self.held.sum()) / (self.ranks * self.room_bytes)
+        return min(max(1 - held / self.room_bytes, 0.0), all_weights * (1 - 1e-9))
+
+    def likely_fits_host(self, choice: _HostChoice, share: float, cluster: Cluster) -> bool:
+        """Returns whether the machines probably hold what their stages save of all microbatches in flight."""
+        hosted, known = self._hosted(share), cluster.host_memory_bytes
+        flying = min(TOGETHER * (self.ranks + 1) / 2, choice.microbatches)
+        held = int(self.held[hosted].sum()) + flying * int(self.saved[hosted].sum())
+        return known is None or held <= known * cluster.nodes
 
     def likely_s(self, choice: _HostChoice, share: float) -> float:
         """Returns the seconds of a step whose ranks have equal shares of the work: of the host's, of the
         devices', whichever is more.
         """
         hosted = self._hosted(share)
-        again = self.on_device.forward if activation_policy(choice.recompute).recomputes else 0.0
-        places = self.on_host.total[hosted].sum(), (self.on_device.total + again)[~hosted].sum()
+        options = (choice.on_host, self.on_host), (choice.recompute, self.on_device)
+        whole = [s.recomputed() if activation_policy(name).recomputes else s for name, s in options]
+        places = whole[0].total[hosted].sum(), whole[1].total[~hosted].sum()
         groups = -(-choice.microbatches // TOGETHER) + self.ranks - 1
         return groups * min(TOGETHER, choice.microbatches) * max(map(float, places)) / self.ranks
 
@@ -331,7 +345,7 @@ def _plan(
     choice: _HostChoice,
     places: Sequence[_Place],
 ) -> Plan:
-    pp, count, option = choice
+    pp, count, option, _ = choice
     bounds = [*(place.first for place in places), len(graph.units)]
     names = [cluster.devices[place.rank].name for place in places]
     stages = stages_from_bounds(graph, bounds, names)
@@ -345,7 +359,7 @@ def _plan(
         microbatches=count,
         schedule=COMPOSED.name,
         actions=tuple(_rows(places, pp, count)),
-        stages=tuple(_marked(stage, place, option) for stage, place in zip(stages, places, strict=True)),
+        stages=tuple(_marked(stage, place, choice) for stage, place in zip(stages, places, strict=True)),
         optimizer=request.optimizer,
         precision=request.precision,
         weights=HOST_COMPUTED.name,
@@ -357,11 +371,10 @@ def _plan(
     )
 
 
-def _marked(stage: Stage, place: _Place, option: Recompute) -> Stage:
-    """Returns the stage in its place; what a host stage saves stays in the host's memory."""
-    keeps = activation_policy(option).keeps_all
-    own = {"on_host": True} if keeps else {"on_host": True, "recompute": KEEP.name}
-    return stage.model_copy(update=own) if place.on_host else stage
+def _marked(stage: Stage, place: _Place, choice: _HostChoice) -> Stage:
+    """Returns the stage in its place, with its own policy of activations where that is another one."""
+    own = None if choice.on_host == choice.recompute else choice.on_host
+    return stage.model_copy(update={"on_host": True, "recompute": own}) if place.on_host else stage
 
 
 # -- the order -------------------------------------------------------------------------------------------
@@ -512,8 +525,9 @@ def _priced(
     on_host = _without_device(whole, host_s.merged(bounds))
     after_s = updated(whole.graph, optimizer_bytes(plan.optimizer)) / speed.bytes_per_s
     on_host = replace(on_host, after_s=np.diag(after_s, 1), update=None)
-    on_device = whole.fully_recomputed() if activation_policy(plan.recompute).recomputes else whole
-    options = tuple((on_host if stage in plan.host_stages else on_device,) for stage in range(count))
+    places_of = (whole, whole.fully_recomputed()), (on_host, on_host.fully_recomputed())
+    again = [policy.recomputes for policy in plan.activation_policies]
+    options = tuple((places_of[stage in plan.host_stages][again[stage]],) for stage in range(count))
     places = tuple(rank_named(stage.device, cluster) for stage in plan.stages)
     room, collectives = with_usable_memory(cluster), WeightCollectives(layout, cluster)
     pieces = tuple(range(count + 1))
@@ -578,13 +592,18 @@ def _host_bytes(plan: Plan, model: Model) -> tuple[int, int]:
     (graph, profile), hosted = model, plan.host_stages
     sizes = bytes_of_units(graph, profile, optimizer_bytes(plan.optimizer))
     held = sizes["weights"] + sizes["gradients"] + sizes["optimizer"]
-    groups, lasting, saved = -(-plan.microbatches // TOGETHER), 0, 0
+    groups, lasting, saved, working = -(-plan.microbatches // TOGETHER), 0, 0, [0] * plan.axes.pp
+    crossing = crossing_bytes(graph)
     for stage, (first, end) in enumerate(pairwise(plan.bounds(graph))):
         if stage in hosted:
-            waiting = min(TOGETHER * min(groups, plan.axes.pp - plan.ranks[stage]), plan.microbatches)
+            rank, own = plan.ranks[stage], int(sizes["saved"][first:end].sum())
+            waiting = min(TOGETHER * min(groups, plan.axes.pp - rank), plan.microbatches)
             lasting += int(held[first:end].sum())
-            saved += waiting * int(sizes["saved"][first:end].sum())
-    return lasting, saved
+            if plan.activation_policy(stage).recomputes:
+                # What it receives waits, and what one stage at a time saves.
+                own, working[rank] = int(crossing[first]), max(working[rank], own)
+            saved += waiting * own
+    return lasting, saved + sum(working)
 
 
 def _host_fits(plan: Plan, model: Model, cluster: Cluster) -> bool:

@@ -35,9 +35,10 @@ VALUE = 4 * MIB
 Model = tuple[ModelGraph, Profile]
 
 
-def model(sizes_mib: list[int], flops: list[float], batch: int = 1, trains: bool = False) -> Model:
+def model(sizes_mib: list[int], flops: list[float], saved_mib: int = 1, trains: bool = False) -> Model:
     """A chain of units of these weights, which are frozen, and FLOPs: 2 ms on the device each."""
-    graph, profile = chain([0.002 / 3] * len(sizes_mib), value_bytes=VALUE, saved_bytes=MIB, batch_size=batch)
+    seconds = [0.002 / 3] * len(sizes_mib)
+    graph, profile = chain(seconds, value_bytes=VALUE, saved_bytes=saved_mib * MIB)
     parameters = (
         p.model_copy(update={"shape": (size * MIB // 4,), "size_bytes": size * MIB, "trainable": trains})
         for p, size in zip(graph.parameters, sizes_mib, strict=True)
@@ -87,6 +88,7 @@ FLOPS = [2e10, 3e9, 2e10, 2e9, 2e10, 1e9, 2e10, 4e9, 2e10]
 def test_units_go_to_the_host_that_cost_it_least_for_their_bytes() -> None:
     found = model(SIZES, FLOPS)
     assert asked(found, cluster(4000), weights=None).weights == RESIDENT.name
+    assert on_host(asked(found, cluster(4000))) == ["layers.5"], "it was asked for"
     assert on_host(asked(found, cluster(1500))) == ["layers.5"]
     assert on_host(asked(found, cluster(1100))) == ["layers.3", "layers.5"]
     assert on_host(asked(found, cluster(0))) == ["layers.1", "layers.3", "layers.5", "layers.7"]
@@ -142,6 +144,21 @@ def test_the_hosts_memory_is_a_limit_and_ranks_share_its_speed() -> None:
     (whole,), (shared,) = findings(one, HostStages), findings(two, HostStages)
     assert whole.lasting_bytes == shared.lasting_bytes == 4 * LARGE * MIB
     assert shared.host_s == pytest.approx(whole.host_s, rel=0.5), "half of the stages at half of the speed"
+
+
+def test_stages_of_the_host_recompute_where_its_memory_is_too_small() -> None:
+    """Two microbatches of 64 MiB in four stages wait, or what the stages receive, 4 MiB, and one of 64."""
+    found = model(SIZES, FLOPS, saved_mib=64)
+    roomy, narrow = (
+        asked(found, cluster(300, host_memory_bytes=(4 * LARGE + more) * MIB), recompute="full")
+        for more in (600, 200)
+    )
+    saved = [[each.saved_bytes for each in findings(plan, HostStages)] for plan in (roomy, narrow)]
+    assert saved == [[2 * 4 * 64 * MIB], [2 * 4 * VALUE + 64 * MIB]]
+    again = [{p.activation_policy(s).recomputes for s in p.host_stages} for p in (roomy, narrow)]
+    assert again == [{False}, {True}]
+    times = [plan.expected.degrees[-1].bound.host_s for plan in (roomy, narrow) if plan.expected]
+    assert times[1] == pytest.approx(4 / 3 * times[0]), "three passes of a forward become four"
 
 
 def test_what_it_is_compared_with_is_copying() -> None:
