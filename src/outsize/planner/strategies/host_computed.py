@@ -10,10 +10,10 @@ step?
                / bytes. An embedding, of which rows are read, comes first; experts, of which a token needs a
                few, next; a dense layer last
     stages     runs of units of one rank in one place; ranks have about equal work, and end between blocks
-    order      1F1B of groups of two microbatches. Within a group stage k of one runs beside stage k - 1 of
-               the other (`_wave`), so the device has one while the host has the other; what the device is to
-               do is launched first, and what follows a stage of the host is what needs it, so no launch
-               waits for the host's thread
+    order      1F1B of groups of two microbatches, or of one where memory is short. Within a group stage k of
+               one runs beside stage k - 1 of the other (`_wave`), so the device has one while the host has
+               the other; what the device is to do is launched first, and what follows a stage of the host is
+               what needs it, so no launch waits for the host's thread
     seconds    the row is played with a lane for each device and one for its share of the host, and a message
                between them for each value that crosses (simulation/simulate.py)
     bytes      those of the device's stages, as of any pipeline; the host has the weights, states and saved
@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice, pairwise, product
 from operator import itemgetter
 from typing import Final, NamedTuple, Self, final
 
@@ -52,7 +52,7 @@ from outsize.ir.hardware.links import Link
 from outsize.ir.offload import Bound, Degree
 from outsize.ir.plan import Axes, Plan, Stage, stages_from_bounds
 from outsize.ir.profile import Profile
-from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.schedule import Action, Kind, Schedule, parse_row
 from outsize.ir.timeline import Timeline
 from outsize.ir.units.names import compress_units
 from outsize.planner.costs.coarsening import between_blocks, coarse_graph, coarse_profile
@@ -75,8 +75,8 @@ from outsize.policies.weights import HOST_COMPUTED
 from outsize.schedules.builders import build
 from outsize.schedules.families import COMPOSED, DEFAULT
 
-# So many microbatches run together, one on the device and one on the host.
-TOGETHER: Final = 2
+# So many microbatches run together: two, one on the device and one on the host, or one, of which less waits.
+TOGETHER: Final = (2, 1)
 # So many choices are made, those that will probably be fastest, until so many of them fit.
 TRIES: Final = 12
 ENOUGH: Final = 3
@@ -87,14 +87,19 @@ Model = tuple[ModelGraph, Profile]
 
 @final
 class _HostChoice(NamedTuple):
-    """Is one try: ranks of the pipeline, microbatches, and what stages of the devices and of the host do with
-    activations.
+    """Is one try: ranks of the pipeline, microbatches and how many run together, and what stages of the
+    devices and of the host do with activations.
     """
 
     ranks: int
     microbatches: int
+    together: int
     recompute: Recompute
     on_host: Recompute = KEEP.name
+
+    def flying(self, rank: int) -> int:
+        """Returns the microbatches that a rank has in flight at most."""
+        return min(self.together * (self.ranks - rank), self.microbatches)
 
 
 # -- the choice ------------------------------------------------------------------------------------------
@@ -165,8 +170,9 @@ def _tries(
         whole_s = HostSpeed.of(cluster, 1).unit_seconds(model[0])
         for pp in sizes:
             units = _Units.of(model, cluster, pp, request.optimizer, whole_s)
-            for option in options if pp < len(units.ends) else ():
-                choice = _HostChoice(pp, count, option)
+            orders = product(TOGETHER, options) if units.may_fit else ()
+            for together, option in orders:
+                choice = _HostChoice(pp, count, together, option)
                 share = units.likely_share(choice)
                 if not units.likely_fits_host(choice, share, cluster):
                     choice = choice._replace(on_host=RECOMPUTE.name)
@@ -180,16 +186,17 @@ def _of_most_room(
     ones, and its seconds; None where none does.
     """
     choice, units = tried.choice, tried.units
-    model = models[choice.microbatches]
+    model, last = models[choice.microbatches], tuple[_Place, ...]()
     for lower in LOWER:
-        share = max(0.0, tried.share - lower)
-        plan = _plan(request, model[0], cluster, choice, units.stages(share))
+        places = units.stages(max(0.0, tried.share - lower))
+        if places == last:
+            continue
+        last = places
+        plan = _plan(request, model[0], cluster, choice, places)
         if plan.host_stages and _host_fits(plan, model, cluster):
             candidate, _ = _priced(plan, model, cluster, units.on_host)
             if candidate.fits:
                 return candidate.step_s, plan
-        if not share:
-            break
     return None
 
 
@@ -221,7 +228,9 @@ class _Units:
         shared = {p.name for p in graph.parameters if p.trainable and names[p.name] > 1}
         tied = [any(graph.parameter_of[n].name in shared for n in u.parameters) for u in graph.units]
         frozen = 2 * sizes["trained"] < sizes["weights"] - sizes["buffers"]
-        may_go = frozen & ~np.array(tied)
+        # A unit goes only if it frees more than the values at its ends take of all microbatches in flight.
+        ends_bytes = max(TOGETHER) * ranks * (crossing[:-1] + crossing[1:])
+        may_go = frozen & ~np.array(tied) & (held > ends_bytes)
         may_go[-1] = False  # The loss is read on the device.
         room = with_usable_memory(cluster).devices[0].memory_bytes
         return cls(
@@ -237,11 +246,17 @@ class _Units:
             ranks=ranks,
         )
 
+    @property
+    def may_fit(self) -> bool:
+        """Returns whether each rank can have a block, and the devices what has to stay on them."""
+        stays = int(self.held[~self.may_go].sum())
+        return self.ranks < len(self.ends) and stays <= self.ranks * self.room_bytes
+
     def likely_share(self, choice: _HostChoice) -> float:
         """Returns the share of the devices that activations leave for weights, those of the microbatches that
         the first rank has in flight; less than all weights take, so that the host has some.
         """
-        flying = min(TOGETHER * self.ranks, choice.microbatches)
+        flying = choice.flying(0)
         saved = self.saved * ~self._hosted(1.0)
         held = flying * int(saved.sum()) // self.ranks
         if activation_policy(choice.recompute).recomputes:
@@ -253,20 +268,24 @@ class _Units:
     def likely_fits_host(self, choice: _HostChoice, share: float, cluster: Cluster) -> bool:
         """Returns whether the machines probably hold what their stages save of all microbatches in flight."""
         hosted, known = self._hosted(share), cluster.host_memory_bytes
-        flying = min(TOGETHER * (self.ranks + 1) / 2, choice.microbatches)
-        held = int(self.held[hosted].sum()) + flying * int(self.saved[hosted].sum())
+        flying = sum(map(choice.flying, range(self.ranks)))
+        held = int(self.held[hosted].sum()) + flying * int(self.saved[hosted].sum()) // self.ranks
         return known is None or held <= known * cluster.nodes
 
     def likely_s(self, choice: _HostChoice, share: float) -> float:
-        """Returns the seconds of a step whose ranks have equal shares of the work: of the host's, of the
-        devices', whichever is more.
+        """Returns the seconds of a step whose ranks have equal shares of the work: of the host's and of the
+        devices', which are one behind the other where microbatches run one by one.
         """
         hosted = self._hosted(share)
-        options = (choice.on_host, self.on_host), (choice.recompute, self.on_device)
+        options: tuple[tuple[Recompute, UnitSeconds], ...] = (
+            (choice.on_host, self.on_host),
+            (choice.recompute, self.on_device),
+        )
         whole = [s.recomputed() if activation_policy(name).recomputes else s for name, s in options]
-        places = whole[0].total[hosted].sum(), whole[1].total[~hosted].sum()
-        groups = -(-choice.microbatches // TOGETHER) + self.ranks - 1
-        return groups * min(TOGETHER, choice.microbatches) * max(map(float, places)) / self.ranks
+        places = float(whole[0].total[hosted].sum()), float(whole[1].total[~hosted].sum())
+        each_s = max(places) if choice.together > 1 else sum(places)
+        groups = -(-choice.microbatches // choice.together) + self.ranks - 1
+        return groups * min(choice.together, choice.microbatches) * each_s / self.ranks
 
     def stages(self, share: float) -> tuple[_Place, ...]:
         """Returns the stages in which weights take at most this share of the devices."""
@@ -345,7 +364,7 @@ def _plan(
     choice: _HostChoice,
     places: Sequence[_Place],
 ) -> Plan:
-    pp, count, option, _ = choice
+    pp, count, option = choice.ranks, choice.microbatches, choice.recompute
     bounds = [*(place.first for place in places), len(graph.units)]
     names = [cluster.devices[place.rank].name for place in places]
     stages = stages_from_bounds(graph, bounds, names)
@@ -358,7 +377,7 @@ def _plan(
         batch_size=request.batch_size,
         microbatches=count,
         schedule=COMPOSED.name,
-        actions=tuple(_rows(places, pp, count)),
+        actions=tuple(_rows(places, choice)),
         stages=tuple(_marked(stage, place, choice) for stage, place in zip(stages, places, strict=True)),
         optimizer=request.optimizer,
         precision=request.precision,
@@ -380,15 +399,16 @@ def _marked(stage: Stage, place: _Place, choice: _HostChoice) -> Stage:
 # -- the order -------------------------------------------------------------------------------------------
 
 
-def _rows(places: Sequence[_Place], pp: int, microbatches: int) -> Iterator[str]:
+def _rows(places: Sequence[_Place], choice: _HostChoice) -> Iterator[str]:
     """Yields the row of each rank: 1F1B of groups of microbatches, each group as a wave."""
-    groups = -(-microbatches // TOGETHER)
+    pp, microbatches, together = choice[:3]
+    groups = -(-microbatches // together)
     for rank, row in enumerate(build(DEFAULT.name, pp, groups, pp).actions):
         own = [(stage, place.on_host) for stage, place in enumerate(places) if place.rank == rank]
         cells = list[Action]()
         for action in row:
-            first = action.microbatch * TOGETHER
-            group = range(first, min(first + TOGETHER, microbatches))
+            first = action.microbatch * together
+            group = range(first, min(first + together, microbatches))
             order = own if action.kind is Kind.F else own[::-1]
             cells += _wave(order, group, action.kind)
         yield ",".join(map(str, cells))
@@ -592,18 +612,26 @@ def _host_bytes(plan: Plan, model: Model) -> tuple[int, int]:
     (graph, profile), hosted = model, plan.host_stages
     sizes = bytes_of_units(graph, profile, optimizer_bytes(plan.optimizer))
     held = sizes["weights"] + sizes["gradients"] + sizes["optimizer"]
-    groups, lasting, saved, working = -(-plan.microbatches // TOGETHER), 0, 0, [0] * plan.axes.pp
-    crossing = crossing_bytes(graph)
+    lasting, saved, working = 0, 0, [0] * plan.axes.pp
+    crossing, flying = crossing_bytes(graph), _flying(plan)
     for stage, (first, end) in enumerate(pairwise(plan.bounds(graph))):
         if stage in hosted:
             rank, own = plan.ranks[stage], int(sizes["saved"][first:end].sum())
-            waiting = min(TOGETHER * min(groups, plan.axes.pp - rank), plan.microbatches)
             lasting += int(held[first:end].sum())
             if plan.activation_policy(stage).recomputes:
                 # What it receives waits, and what one stage at a time saves.
                 own, working[rank] = int(crossing[first]), max(working[rank], own)
-            saved += waiting * own
+            saved += flying[stage] * own
     return lasting, saved + sum(working)
+
+
+def _flying(plan: Plan) -> dict[int, int]:
+    """Returns how many microbatches of each stage wait for their backward at most."""
+    now, most = Counter[int](), dict[int, int]()
+    for action in (action for row in plan.actions for action in parse_row(row)):
+        now[action.stage] += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
+        most[action.stage] = max(most.get(action.stage, 0), now[action.stage])
+    return most
 
 
 def _host_fits(plan: Plan, model: Model, cluster: Cluster) -> bool:

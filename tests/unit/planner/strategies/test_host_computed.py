@@ -246,5 +246,6 @@ def chosen_by_hand(plan: Plan, found: Model, where: Cluster, units: tuple[int, .
     ]
     stages = stages_from_bounds(graph, bounds, [where.devices[0].name] * len(places))
     marked = tuple(s.model_copy(update={"on_host": p.on_host}) for s, p in zip(stages, places, strict=True))
-    rows = tuple(host_computed._rows(places, 1, plan.microbatches))
+    choice = host_computed._HostChoice(1, plan.microbatches, 2, "none")
+    rows = tuple(host_computed._rows(places, choice))
     return price(plan.model_copy(update={"stages": marked, "actions": rows}), *found, where)
