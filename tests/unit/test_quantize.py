@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from coded_tensors import network
 from shared_captures import each_model_captured_once
 from tiny_transformers import GPT2, SMALL, transformers
 from torch import nn
+from torch.nn import functional
 
 import outsize
 from outsize.capture.models.quantized import with_stored_layers
@@ -132,3 +134,11 @@ def test_tp_is_refused_before_a_plan_is_made_and_left_out_of_a_search() -> None:
     with pytest.raises(BadOption, match=r"tp would divide codes and their blocks, and .*q_proj.*dp_shard=2"):
         outsize.plan(wide, (), BATCH, axes={"tp": 2}, **asked)
     assert outsize.plan(wide, (), BATCH, **asked).axes.tp == 1
+
+
+def test_tp_is_refused_for_weights_that_are_made_of_others() -> None:
+    x = torch.randn(8, 16)
+    asked: dict[str, Any] = {"target": x, "loss_fn": functional.mse_loss, "cluster": "4xcpu"}
+    with pytest.raises(BadOption, match=r"tp would divide .*, and 2\.weight is .*; 2 weights of codes, tp 2"):
+        outsize.plan(network(), (x,), axes={"tp": 2}, **asked)
+    assert outsize.plan(network(), (x,), **asked).axes.tp == 1

@@ -133,12 +133,20 @@ def numbers_of(model: nn.Module) -> dict[int, int]:
     return found
 
 
+def stored_in_few_bits(model: nn.Module) -> list[str]:
+    """Returns the names of weights of codes, whose layer says for how many numbers they stand, and of frozen
+    ones that are made of other tensors.
+    """
+    numbers = numbers_of(model)
+    named = model.named_parameters()
+    return [n for n, w in named if id(w) in numbers or (is_wrapper(w) and not w.requires_grad)]
+
+
 def insist_on_no_codes(model: nn.Module, degree: int) -> None:
     """Raises BadOption for a model with layers of codes, which ranks of tensor parallelism cannot divide: a
     block of codes, and a scale of scales, may be in the parts of two ranks.
     """
-    numbers = numbers_of(model)
-    names = [name for name, weight in model.named_parameters() if id(weight) in numbers]
+    names = stored_in_few_bits(model)
     if names:
         raise BadOption(
             f"tp would divide codes and their blocks, and {names[0]} is stored in few bits",
