@@ -150,6 +150,24 @@ def test_two_ranks_train_save_and_go_on_as_one_process(name: str, tmp_path: Path
     assert [float(again.step(x, target=y).loss) for _ in range(2)] == losses
 
 
+def losses_of(name: str, **options: Any) -> list[float]:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+
+    model, x, loss = made(name)
+    engine = outsize.parallelize(model, (x,), optimizer=sgd, **loss, **options)
+    return [float(engine.step(x, target=loss["target"]).loss) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["torchao fp8", "torchao int8"])
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+def test_two_replicas_train_as_one_process(name: str, axis: str, tmp_path: Path) -> None:
+    """Codes of torchao's tensors stay whole where the other weights are sharded."""
+    options: dict[str, Any] = {"axes": {axis: 2, "others": 1}, "stages": 1, "microbatches": 1}
+    ranks = on_ranks(tmp_path, 2, lambda group: losses_of(name, **options))
+    assert ranks == [losses_of(name, stages=1, microbatches=2)] * 2
+
+
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_states_of_few_bits_are_saved(kind: str, tmp_path: Path) -> None:
     optimizers: Any = pytest.importorskip("torchao.optim")
