@@ -161,9 +161,13 @@ def of_sentence_transformers(
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     told(0)
-    bert = str(folder / "bert")
-    transformers.BertModel(config).save_pretrained(bert)
-    tokenizer().save_pretrained(bert)
+    bert, is_there = str(folder.parent / "bert"), folder.parent / "bert" / "there"
+    if folder.name == "rank0":  # All ranks read one folder.
+        transformers.BertModel(config).save_pretrained(bert)
+        tokenizer().save_pretrained(bert)
+        is_there.touch()
+    while not is_there.exists():
+        time.sleep(0.05)
     model = st.SentenceTransformer(modules=[modules.Transformer(bert), modules.Pooling(256)], device="cpu")
     pairs = [
         {"anchor": words(2 * i, 64), "positive": words(2 * i + 1, 64)} for i in range(updates * BATCHES * 4)
@@ -193,7 +197,9 @@ def trained(trainer: Any, split: Split, told: Callable[[int], None]) -> Trained:
 
 
 def of_diffusers(_: str, folder: Path, split: Split, updates: int, told: Callable[[int], None]) -> Trained:
-    """A script as diffusers has them, by Accelerate: noise of a DiT; a call has all microbatches."""
+    """A script as diffusers has them, by Accelerate: the noise that a DiT predicts. The plain one calls its
+    model microbatch by microbatch, and takes one loss of all, as of a split model's call.
+    """
     import accelerate
     import diffusers
 
@@ -223,15 +229,15 @@ def of_diffusers(_: str, folder: Path, split: Split, updates: int, told: Callabl
     for update in range(updates):
         start = time.perf_counter()
         noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(update))
-        noisy, parts = noises.add_noise(images, noise, steps), 1 if split is not None else BATCHES
-        for each in zip(*(t.chunk(parts) for t in (noisy, steps, labels, noise)), strict=True):
-            predicted = model(*each[:3]).sample[:, :4]
-            loss = nn.functional.mse_loss(predicted, each[3]) / parts
-            accelerator.backward(loss)
+        given, parts = (noises.add_noise(images, noise, steps), steps, labels), 1 if engines else BATCHES
+        each = zip(*(tensor.chunk(parts) for tensor in given), strict=True)
+        predicted = torch.cat([model(*part).sample[:, :4] for part in each])
+        loss = nn.functional.mse_loss(predicted, noise)
+        accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
-        logs.append({"loss": float(loss)} if parts == 1 else {})
+        logs.append({"loss": float(loss)})
         told(update + 1)
     return Trained(seconds, logs, accelerator.get_state_dict(model), engines)
 

@@ -102,7 +102,8 @@ def cell(plain: Sequence[Launched], split: Sequence[Launched]) -> dict[str, Any]
     far = difference(plain[0], split[0])
     one, two = (median(s for each in runs for s in each.seconds) for runs in (plain, split))
     ranks = split[0].ranks
-    ratios = [rank["peak_bytes"] / rank["planned_bytes"] for each in split for rank in each.ranks]
+    every = [rank for each in split for rank in each.ranks]
+    ratios = [rank["peak_bytes"] / rank["planned_bytes"] for rank in every if rank["planned_bytes"]]
     return {
         "numbers": "equal" if far == 0 else f"within {far:.0e}",
         "form": ranks[0]["form"],
@@ -112,7 +113,7 @@ def cell(plain: Sequence[Launched], split: Sequence[Launched]) -> dict[str, Any]
         "split_s": round(two, 4),
         "peak_bytes": [rank["peak_bytes"] for rank in ranks],
         "planned_bytes": [rank["planned_bytes"] for rank in ranks],
-        "memory": round(max(ratios), 3),
+        "memory": round(max(ratios), 3) if ratios else None,  # None: a plan that was not priced
         "plain_peak_bytes": plain[0].ranks[0]["peak_bytes"],
     }
 
@@ -168,7 +169,8 @@ def _figures(found: dict[str, Any]) -> str:
     overlaps = found["together"] if found["form"] == "tape" else "none, by modules"
     pipeline = overlaps if found["stages"] > 1 else "ranks side by side"
     one, two = found["plain_s"], found["split_s"]
-    return f"{found['numbers']} | {pipeline} | {one:.2f}, {two:.2f} | {two / one:.2f} | {found['memory']:.2f}"
+    memory = "not planned" if found["memory"] is None else f"{found['memory']:.2f}"
+    return f"{found['numbers']} | {pipeline} | {one:.2f}, {two:.2f} | {two / one:.2f} | {memory}"
 
 
 def page(text: str) -> str:

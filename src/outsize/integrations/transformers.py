@@ -131,7 +131,8 @@ class Trainer(transformers.Trainer, ABC):
         self._count: int | None = None  # of the whole model's weights, by its class
         self._attached: Any = None
         super().__init__(*args, **kwargs)
-        self.accelerator.go_on()
+        accelerator: Any = self.accelerator
+        accelerator.go_on()
         if self._processes > 1:
             self._draw_alike()
             counting: Any = getattr(_counting_model(self.model), "num_parameters", None)
