@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError, ReplayMismatch, visible
+from outsize.program.lengths import is_length, length_inputs
 from outsize.program.python_reads import NumberInput
 from outsize.program.replaying.modes import entering
 from outsize.program.replaying.replay import resolve
@@ -118,7 +119,8 @@ class SliceSpec:
 def compile_slice(
     spec: SliceSpec, model: nn.Module, ambient: Modes, compiler: Compiler | None = None
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns the function `f(*entries, *foreign, seed) -> exits`.
+    """Returns the function `f(*entries, *foreign, seed) -> exits`; where instructions have lengths as inputs,
+    their values (program/lengths.py) are its last argument, `lengths`.
 
     A `compiler` gets it without the casts of parameters: their copies come as arguments, made outside.
     """
@@ -169,6 +171,7 @@ class _FunctionWriter:
         self._place_of_line: dict[int, tuple[str, str]] = {}
         self._names[PLACES] = self._place_of_line
         self._last_use = _last_uses(spec)
+        self._lengths = {number: place for place, number in enumerate(length_inputs(spec.instructions))}
         for slot, tensor in spec.constants.items():
             self._names[f"v{slot}"] = tensor
 
@@ -198,7 +201,8 @@ class _FunctionWriter:
         return self._defined(entries, [line], names | {"fast": fast})
 
     def _defined(self, arguments: Sequence[str], lines: Sequence[str], names: dict[str, Any]) -> Any:
-        head = f"def {self._spec.name}({', '.join([*arguments, 'seed'])}):"
+        more = ["seed", "lengths"] if self._lengths else ["seed"]
+        head = f"def {self._spec.name}({', '.join([*arguments, *more])}):"
         source = "\n".join([head, *lines, ""])
         exec(compile(source, f"<outsize {self._spec.name}>", "exec"), names)
         # The function is popped because one among its own globals would be a cycle that references the
@@ -297,6 +301,8 @@ class _FunctionWriter:
             return f"v{tree.slot}"
         if isinstance(tree, Weight):
             return self._elsewhere.get(tree.name) or self._weight(tree)
+        if is_length(tree):
+            return f"lengths[{self._lengths[tree]}]"
         if isinstance(tree, NumberInput):
             return f"{self._bind(tree, 'n')}.value()"
         if type(tree) in (tuple, list):

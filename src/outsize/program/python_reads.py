@@ -24,7 +24,7 @@ while it falls the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, final
 
 from outsize.program.objects import ABSENT
@@ -163,35 +163,53 @@ class ValuePlace:
 
 @final
 @dataclass(frozen=True, slots=True)
+class SizeOf:
+    """Says where a length is: the size of a dim of a slot, or its stride there; or a whole number that is an
+    argument of the model's (`given`), the `dim`-th in its batch, of no slot. `recorded` is what it was.
+    """
+
+    slot: int
+    dim: int
+    kind: Literal["size", "stride", "given"]
+    recorded: int = field(compare=False)
+
+
+Place = ValuePlace | SizeOf
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class NumberInput:
     """Holds an expression: `operation(*operands)`, or the value of the one place where there is no operation.
 
-    Operands are numbers, other NumberInputs and places.
+    Operands are numbers, other NumberInputs, places, and lengths of tensors.
     """
 
     __tape_leaf__: ClassVar[bool] = True
     operation: Callable[..., Any] | None
     operands: tuple[Any, ...]
 
-    def value(self, values: Mapping[ValuePlace, Any] | None = None) -> Any:
+    def value(self, values: Mapping[Any, Any] | None = None) -> Any:
         """Returns the number as Python computes it now, or with these `values` at its places."""
         operands = [_operand(operand, values) for operand in self.operands]
         return operands[0] if self.operation is None else self.operation(*operands)
 
-    def places(self) -> Iterator[ValuePlace]:
-        """Yields the places that the number depends on, possibly repeated."""
+    def places(self) -> Iterator[Place]:
+        """Yields the places and lengths that the number depends on, possibly repeated."""
         for operand in self.operands:
-            if isinstance(operand, ValuePlace):
+            if isinstance(operand, ValuePlace | SizeOf):
                 yield operand
             elif isinstance(operand, NumberInput):
                 yield from operand.places()
 
 
-def _operand(operand: Any, values: Mapping[ValuePlace, Any] | None) -> Any:
+def _operand(operand: Any, values: Mapping[Any, Any] | None) -> Any:
     if isinstance(operand, NumberInput):
         return operand.value(values)
     if isinstance(operand, ValuePlace):
         return operand.value() if values is None else values[operand]
+    if isinstance(operand, SizeOf):
+        return operand.recorded if values is None else values[operand]
     return operand
 
 
@@ -203,7 +221,7 @@ class NumberDecision:
     number: NumberInput
     outcome: Any
 
-    def holds(self, values: Mapping[ValuePlace, Any] | None = None) -> bool:
+    def holds(self, values: Mapping[Any, Any] | None = None) -> bool:
         """Returns whether it falls the same way now, or with these `values`; not where it cannot be made."""
         try:
             value = self.number.value(values)

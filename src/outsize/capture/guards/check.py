@@ -66,7 +66,8 @@ class ReadGuards:
         """Returns the reads that have another value now, or on which another decision falls."""
         _, values = self._now()
         fallen = (decision for decision in self._decisions if not decision.holds())
-        decided = {place.identity() for decision in fallen for place in decision.number.places()}
+        numbers = (place for decision in fallen for place in decision.number.places())
+        decided = {place.identity() for place in numbers if isinstance(place, ValuePlace)}
         places = places_of(self._reads)
         return [
             ChangedRead(replace(read, value=self._shown[n]), value, place)

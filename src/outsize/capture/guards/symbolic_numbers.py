@@ -19,10 +19,11 @@ Oracle: tests/parity/test_number_inputs.py.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import BuiltinFunctionType
@@ -32,8 +33,8 @@ import numpy as np
 import torch
 
 from outsize.errors.interruptions import raise_interruption
-from outsize.program.python_reads import NumberDecision, NumberInput, ValuePlace
-from outsize.program.tree import leaves, map_leaves
+from outsize.program.python_reads import NumberDecision, NumberInput, Place, SizeOf, ValuePlace
+from outsize.program.tree import leaves, map_leaves, map_parts
 
 _OPERANDS: Final = (bool, int, float, np.number)
 
@@ -86,17 +87,48 @@ def with_numbers(tree: Any) -> Any:
 class PlantedNumbers:
     """Numbers that are put into their places while a forward is recorded: as they are, or to be followed."""
 
-    def __init__(self, numbers: Mapping[ValuePlace, Any], *, follows: bool) -> None:
+    def __init__(
+        self,
+        numbers: Mapping[ValuePlace, Any],
+        *,
+        follows: bool,
+        sizes: Collection[SizeOf] = (),
+    ) -> None:
+        """`sizes` are lengths that are followed as well: of tensors, where the forward asks for them, and
+        whole numbers among its arguments.
+        """
         self.numbers, self.follows = numbers, follows
+        self.sizes = frozenset(sizes)
+        self._varying: dict[int, list[tuple[str, int]]] = {}
+        for size in sizes:
+            self._varying.setdefault(size.slot, []).append((size.kind, size.dim))
         # While a leaf or a torch function runs: the instruction runs the same code at each replay.
         self.is_live = False
-        # By their text as well: 1 and 1.0 are equal.
-        self._decisions: dict[tuple[NumberDecision, str], NumberDecision] = {}
-        self.unfollowed: set[ValuePlace] = set()
+        self._decisions: list[NumberDecision] = []
+        self.unfollowed: set[Place] = set()
         self._planted = {
             place: _symbolic(_Symbol(self, NumberInput(None, (place,)), number)) if follows else number
             for place, number in numbers.items()
         }
+
+    def varying_dims(self, slot: int) -> tuple[tuple[str, int], ...]:
+        """Returns the kinds and dims of the lengths of a slot that are followed."""
+        return tuple(sorted(self._varying.get(slot, ())))
+
+    def with_given(self, batch: Any) -> Any:
+        """Returns the batch with symbolic numbers for the whole numbers in it that are followed."""
+        counter = itertools.count()
+
+        def number(_: Any, part: Any) -> Any:
+            return self.symbolic_size(SizeOf(-1, next(counter), "given", part)) if type(part) is int else part
+
+        return map_parts(number, batch)
+
+    def symbolic_size(self, size: SizeOf) -> Any:
+        """Returns what stands for a length; the number itself where it is not followed."""
+        if size not in self.sizes:
+            return size.recorded
+        return _symbolic(_Symbol(self, NumberInput(None, (size,)), size.recorded))
 
     def set_live(self, is_live: bool) -> None:
         """Says whether a leaf or a torch function runs, whose reads are repeated at each replay."""
@@ -134,11 +166,17 @@ class PlantedNumbers:
     @property
     def decisions(self) -> tuple[NumberDecision, ...]:
         """Returns what Python has decided on the numbers."""
-        return tuple(self._decisions.values())
+        # By their text as well: 1 and 1.0 are equal.
+        return tuple({(decision, repr(decision)): decision for decision in self._decisions}.values())
+
+    @property
+    def decided(self) -> Sequence[NumberDecision]:
+        """Returns all decisions in their order, also those that were made several times."""
+        return self._decisions
 
     def decide(self, decision: NumberDecision) -> None:
         """Notes that Python decides on a number."""
-        self._decisions.setdefault((decision, repr(decision)), decision)
+        self._decisions.append(decision)
 
     def refuse(self, places: Any) -> NoReturn:
         """Says that a use of these numbers cannot be followed. Raises Unfollowed."""
@@ -153,7 +191,7 @@ class PlantedNumbers:
 
     def refuse_all(self) -> NoReturn:
         """Says so of all numbers. Raises Unfollowed."""
-        self.refuse(self.numbers)
+        self.refuse([*self.numbers, *self.sizes])
 
 
 @contextmanager

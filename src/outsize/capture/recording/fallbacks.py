@@ -314,6 +314,8 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
     real.update(zip(inputs, tensors, strict=True))
     batch = call.args, call.kwargs, call.target
     args, kwargs, target = map_tensors(lambda tensor: fake_of[id(tensor)], batch)
+    if rule.numbers is not None:
+        args, kwargs, target = rule.numbers.with_given((args, kwargs, target))
     planted = nullcontext() if rule.numbers is None else rule.numbers.planted()
     with planted, caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
         fakes.begin(numbers=rule.numbers is not None)

@@ -26,7 +26,7 @@ from outsize.capture.fakes.fake_model import FakeModel, fake_like
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.capture.recording.calls.failures import FrameFailed
 from outsize.capture.recording.slots import Slots
-from outsize.program.python_reads import NumberInput
+from outsize.program.python_reads import NumberInput, ValuePlace
 from outsize.program.replaying.replay import evaluate, resolve
 from outsize.program.tape import Guard, Instruction, Ref, Weight, backward_slice
 from outsize.program.tree import leaves, map_leaves
@@ -128,13 +128,18 @@ class Decider:
         return map_leaves(lambda x: fake_like(x, fakes.mode) if isinstance(x, Tensor) else x, out)
 
     def insist_on_fixed_numbers(self, numbers: PlantedNumbers, call: Any) -> None:
-        """Checks that no number on which a decision depends is an input of the program. Raises Unfollowed."""
+        """Checks that no number on which a decision depends is an input of the program, but for lengths where
+        the decision becomes a guard, which is asked again for each batch. Raises Unfollowed.
+        """
         reads = [leaf.slot for leaf in leaves(call) if isinstance(leaf, Ref)]
-        needs = [self._instructions[i] for i in backward_slice(self._instructions, self._slots.metas, reads)]
-        arguments = [leaf for i in needs for leaf in leaves((i.args, i.kwargs))]
+        needs = backward_slice(self._instructions, self._slots.metas, reads)
+        arguments = [leaf for i in needs for leaf in leaves(_arguments(self._instructions[i]))]
         inputs = [leaf for leaf in (*arguments, *leaves(call)) if isinstance(leaf, NumberInput)]
-        if inputs:
-            numbers.refuse(place for number in inputs for place in number.places())
+        is_guard = self._depends_on_inputs(needs, reads)
+        places = [place for number in inputs for place in number.places()]
+        fixed = [place for place in places if not is_guard or isinstance(place, ValuePlace)]
+        if fixed:
+            numbers.refuse(fixed)
 
     def numbers_of(self, fn: Callable[..., Any], call: Any, where: str, fakes: FakeModel) -> Any:
         """Returns the arguments with numbers in place of the tensors that give the shape of the result; None
@@ -222,6 +227,10 @@ class Decider:
         if answers[0] != answers[1]:
             raise LookupError("a decision on random numbers")
         return answers[0]
+
+
+def _arguments(instruction: Instruction) -> Any:
+    return instruction.args, instruction.kwargs
 
 
 def signature_of(out: Any) -> Any:

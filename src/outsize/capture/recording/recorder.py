@@ -32,6 +32,7 @@ from outsize.capture.recording.assertions import surviving_answer
 from outsize.capture.recording.calls.call_tensors import CallTensors
 from outsize.capture.recording.calls.checkpoint_regions import CheckpointRegions
 from outsize.capture.recording.calls.failures import FrameFailed, Leaked
+from outsize.capture.recording.calls.followed_sizes import FollowedSizes
 from outsize.capture.recording.calls.gradient_flags import GradientFlags
 from outsize.capture.recording.calls.leaf_state import LeafStates
 from outsize.capture.recording.calls.number_arguments import without_symbolic
@@ -133,6 +134,8 @@ class Recorder(Watcher):
         self.position = Position(self._numbers)
         self.reads = ReadTrace(notes, self.position.running, self._numbers)
         self.slots = Slots(fakes.weights, fakes.strays)
+        follows_sizes = self._numbers is not None and self._numbers.sizes
+        self._sizes = FollowedSizes(self._numbers, self.slots) if self._numbers and follows_sizes else None
         self.instructions: list[Instruction] = []
         self.guards: list[Guard] = []
         self.meter = CostMeter(kept_storages(fakes.strided_weights()), stacks_of(fakes.modules.values()))
@@ -148,10 +151,10 @@ class Recorder(Watcher):
         self._fqn = {id(m): fqn for fqn, m in reversed(fakes.modules.items())}
         self._chance = PythonGenerators()
         mark_seed()
-        # A copy of a block would have the numbers of the block that was run.
+        # A copy of a block would have the numbers of the block that was run, but for lengths of its own.
         self._repeats = (
             RepeatedBlocks(fakes, rule, self.slots, self.meter, self.instructions, notes)
-            if self._numbers is None
+            if self._numbers is None or not self._numbers.numbers
             else None
         )
 
@@ -218,7 +221,11 @@ class Recorder(Watcher):
                 if self.position.inside is not None:
                     self._tensors.casts.asked(fn, leaves((args, kwargs)), self.slots.weights, out)
                 return out
-            return self._record(fn, partial(self._run_glue, fn), args, kwargs)
+            out = self._record(fn, partial(self._run_glue, fn), args, kwargs)
+            if self._sizes is None:
+                return out
+            with untold():
+                return self._sizes.of(fn, args, kwargs, out)
 
     def begin_loss(self) -> None:
         """Notes where the loss function begins."""

@@ -22,7 +22,7 @@ tests/unit/capture/recording/test_repeated_blocks.py compares with tapes for whi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -34,11 +34,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.fakes.fake_model import FakeModel, fake_of, is_fake
 from outsize.capture.guards.notes import Notes
+from outsize.capture.guards.symbolic_numbers import has_symbolic
 from outsize.capture.recording.intercept import inside_transform, on_real_tensors
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_equality import Attribute, Kinds, Log, frozen, watched
 from outsize.capture.recording.slots import Slots
 from outsize.program.objects import ABSENT, ITEM, Path, Scope, Step, apply, diff, fits, look_up, snapshot
+from outsize.program.python_reads import NumberDecision, NumberInput, SizeOf
 from outsize.program.replaying.modes import current_modes
 from outsize.program.source_line import calling_line
 from outsize.program.tape import Cost, Instruction, Meta, Ref, Weight
@@ -90,6 +92,7 @@ class RecordedBlock:
     reads: dict[Read, Any]
     indices: dict[Read, Any]  # These attributes are used as indices alone.
     accesses: list[Any]  # These are the Python values that its code has read, for `Notes.repeat`.
+    decisions: list[NumberDecision]  # These were made on lengths that are followed.
     proven: bool = False
 
 
@@ -107,6 +110,8 @@ class RepeatedBlocks:
         notes: Notes,
     ) -> None:
         self._notes = notes
+        # The lengths that are followed, if any.
+        self._sizes = rule.numbers if rule.numbers is not None and rule.numbers.follows else None
         self._fakes, self._rule, self._slots, self._meter, self._tape = fakes, rule, slots, meter, tape
         self._kinds = Kinds(fakes.modules)
         self._blocks: dict[Any, list[RecordedBlock]] = {}
@@ -182,6 +187,10 @@ class RepeatedBlocks:
             calling_line(),
         )
         slots = tuple(map(self._slot, inputs))
+        if self._sizes is not None:
+            if has_symbolic(arguments):
+                raise Unlike
+            key = *key, tuple(map(self._sizes.varying_dims, slots))
         return BlockCall(
             fqn, key, inputs, objects, weights, slots, known, len(self._slots.metas), self._slots.storages
         )
@@ -221,7 +230,7 @@ class RepeatedBlocks:
         self, call: BlockCall, run: Callable[[], Any], footprint: Footprint
     ) -> tuple[Any, RecordedBlock | None]:
         first, before, contents_before = len(self._tape), footprint(), snapshot(call.objects)
-        mark = self._notes.mark()
+        mark, decided = self._notes.mark(), len(self._decided())
         with self._watching() as read:
             out = run()
         if footprint() != before or not self._is_settled(call.fqn):
@@ -230,9 +239,13 @@ class RepeatedBlocks:
             with torch._C.DisableTorchFunction():
                 block = self._block(call, first, out, contents_before, read())
                 block.accesses = self._notes.since(mark)
+                block.decisions = [*self._decided()[decided:]]
                 return out, block
         except Unlike:
             return out, None
+
+    def _decided(self) -> Sequence[NumberDecision]:
+        return () if self._sizes is None else self._sizes.decided
 
     @contextmanager
     def _watching(self) -> Iterator[Callable[[], tuple[set[Attribute], set[Attribute]]]]:
@@ -262,6 +275,8 @@ class RepeatedBlocks:
         paths = {id(self._fakes.modules[name]): name[len(call.fqn) :] for name in self._inside(call.fqn)}
         # Each copy would need its own new object.
         new = any(value is ABSENT or _SCOPE.opens(value) for value in leaves(out[1]))
+        if has_symbolic(out):
+            raise Unlike
         if new or not {module for module, _ in (*values, *indices)} <= paths.keys():
             raise Unlike
         return RecordedBlock(
@@ -277,6 +292,7 @@ class RepeatedBlocks:
             reads=self._reads(call.fqn, [(paths[module], name) for module, name in values]),
             indices=self._reads(call.fqn, [(paths[module], name) for module, name in indices - values]),
             accesses=[],
+            decisions=[],
         )
 
     def _inside(self, fqn: str) -> list[str]:
@@ -304,10 +320,14 @@ class RepeatedBlocks:
             copied = renamed.instructions(other.instructions[0].index), renamed.metas(), renamed.out()
             rest = block.storages, block.marks, tuple(map(renamed.storage, block.numbers))
             rest = *rest, self._moved(block, other.call)
-            slots = tuple(map(renamed.slot, block.slots_of_inputs))
+            slots = tuple(map(renamed.slot, block.slots_of_inputs)), renamed.decisions()
             recorded = other.instructions, other.metas, other.out
-            recorded_rest = other.storages, other.marks, other.numbers, other.put, other.slots_of_inputs
-            return copied == recorded and (*rest, slots) == recorded_rest
+            recorded_rest = other.storages, other.marks, other.numbers, other.put
+            return copied == recorded and (*rest, *slots) == (
+                *recorded_rest,
+                other.slots_of_inputs,
+                other.decisions,
+            )
         # An empty block, or values without `==`, cannot be compared.
         except (Unlike, IndexError, ValueError, RuntimeError):
             return False
@@ -332,7 +352,11 @@ class RepeatedBlocks:
             raise Unlike
         if not all(fits(call.objects, path) for path in filled):
             raise Unlike
+        decisions = renamed.decisions()
         self._notes.repeat(block.accesses, block.call.fqn, call.fqn)
+        for decision in decisions:
+            assert self._sizes is not None, "only lengths that are followed are decided on"
+            self._sizes.decide(decision)
         self._tape += renamed.instructions(len(self._tape))
         self._slots.extend(renamed.metas(), block.storages)
         for tensor, number in zip((*call.inputs, *call.weights), block.numbers, strict=True):
@@ -424,6 +448,10 @@ class RenamedBlock:
         """Returns the result, tensors as references."""
         return map_leaves(self._leaf, self._block.out)
 
+    def decisions(self) -> list[NumberDecision]:
+        """Returns what was decided on lengths."""
+        return [replace(d, number=self._leaf(d.number)) for d in self._block.decisions]
+
     def storage(self, number: int | None) -> Any:
         """Returns the corresponding storage number of the other call."""
         if number is None:
@@ -467,6 +495,10 @@ class RenamedBlock:
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return Ref(self.slot(leaf.slot))
+        if isinstance(leaf, SizeOf):
+            return replace(leaf, slot=self.slot(leaf.slot))
+        if isinstance(leaf, NumberInput):
+            return replace(leaf, operands=tuple(map(self._leaf, leaf.operands)))
         return Weight(self._name(leaf.name), leaf.kind) if isinstance(leaf, Weight) else leaf
 
     def _name(self, name: str) -> str:

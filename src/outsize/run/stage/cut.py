@@ -10,14 +10,17 @@ model, when they are wanted (evaluation), are sent to the last stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
 from torch import nn
 
 from outsize.program.generate import SliceSpec, compile_slice
+from outsize.program.lengths import FormAtLengths, Lengths, length_inputs
 from outsize.program.liveness import live, replicable
+from outsize.program.python_reads import NumberInput
 from outsize.program.tape import Instruction, Tape, backward_slice
 from outsize.run.stage.boundary import (
     NO_HOMES,
@@ -82,6 +85,46 @@ def cut(
     boundaries = find_boundaries(tape, owner, [n.reads for n in needs], trainable, homes)
     programs = tuple(_program(tape, model, need, boundaries) for need in needs)
     return Cut(tape, programs, boundaries)
+
+
+@final
+class CutAtLengths:
+    """The cut of a tape whose lengths are inputs: at all lengths, the stages run the same functions."""
+
+    def __init__(self, base: Cut, followed: Tape) -> None:
+        """`base` is the cut of a form of the tape that was followed, whose slots and calls come first."""
+        self._base, self._form = base, FormAtLengths(base.tape, followed)
+        self._numbers = [length_inputs(program.spec.instructions) for program in base.programs]
+
+    def at(self, tape: Tape, lengths: Lengths) -> Cut:
+        """Returns the cut with these lengths put in, which the followed tape has in `tape`."""
+        tape = self._form.at(tape, lengths)
+        boundaries = tuple(_at_meta(boundary, tape) for boundary in self._base.boundaries)
+        of_key = {boundary.key: boundary for boundary in boundaries}
+        programs = zip(self._base.programs, self._numbers, strict=True)
+        return Cut(tape, tuple(_at_lengths(p, n, lengths, tape, of_key) for p, n in programs), boundaries)
+
+
+def _at_meta(boundary: Boundary, tape: Tape) -> Boundary:
+    return boundary if boundary.meta is None else replace(boundary, meta=tape.metas[boundary.slot])
+
+
+def _at_lengths(
+    program: StageProgram,
+    numbers: tuple[NumberInput, ...],
+    lengths: Lengths,
+    tape: Tape,
+    boundaries: dict[int, Boundary],
+) -> StageProgram:
+    if numbers:
+        instructions = tuple(tape.instructions[i.index] for i in program.spec.instructions)
+        function = partial(program.function, lengths=lengths.of(numbers))
+        program = replace(program, spec=replace(program.spec, instructions=instructions), function=function)
+    return replace(
+        program,
+        received=tuple(boundaries[b.key] for b in program.received),
+        sent=tuple(boundaries[b.key] for b in program.sent),
+    )
 
 
 def in_runs(edges: Sequence[int]) -> list[int]:

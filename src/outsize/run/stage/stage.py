@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol, final
@@ -182,6 +182,7 @@ class StageSetting:
     microbatch, where the host stores it. With `bare`, the stage does not reference values that it receives
     and sends. `device` is the one of several whose generator is seeded; None: all are. `outer` is the user's
     graph, where the stage's graph is a part of it: then no loss ends a forward, and no `.grad` is written.
+    `summed` are the stages of the run of which a backward was looked at by the bits of its weights.
     """
 
     again: Callable[..., Any] | None = None
@@ -189,16 +190,15 @@ class StageSetting:
     bare: bool = False
     device: torch.device | None = None
     outer: OuterGraph | None = None
-
-
-_PLAIN: Final = StageSetting()
+    summed: set[int] = field(default_factory=set[int])
 
 
 @final
 class StageExecutor(RunnableStage):
     """Runs one StageProgram on the user's modules, in its setting."""
 
-    def __init__(self, program: StageProgram, model: nn.Module, setting: StageSetting = _PLAIN) -> None:
+    def __init__(self, program: StageProgram, model: nn.Module, setting: StageSetting | None = None) -> None:
+        setting = setting or StageSetting()
         self.program, self.outer, self._device = program, setting.outer, setting.device
         cast = program.spec.cast
         self._cast_weights = cast if isinstance(cast, CastWeights) else None
@@ -220,7 +220,7 @@ class StageExecutor(RunnableStage):
         self._weights = _table_entries(program.weights, model)
         self._for_itself = _table_entries(program.weights - _for_others(program), model)
         self._without_gradient: list[TableEntry] = []
-        self._unchanged = UnchangedWeights(model)
+        self._unchanged = UnchangedWeights(model, program.stage, setting.summed)
         self._saved: dict[int, BackwardEnds] = {}
         self._later: dict[int, list[Later]] = {}
         self._checked = False

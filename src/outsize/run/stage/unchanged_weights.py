@@ -35,19 +35,22 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 class UnchangedWeights:
     """Watches the trained weights of one stage over the microbatches of a step."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """The names of weights are those in `model`."""
-        self._model = model
+    def __init__(self, model: nn.Module, stage: int = 0, summed: set[int] | None = None) -> None:
+        """The names of weights are those in `model`. `summed` are the stages of which a backward was looked
+        at by the bits of weights, whatever the shapes of their microbatches; the `stage` is one of them then.
+        """
+        self._model, self._stage = model, stage
+        self._summed_stages = set[int]() if summed is None else summed
         self._weights: list[Tensor] = []
         self._summed: list[Tensor] = []  # Their bits are compared around the next backward.
         self._changed: list[Tensor] = []
-        self._is_first = True
 
     def begin(self, weights: Iterable[Tensor]) -> None:
         """Begins a step."""
         self._weights, self._changed = list(weights), []
         plain = (w for w in self._weights if type(w) in (Tensor, nn.Parameter) and not w.is_meta)
-        self._summed = [weight for weight in plain if self._is_first or _is_hooked(weight)]
+        is_first = self._stage not in self._summed_stages
+        self._summed = [weight for weight in plain if is_first or _is_hooked(weight)]
 
     def insist(self) -> None:
         """Raises BadOption where the backward of a microbatch before this one has changed a weight."""
@@ -77,7 +80,7 @@ class UnchangedWeights:
             self._changed += [w for w, a, b in zip(self._weights, versions, after, strict=True) if a != b]
         elif bits_after != bits:
             self._changed += [w for w, a, b in zip(summed, bits, bits_after, strict=True) if a != b]
-        self._is_first = False
+        self._summed_stages.add(self._stage)
 
 
 def _versions(weights: Sequence[Tensor]) -> list[int]:

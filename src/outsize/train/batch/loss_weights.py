@@ -10,9 +10,11 @@ counted, and `doubt_of` says so.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Final, Literal, NamedTuple, final
 
@@ -121,8 +123,17 @@ class LossShares:
         measures = [measure for term in self._terms for measure in term.measures]
         class_weights = [m.class_weights for m in measures if isinstance(m, Targets)]
         buffers = {weight.name for weight in class_weights if isinstance(weight, Weight)}
-        self._reader = SlotReader(tape, model, _slots(measures), buffers, home)
+        self._read = partial(SlotReader, model=model, slots=_slots(measures), buffers=buffers, home=home)
+        self._reader = self._read(tape)
         self.buffers = buffers_behind(tape, _slots(measures)) | buffers
+        # A number that a term was divided by may be a length.
+        self.holds_at_all_lengths = tape is whole and all(term.number is None for term in terms)
+
+    def at(self, tape: Tape) -> LossShares:
+        """Returns the same for the same program at other lengths, where it holds there."""
+        other = copy.copy(self)
+        other._reader = self._read(tape)
+        return other
 
     def of(self, parts: Sequence[Batch], each: Sequence[LossShares] | None = None) -> list[float]:
         """Returns weights that add up to 1, equal for equal microbatches; 1 for each when the loss is a sum.

@@ -41,12 +41,16 @@ StageCasts = dict[tuple[int, torch.device | None, bool], CastWeights]
 @final
 @dataclass(frozen=True, slots=True)
 class StageFactory:
-    """Makes stages of one run; `graphs` records them, where that is asked for, `casts` keeps their casts."""
+    """Makes stages of one run; `graphs` records them, where that is asked for, `casts` keeps their casts.
+
+    `summed` are the stages of which a backward was looked at by the bits of its weights.
+    """
 
     run: RunContext
     statistics: DeferredStatistics | None = None
     graphs: DeviceGraphs | None = None
     casts: StageCasts = field(default_factory=dict)
+    summed: set[int] = field(default_factory=set[int])
 
     @property
     def _backend(self) -> str | None:
@@ -101,7 +105,7 @@ class StageFactory:
             save_context = partial(self.run.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
-        setting = StageSetting(recompute, save_context, is_bare, seeded, outer)
+        setting = StageSetting(recompute, save_context, is_bare, seeded, outer, self.summed)
         return self._at(at, StageExecutor(program, model, setting), policy, of_call)
 
     def _at(

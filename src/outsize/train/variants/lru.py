@@ -24,11 +24,22 @@ class LruCache(Generic[Key, Value]):
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
         """Returns the value, made when it is not in the cache."""
         if key not in self._values:
-            self._values[key] = make()
-            if len(self._values) > self._most:
-                self._values.popitem(last=False)
+            self.put(key, make())
         self._values.move_to_end(key)
         return self._values[key]
+
+    def find(self, key: Key) -> Value | None:
+        """Returns the value, None where there is none."""
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: Key, value: Value) -> None:
+        """Puts a value into the cache, in place of a former one."""
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._most:
+            self._values.popitem(last=False)
 
     def drop(self, is_dropped: Callable[[Key], bool]) -> None:
         """Drops the keys for which `is_dropped` holds."""

@@ -15,16 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, final
+from types import NoneType
+from typing import Any, Final, final
 
+import torch
 from torch import Tensor
 
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers, Unfollowed
 from outsize.errors.interruptions import raise_interruption
 from outsize.program.python_reads import NumberInput, ValuePlace
-from outsize.program.tape import Instruction, Tape
-from outsize.program.tree import leaves
+from outsize.program.tape import Instruction, Ref, Tape, Weight
+from outsize.program.tree import leaves, map_leaves
 
+_VALUES: Final = (Ref, Weight, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device)
 Numbers = Mapping[ValuePlace, Any]
 Record = Callable[[PlantedNumbers], Tape]
 
@@ -50,11 +53,11 @@ def with_number_inputs(plain: Tape, now: Numbers, others: Numbers, record: Recor
         if not planted.unfollowed:
             break
         followed, now = None, {p: n for p, n in now.items() if p not in planted.unfollowed}
-    if followed is None or not _agree(followed, plain, now):
+    if followed is None or not agree(followed, plain, now):
         return FollowedTape(plain)
     if all(decision.holds({**now, **others}) for decision in followed.decisions):
         other = _recorded(record, PlantedNumbers({place: others[place] for place in now}, follows=False))
-        if other is None or not _agree(followed, other, others):
+        if other is None or not agree(followed, other, others):
             return FollowedTape(plain)
     return FollowedTape(_merged(plain, followed, now), frozenset(now))
 
@@ -101,7 +104,7 @@ def _is_input(instruction: Instruction) -> bool:
     return any(isinstance(leaf, NumberInput) for leaf in leaves((instruction.args, instruction.kwargs)))
 
 
-def _agree(followed: Tape, plain: Tape, numbers: Numbers) -> bool:
+def agree(followed: Tape, plain: Tape, numbers: Numbers) -> bool:
     """Returns whether the plain tape is the followed one with these numbers put in."""
     if len(followed.instructions) != len(plain.instructions):
         return False
@@ -112,7 +115,16 @@ def _agree(followed: Tape, plain: Tape, numbers: Numbers) -> bool:
     if (details[0] is None) != (details[1] is None):
         return False
     parts = [
-        (tape.inputs, tape.metas, tape.output, tape.loss, tape.modes, tape.opaque, tape.live, tape.keepers)
+        (
+            tape.inputs,
+            tape.metas,
+            map_leaves(_without_objects, tape.output),
+            tape.loss,
+            tape.modes,
+            tape.opaque,
+            tape.live,
+            tape.keepers,
+        )
         for tape in (followed, plain)
     ]
     return (
@@ -120,8 +132,13 @@ def _agree(followed: Tape, plain: Tape, numbers: Numbers) -> bool:
         and _is_same(followed.guards, plain.guards, numbers)
         and followed.constants.keys() == plain.constants.keys()
         and all(tensor is plain.constants[slot] for slot, tensor in followed.constants.items())
-        and (details[0] is None or details[1] is None or _agree(details[0], details[1], numbers))
+        and (details[0] is None or details[1] is None or agree(details[0], details[1], numbers))
     )
+
+
+def _without_objects(leaf: Any) -> Any:
+    """Returns the type of an object that a forward has made and returned: it is of that recording alone."""
+    return leaf if isinstance(leaf, _VALUES) else type(leaf)
 
 
 def _is_same_call(a: Instruction, b: Instruction, numbers: Numbers) -> bool:

@@ -1,8 +1,10 @@
 """Variants: the programs of one input signature, recorded when first met and kept.
 
 A tape is valid for a signature (shapes, dtypes, Python values, train / eval, grad and autocast modes) and
-for its guards (Python decisions on input values). The plan says by unit names which stage owns what, so
-every variant is cut the same way. Guards are evaluated on every microbatch before it runs.
+for its guards (Python decisions on input values). One of other lengths than those that were recorded is made
+of them (dynamic_shapes.py), and its stages run the same functions with other numbers. The plan says by unit
+names which stage owns what, so every variant is cut the same way. Guards are evaluated on every microbatch
+before it runs.
 """
 
 from __future__ import annotations
@@ -22,19 +24,16 @@ from outsize.capture.graph.build import Captured, build_graph
 from outsize.capture.guards.check import ChangedRead, ReadGuards
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers, is_number
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
-from outsize.capture.recording.guards import signature_of
 from outsize.ir.plan import Plan
+from outsize.program.lengths import Lengths
 from outsize.program.loss_in_pieces.rewrite import in_pieces
 from outsize.program.python_reads import LOSS, PythonRead
-from outsize.program.reader import SlotReader, SlotValues, buffers_behind
 from outsize.program.replaying.modes import current_modes
-from outsize.program.replaying.replay import resolve
-from outsize.program.tape import Guard, Ref, Tape, Weight
-from outsize.program.tree import leaves
+from outsize.program.tape import Tape
 from outsize.program.weights.of_loss import with_loss
 from outsize.run.collectives.tensor_parallel import whole_shapes
 from outsize.run.stage.boundary import backward_edges, forward_edges
-from outsize.run.stage.cut import Cut, cut
+from outsize.run.stage.cut import Cut, CutAtLengths, cut
 from outsize.run.stage.to_device import TapeHome
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.loss_terms import ratios_of, with_ratios
@@ -43,7 +42,10 @@ from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares
 from outsize.train.ranks.context_parallel import ContextRanks
 from outsize.train.ranks.divided_weights import DividedWeights
 from outsize.train.variants.changed_values import ChangedValues
+from outsize.train.variants.dynamic_shapes import DynamicShapes, FoundTape
+from outsize.train.variants.input_guards import InputGuards
 from outsize.train.variants.instruction_owners import PlacedWeights, instruction_owners
+from outsize.train.variants.lru import LruCache
 from outsize.train.variants.number_inputs import another_number, with_number_inputs
 
 KEPT = 32
@@ -112,6 +114,27 @@ class RecordingOptions:
 
 
 _DEFAULTS: Final = RecordingOptions()
+_FORMS: Final = 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the variants of one program at several lengths share: all but their numbers and shapes.
+
+    `placed` says where weights lived when the program was cut.
+    """
+
+    placed: PlacedWeights
+    captured: Captured
+    cut: CutAtLengths
+    shares: LossShares
+    reads: ReadGuards
+
+    def at(self, found: FoundTape, lengths: Lengths, home: torch.device | None) -> Variant:
+        """Returns the variant of a tape with these lengths; its number is not known yet."""
+        captured, made = replace(self.captured, tape=found.tape), self.cut.at(found.tape, lengths)
+        return Variant(0, captured, made, found.guards, self.shares.at(found.tape), self.reads, home)
 
 
 @final
@@ -149,6 +172,9 @@ class Variants:
         self.change = ProgramChange()  # of the last call of `find_each`
         self._placed = PlacedWeights()  # Where programs that are made from now on find their weights.
         self._last: Variant | None = None
+        self._shapes = DynamicShapes(self._model)
+        self._forms = LruCache[Hashable, _Form](_FORMS)
+        self._state = ""  # of the model, in the call that looks for variants
         self._counts: dict[bool, int] = {}  # microbatches of the last step, and of the last evaluation
 
     def place(self, weights: PlacedWeights) -> None:
@@ -165,6 +191,7 @@ class Variants:
     def find_each(self, parts: Sequence[Batch], *, outputs: bool, state: int = 0) -> list[Variant]:
         """The variants of a step's microbatches; what Python read is compared once for all of them."""
         checked: dict[int, bool] = {}
+        self._state = f"{state}{outputs}"
         self.change = ProgramChange(happened=len(parts) != self._counts.get(outputs))
         self._counts[outputs] = len(parts)
         found = [self._find(part, f"{state}{outputs}", checked, outputs=outputs) for part in parts]
@@ -199,7 +226,7 @@ class Variants:
     def _note_change(self, before: Variant | None) -> None:
         """Notes that a call runs another program than `before`."""
         self.change.happened = True
-        changed = before.reads.changed() if before is not None else ()
+        changed = () if before is None or before.reads.hold() else before.reads.changed()
         self.change.values += [(each, self._stages_reading(each.read, before)) for each in changed if before]
 
     def _stages_reading(self, read: PythonRead, variant: Variant) -> frozenset[int]:
@@ -227,6 +254,11 @@ class Variants:
                 del self._known[key]
         return dropped
 
+    def _tape(self, part: Batch, loss_fn: LossFn | None) -> FoundTape:
+        """Returns the tape of a microbatch: recorded, or that of other lengths with its lengths put in."""
+        kind = self._model.training, self._state, current_modes(), id(loss_fn), self.changes.live
+        return self._shapes.tape(part, kind, self._home(), partial(self._record, part, loss_fn))
+
     def _record(self, part: Batch, loss_fn: LossFn | None, numbers: PlantedNumbers | None = None) -> Tape:
         options = TapeOptions(self._home(), self.changes.live, numbers)
         return record(self._model, part.args, part.kwargs, loss_fn, part.target, options)
@@ -235,7 +267,7 @@ class Variants:
         """The shapes of the model's outputs for a microbatch, which is recorded for them alone."""
         tensor = self._options.tensor
         with whole_shapes(self._model), nullcontext() if tensor is None else tensor.whole():
-            tape = self._record(part, None)
+            tape = self._tape(part, None).tape
         return [torch.Size(tape.metas[slot].shape) for slot in dict.fromkeys(tape.output_slots())]
 
     def _home(self) -> torch.device | None:
@@ -254,7 +286,11 @@ class Variants:
         loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
         tensor, home = self._options.tensor, self._home()
         with whole_shapes(self._model), nullcontext() if tensor is None else tensor.whole():
-            tape = self._record(part, loss_fn)
+            found = self._tape(part, loss_fn)
+            form = self._forms.find((found.dynamic, outputs))
+            if form is not None and form.placed is self._placed and found.lengths is not None:
+                return self._numbered(form.at(found, found.lengths, home))
+            tape = found.tape
             # The loss's own program, in one piece, says what it was divided by.
             planned = tape if outputs else self._in_pieces(tape)
             captured = build_graph(planned, self._model)
@@ -269,29 +305,35 @@ class Variants:
             tape,
             self._model,
             self._options.counting,
-            LossTrial(loss_fn, part, lambda other: self._record(other, loss_fn), home),
+            LossTrial(loss_fn, part, lambda other: self._tape(other, loss_fn).tape, home),
             home,
             own,
         )
+        reads = ReadGuards(tape.reads, tape.decisions)
+        cut_tape = partial(
+            cut,
+            model=self._model,
+            owners=owners,
+            outputs=outputs,
+            stages=len(self._plan.stages),
+            homes=self._placed.homes,
+        )
+        if found.dynamic is not None and own is found.tape and shares.holds_at_all_lengths:
+            followed = found.dynamic.followed
+            if shares.sums:
+                followed = with_ratios(followed, shares.sums, followed, shares.ratios)
+            base = cut_tape(followed)
+            cuts = CutAtLengths(base, found.dynamic.followed)
+            form = _Form(self._placed, captured, cuts, shares, reads)
+            self._forms.put((found.dynamic, outputs), form)
         if shares.sums:
             own = with_ratios(tape, shares.sums, own, shares.ratios)
+        guards = found.guards if tape is found.tape else InputGuards(tape, self._model, home)
+        return self._numbered(Variant(0, captured, cut_tape(own), guards, shares, reads, home))
+
+    def _numbered(self, variant: Variant) -> Variant:
         self._made += 1
-        return Variant(
-            self._made - 1,
-            captured,
-            cut(
-                own,
-                self._model,
-                owners,
-                outputs=outputs,
-                stages=len(self._plan.stages),
-                homes=self._placed.homes,
-            ),
-            InputGuards(tape, self._model, home),
-            shares,
-            ReadGuards(tape.reads, tape.decisions),
-            home,
-        )
+        return replace(variant, number=self._made - 1)
 
     def _in_pieces(self, tape: Tape) -> Tape:
         return in_pieces(tape, self._model, self._plan.loss_pieces, self._plan.module_pieces)
@@ -307,31 +349,3 @@ class Variants:
         followed = with_number_inputs(tape, now, others, lambda numbers: self._record(part, loss_fn, numbers))
         self.changes.settle(followed.places, now)
         return followed.tape
-
-
-@final
-class InputGuards:
-    """The Python decisions of a tape, checked on every microbatch's inputs."""
-
-    def __init__(self, tape: Tape, model: nn.Module, home: torch.device | None) -> None:
-        self._guards = tape.guards
-        slots = [
-            leaf.slot for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Ref)
-        ]
-        names = {
-            leaf.name for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Weight)
-        }
-        self._reader = SlotReader(tape, model, slots, names, home)
-        self.buffers = buffers_behind(tape, slots) | names
-
-    def hold(self, part: Batch) -> bool:
-        """Do all decisions fall as they did when the tape was recorded?"""
-        if not self._guards:
-            return True
-        values = self._reader.read(part.tensors())
-        return all(self._holds(guard, values) for guard in self._guards)
-
-    def _holds(self, guard: Guard, values: SlotValues) -> bool:
-        args, kwargs = (resolve(tree, *values) for tree in (guard.args, guard.kwargs))
-        with torch.no_grad():
-            return bool(signature_of(guard.target(*args, **kwargs)) == guard.value)

@@ -32,7 +32,7 @@ from outsize.capture.guards.symbolic_numbers import (
     with_numbers,
 )
 from outsize.errors.interruptions import raise_interruption
-from outsize.program.python_reads import NumberDecision, NumberInput
+from outsize.program.python_reads import NumberDecision, NumberInput, SizeOf
 from outsize.program.tree import leaves, map_leaves
 
 _SPECIAL: Final = (0.0, 1.0)
@@ -71,6 +71,8 @@ def insist_on_one_kind(
     """Notes at which numbers the result is of another kind. Raises Unfollowed where that is so in general."""
     symbolic = {id(leaf): leaf for leaf in leaves((args, kwargs)) if is_symbolic(leaf)}
     for one in symbolic.values():
+        if isinstance(number_of(one), int) and all(isinstance(p, SizeOf) for p in input_of(one).places()):
+            continue  # A whole number that follows from lengths may give one: capture/shapes proves it.
         _insist_on_number(numbers, one, partial(_kind_with, meter, (function, args, kwargs), one))
 
 
