@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby, islice, pairwise, product
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Final, NamedTuple, Self, final
 
 import numpy as np
@@ -78,7 +78,7 @@ from outsize.schedules.families import COMPOSED, DEFAULT
 # So many microbatches run together: two, one on the device and one on the host, or one, of which less waits.
 TOGETHER: Final = (2, 1)
 # So many choices are made, those that will probably be fastest, until so many of them fit.
-TRIES: Final = 12
+TRIES: Final = 16
 ENOUGH: Final = 3
 # The share of the devices that weights may take is tried so much below the likely one, in turn.
 LOWER: Final = (0.0, 0.1, 0.25, 0.5)
@@ -115,7 +115,7 @@ def host_computed(
     if not _applies(request, models, cluster):
         return None
     options: list[Recompute] = [option for option in WHOLE_STAGE if option in recompute]
-    tries = sorted(_tries(request, models, cluster, options), key=lambda each: each.likely_s)
+    tries = sorted(_tries(request, models, cluster, options), key=attrgetter("is_full", "likely_s"))
     made = (_of_most_room(request, models, cluster, each) for each in tries[:TRIES])
     fitting = list(islice(filter(None, made), ENOUGH))
     if not fitting:
@@ -156,6 +156,11 @@ class _Try:
     units: _Units
     share: float
     likely_s: float
+
+    @property
+    def is_full(self) -> bool:
+        """Tells whether activations probably leave too little for the weights that stay on the devices."""
+        return self.share * self.units.ranks * self.units.room_bytes < self.units.stays_bytes
 
 
 def _tries(
@@ -249,8 +254,12 @@ class _Units:
     @property
     def may_fit(self) -> bool:
         """Returns whether each rank can have a block, and the devices what has to stay on them."""
-        stays = int(self.held[~self.may_go].sum())
-        return self.ranks < len(self.ends) and stays <= self.ranks * self.room_bytes
+        return self.ranks < len(self.ends) and self.stays_bytes <= self.ranks * self.room_bytes
+
+    @property
+    def stays_bytes(self) -> int:
+        """Returns the bytes of the units that cannot go to the host."""
+        return int(self.held[~self.may_go].sum())
 
     def likely_share(self, choice: _HostChoice) -> float:
         """Returns the share of the devices that activations leave for weights, those of the microbatches that
