@@ -654,10 +654,11 @@ class Trainer(transformers.Trainer, ABC):
         return self._engine
 
     def microbatches_of_call(self) -> int:
-        """Returns into how many microbatches a call is divided: those of the plan, among the batches of an
-        update.
+        """Returns into how many microbatches a call is divided: those of the plan's replicas, among the
+        batches of an update.
         """
-        return max(1, self.engine.plan.microbatches // self.args.gradient_accumulation_steps)
+        plan = self.engine.plan
+        return max(1, plan.microbatches * plan.axes.replicas // self.args.gradient_accumulation_steps)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context in which models compute."""
