@@ -119,11 +119,14 @@ class Cost:
 
 
 class _KnownSlots(ABC):
-    """Keeps the slots of an instruction, which are asked for a dozen times while a graph is built."""
+    """Keeps the slots of an instruction, which are asked for a dozen times while a graph is built, and a text
+    of it; tapes at other lengths share the instruction.
+    """
 
-    __slots__ = ("_defined", "_read")
+    __slots__ = ("_defined", "_read", "_text")
     _read: tuple[int, ...]
     _defined: tuple[int, ...]
+    _text: tuple[str, ...]
 
 
 @final
@@ -190,6 +193,15 @@ class Instruction(_KnownSlots):
             defined = tuple(leaf.slot for leaf in leaves(self.out) if isinstance(leaf, Ref))
             object.__setattr__(self, "_defined", defined)
             return iter(defined)
+
+    def text(self, write: Callable[[Instruction], tuple[str, ...]]) -> tuple[str, ...]:
+        """Returns what `write`, always the same function, has written of the instruction."""
+        try:
+            return self._text
+        except AttributeError:
+            text = write(self)
+            object.__setattr__(self, "_text", text)
+            return text
 
     def parameters(self) -> tuple[str, ...]:
         """Returns the canonical names of the parameters that the instruction uses."""

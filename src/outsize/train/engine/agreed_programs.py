@@ -16,7 +16,7 @@ from typing import Any, final
 from outsize.ir.plan import Plan
 from outsize.program.python_reads import PythonRead
 from outsize.program.replaying.modes import current_modes
-from outsize.program.tape import Modes, Ref, Weight
+from outsize.program.tape import Instruction, Modes, Ref, Weight
 from outsize.program.tree import map_leaves
 from outsize.train.batch.batch import Batch
 from outsize.train.crew.crew import Crew
@@ -131,7 +131,7 @@ def _path(variant: Variant) -> str:
 
 def _values_of(variants: Sequence[Variant]) -> dict[str, str]:
     """Returns the texts of all values that the programs have read, by the places of their reads."""
-    distinct = {variant.number: variant for variant in variants}.values()
+    distinct = {id(variant.reads): variant for variant in variants}.values()
     return _by_place(pair for variant in distinct for pair in variant.reads.values())
 
 
@@ -140,15 +140,22 @@ def _code_of(variants: Sequence[Variant], live: frozenset[str]) -> dict[str, str
     by_module: dict[str, list[str]] = {}
     for variant in {variant.number: variant for variant in variants}.values():
         for call in variant.tape.instructions:
-            name = call.target if isinstance(call.target, str) else text_of(call.target)
-            arguments = call.args, call.kwargs
+            apart, numbered = call.text(_written)
             for module in {call.frame, call.target if call.is_leaf else call.frame}:
-                apart = text_of(map_leaves(partial(_argument, numbered=False), arguments))
-                by_module.setdefault(str(module), []).append(f"{name} {apart}")
+                by_module.setdefault(str(module), []).append(apart)
             if not live:
-                numbered = text_of(map_leaves(partial(_argument, numbered=True), arguments))
-                by_module.setdefault(WHOLE, []).append(f"{name} {numbered} -> {call.out!r}")
+                by_module.setdefault(WHOLE, []).append(numbered)
     return {name: _digest("\n".join(calls)) for name, calls in by_module.items() if name not in live}
+
+
+def _written(call: Instruction) -> tuple[str, str]:
+    """Returns the text of a call as its module makes it, and as the whole program does."""
+    name = call.target if isinstance(call.target, str) else text_of(call.target)
+    apart, numbered = (
+        text_of(map_leaves(partial(_argument, numbered=numbered), (call.args, call.kwargs)))
+        for numbered in (False, True)
+    )
+    return f"{name} {apart}", f"{name} {numbered} -> {call.out!r}"
 
 
 def _argument(leaf: Any, *, numbered: bool) -> str:
