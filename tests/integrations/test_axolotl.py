@@ -24,28 +24,46 @@ lora_mlp_kernel: false
 lora_qkv_kernel: false
 lora_o_kernel: false
 """
+ROWS = "datasets:\n  - path: {folder}/rows.json\n    ds_type: json\n    type: alpaca\n"
+PAIRS = """datasets:
+  - path: {folder}/pairs.json
+    ds_type: json
+    split: train
+    type:
+      field_prompt: instruction
+      field_chosen: chosen
+      field_rejected: rejected
+"""
+METHODS = {
+    "lora": ROWS + LORA,
+    "full": ROWS,
+    "qlora": ROWS + LORA.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true"),
+    "packed": f"{ROWS}sample_packing: true\n",
+    "dpo": f"{PAIRS}{LORA}rl: dpo\n",
+}
 
 
 def written(folder: Path, name: str, more: str) -> str:
     file = folder / f"{name}.yaml"
+    packing = "" if "sample_packing" in more else "sample_packing: false\n"
+    more = packing + more.replace("{folder}", str(folder))
     file.write_text(
         f"base_model: {folder}/model\noutput_dir: {folder}/{name}\ndataset_prepared_path: {folder}/prepared\n"
-        f"datasets:\n  - path: {folder}/rows.json\n    ds_type: json\n    type: alpaca\nsequence_len: 64\n"
+        "sequence_len: 64\n"
         "micro_batch_size: 2\ngradient_accumulation_steps: 4\nmax_steps: 3\nlearning_rate: 1.0e-2\n"
         "lr_scheduler: constant\noptimizer: adamw_torch\nlogging_steps: 1\nbf16: false\nfp16: false\n"
-        "tf32: false\nsample_packing: false\npad_to_sequence_len: false\nsave_strategy: 'no'\nseed: 1\n"
-        + more
+        "tf32: false\npad_to_sequence_len: false\nsave_strategy: 'no'\nseed: 1\n" + more
     )
     return str(file)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_split_run_is_the_plain_one(method: str, tmp_path: Path) -> None:
     programs = environment_of("axolotl")
     run(programs, "python", str(HERE / "framework_model.py"), str(tmp_path))
-    more = LORA if method == "lora" else ""
+    more = METHODS[method]
     worker = str(HERE / "axolotl_worker.py")
     run(programs, "python", worker, written(tmp_path, "plain", OWN + more), str(tmp_path / "plain.json"))
     commands = {"one": ["python"], "two": ["outsize", "run", "--nproc-per-node", "2"]}
