@@ -25,21 +25,11 @@ lora_qkv_kernel: false
 lora_o_kernel: false
 """
 ROWS = "datasets:\n  - path: {folder}/rows.json\n    ds_type: json\n    type: alpaca\n"
-PAIRS = """datasets:
-  - path: {folder}/pairs.json
-    ds_type: json
-    split: train
-    type:
-      field_prompt: instruction
-      field_chosen: chosen
-      field_rejected: rejected
-"""
 METHODS = {
     "lora": ROWS + LORA,
     "full": ROWS,
     "qlora": ROWS + LORA.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true"),
     "packed": f"{ROWS}sample_packing: true\n",
-    "dpo": f"{PAIRS}{LORA}rl: dpo\n",
 }
 
 

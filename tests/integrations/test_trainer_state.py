@@ -76,6 +76,7 @@ def asking_the_model(base: Any) -> Any:
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             outputs = model(**inputs)
             loss = outputs.loss * (2 if hasattr(model, "get_input_embeddings") else 1)
+            loss = loss * (3 if isinstance(model, transformers.PreTrainedModel) else 1)
             return (loss, outputs) if return_outputs else loss
 
     return Asking

@@ -154,11 +154,20 @@ class SplitModel(ModelStandIn):
 
 @final
 class CalledModel(ModelStandIn):
-    """Stands for a model whose calls are met at the model itself, with all that code may ask of it."""
+    """Stands for a model whose calls are met at the model itself, with all that code may ask of it.
+
+    It is an instance of the model's class, too: trainers look whether a model has adapters of peft.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.module = model
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the model's class."""
+        modules: dict[str, Any] = vars(self).get("_modules", {})
+        return type(modules.get("module", self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns."""

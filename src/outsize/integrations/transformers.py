@@ -128,15 +128,12 @@ class Trainer(transformers.Trainer, ABC):
         self._predicted = deque[tuple[Any, Any]]()  # batches that have run ahead, each with what it gave
         self._known: list[Any] = []
         self._processes = 1
-        self._count: int | None = None  # of the whole model's weights, by its class
         self._attached: Any = None
         super().__init__(*args, **kwargs)
         accelerator: Any = self.accelerator
         accelerator.go_on()
         if self._processes > 1:
             self._draw_alike()
-            counting: Any = getattr(_counting_model(self.model), "num_parameters", None)
-            self._count = None if counting is None else counting(exclude_embeddings=True)
 
     def _draw_alike(self) -> None:
         """Sets the generators to those of rank 0: a trainer may have seeded each rank for data of its own."""
@@ -356,19 +353,6 @@ class Trainer(transformers.Trainer, ABC):
         with torch.autocast(self.args.device.type, enabled=False):
             answer = ModelAnswer(self.model, self.outputs_of(output))
             return self.compute_loss(answer, dict(inputs), num_items_in_batch=items)
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Returns the operations of a batch, by the weights of the whole model: a weight in few bits counts
-        otherwise where it has no values.
-        """
-        if self._count is None:
-            return super().floating_point_ops(inputs)
-        counting, count = _counting_model(self.model), self._count
-        vars(counting)["num_parameters"] = lambda *_, **__: count
-        try:
-            return super().floating_point_ops(inputs)
-        finally:
-            del vars(counting)["num_parameters"]
 
     # -- evaluation and prediction -----------------------------------------------------------------------
 
@@ -702,11 +686,6 @@ class Trainer(transformers.Trainer, ABC):
             else:
                 prepared = self.get_train_dataloader()
             return next(iter(DataLoader(prepared.dataset, batch_size=count, collate_fn=prepared.collate_fn)))
-
-
-def _counting_model(model: Any) -> Any:
-    """Returns the model whose class counts its weights: that below adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _step_of(step: Callable[..., Tensor], model: nn.Module, items: Any, batch: Any) -> Tensor:
