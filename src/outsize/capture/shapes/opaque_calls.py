@@ -71,11 +71,13 @@ class OpaqueCalls:
     def _agrees(self, instruction: Instruction, metas: Sequence[Meta], target: Any) -> bool:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         module = target if isinstance(target, nn.Module) else nn.Module()
+        # Weights that this rank has freed are on meta.
+        device = next((metas[slot].device for slot in instruction.defines()), torch.device("cpu"))
         with (
             mode,
             hidden_fakes(),
             quiet_fakes(),
-            FakeModel(module, mode, torch.device("cpu")),
+            FakeModel(module, mode, device) as fakes,
             torch.no_grad(),
         ):
 
@@ -83,7 +85,8 @@ class OpaqueCalls:
                 if isinstance(leaf, Ref):
                     return fake_of(metas[leaf.slot], mode)
                 if isinstance(leaf, Weight):
-                    return fake_like(weight_named(self._model, leaf.name), mode)
+                    weight = weight_named(self._model, leaf.name)
+                    return fake_like(weight, mode, fakes.device_for(weight))
                 return leaf
 
             arguments = map_leaves(value, (instruction.args, instruction.kwargs))
