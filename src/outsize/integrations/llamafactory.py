@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
         raise BadOption(
             "LLaMA-Factory's v1 is started by the name of its trainer and a file",
             numbers=f"trainers: {', '.join(_TRAINERS)}",
-            next_step="outsize run -m outsize.integrations.llamafactory sft train.yaml",
+            next_step="python -m outsize.integrations.llamafactory sft train.yaml",
         )
     v1 = "llamafactory.v1"
     plugins = import_module(f"{v1}.plugins.trainer_plugins.distributed.hub").DistributedPlugin

@@ -11,7 +11,8 @@ of a class that has this package's Trainer before the one that was asked for:
 
 Its name, its signature and `isinstance` are theirs. A program that is started by a command is left as it is:
 
-    outsize run -m outsize.integrations.trainers stages=2 -m llamafactory.launcher train.yaml
+    python -m outsize.integrations.trainers stages=2 -m llamafactory.launcher train.yaml
+    outsize run --nproc-per-node 2 -m outsize.integrations.trainers stages=2 -m llamafactory.launcher train.yaml
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 else:
     transformers = import_package("transformers", extra="hf")
 
-_USAGE: Final = "outsize run -m outsize.integrations.trainers stages=2 train.py"
+_USAGE: Final = "outsize run --nproc-per-node 2 -m outsize.integrations.trainers stages=2 train.py"
 
 
 def split_trainers(plan: Plan | Request | str | Path | None = None, **options: Any) -> ExitStack:
