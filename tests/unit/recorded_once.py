@@ -26,8 +26,8 @@ from outsize.program.replaying.modes import current_modes
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves
 from outsize.train.batch.batch import Batch
+from outsize.train.variants.input_guards import InputGuards
 from outsize.train.variants.model_state import snapshot
-from outsize.train.variants.variant import InputGuards
 
 _RECORD: Any = getattr(fallbacks, "_recorded")  # noqa: B009 - private; what each call of `record` ends in
 _CACHES: Any = getattr(fallbacks, "Caches")  # noqa: B009 - private; walks all that the model reaches
@@ -64,6 +64,8 @@ class _LateCaches:
 
 
 def _record_once(among: Hashable, call: Any, rule: Any, caches: Any, home: Any) -> Tape:
+    if rule.numbers is not None:  # Numbers or lengths that are followed are in this tape alone.
+        return _RECORD(call, rule, caches.made, home)
     model, part = call.model, Batch(call.args, call.kwargs, call.target)
     of_call = part.signature(), call.loss_fn, str(home), current_modes()
     key = among, _model_key(model), *of_call, torch.float32

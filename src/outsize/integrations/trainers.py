@@ -12,7 +12,7 @@ of a class that has this package's Trainer before the one that was asked for:
 Its name, its signature and `isinstance` are theirs. A program that is started by a command is left as it is:
 
     python -m outsize.integrations.trainers stages=2 -m llamafactory.launcher train.yaml
-    outsize run --nproc-per-node 2 -m outsize.integrations.trainers stages=2 -m llamafactory.launcher train.yaml
+    outsize run --nproc-per-node 2 -m outsize.integrations.trainers stages=2 train.py
 """
 
 from __future__ import annotations

@@ -318,6 +318,9 @@ class _Replay:
                 elif number != size.recorded:
                     raise _Unfollowed
         guards = dict.fromkeys(guard.expr for guard in self._shape_env.guards)
+        known = {*self._symbols}
+        if any(each.free_symbols - known for each in (*expressions, *guards)):
+            raise _Unfollowed  # It follows from values, such as how many entries of a mask are set.
         return SymbolicShapes(tuple(self._symbols), tuple(expressions), places, tuple(guards), self._opaque)
 
 
