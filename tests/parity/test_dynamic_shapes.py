@@ -254,7 +254,7 @@ def test_two_lengths_and_the_number_of_samples_vary(recordings: Recordings) -> N
     assert recordings.all - before <= 12
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])
 def test_language_models_at_each_length(name: str, recordings: Recordings) -> None:
     draw = torch.Generator().manual_seed(0)
     batches: list[Batch] = []

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, fake_of, hidden_fakes, quiet_fakes
+from outsize.capture.fakes.grouped_products import grouped_products
 from outsize.errors.interruptions import raise_interruption
 from outsize.program.replaying.replay import bindings
 from outsize.program.tape import Instruction, Meta, Ref, Tape, Weight
@@ -75,6 +76,7 @@ class OpaqueCalls:
         device = next((metas[slot].device for slot in instruction.defines()), torch.device("cpu"))
         with (
             mode,
+            grouped_products(),
             hidden_fakes(),
             quiet_fakes(),
             FakeModel(module, mode, device) as fakes,

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes
+from outsize.capture.fakes.grouped_products import grouped_products
 from outsize.capture.recording.module_equality import Kinds
 from outsize.capture.shapes.opaque_calls import kind_of_code
 from outsize.errors.interruptions import raise_interruption
@@ -202,7 +203,13 @@ class _Replay:
         return (tensor.shape if size.kind == "size" else tensor.stride())[size.dim]
 
     def run(self, model: nn.Module, device: torch.device) -> SymbolicShapes:
-        with self._mode, hidden_fakes(), quiet_fakes(), FakeModel(model, self._mode, device) as fakes:
+        with (
+            self._mode,
+            grouped_products(),
+            hidden_fakes(),
+            quiet_fakes(),
+            FakeModel(model, self._mode, device) as fakes,
+        ):
             self._weights = {weight.name: tensor for weight, tensor in fakes.fakes_of_weights()}
             self._kinds = Kinds(fakes.modules)
             self._define_inputs()

@@ -26,7 +26,7 @@ from outsize.capture.guards.check import ReadGuards
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers, Unfollowed
 from outsize.capture.shapes.dynamic_tape import DynamicTape, SizedTape, varying_sizes
 from outsize.capture.shapes.symbolic_shapes import Sizes
-from outsize.errors import OutsizeError
+from outsize.errors.interruptions import raise_interruption
 from outsize.program.lengths import Lengths
 from outsize.program.python_reads import SizeOf
 from outsize.program.tape import Tape
@@ -37,7 +37,7 @@ from outsize.train.variants.number_inputs import agree
 
 Record = Callable[[PlantedNumbers | None], Tape]
 # A family whose programs could not be followed so often is recorded at each length.
-_MOST_TRIALS: Final = 3
+_MOST_FAILURES: Final = 3
 _FAMILIES: Final = 16
 _RECORDED: Final = 4
 
@@ -49,7 +49,7 @@ class _Family:
 
     followed: list[tuple[DynamicTape, ReadGuards]] = field(default_factory=list)
     recorded: list[SizedTape] = field(default_factory=list)
-    trials: int = 0
+    failures: int = 0
 
 
 @final
@@ -84,14 +84,14 @@ class DynamicShapes:
         for found in self._found_in(family, part, given, home):
             return found
         sizes = [*(tuple(tensor.shape) for tensor in tensors), given]
-        pairs = _pairs(family.recorded, sizes) if family.trials < _MOST_TRIALS else iter(())
+        pairs = _pairs(family.recorded, sizes) if family.failures < _MOST_FAILURES else iter(())
         for pair, varying in pairs:
-            family.trials += 1
             made = self._followed(pair, varying, home, lambda n: SizedTape(record(n), given))
             if made is not None:
                 family.followed.append((made, ReadGuards(made.followed.reads, ())))
                 for found in self._found_in(family, part, given, home):
                     return found
+            family.failures += 1
             break
         tape = record(None)
         if tape.loss_detail is None and not tape.decisions:
@@ -123,7 +123,10 @@ class DynamicShapes:
         """Returns the tape of this batch with lengths as inputs, if it is that of others at their lengths."""
         try:
             followed = record(PlantedNumbers({}, follows=True, sizes=varying))
-        except (Unfollowed, OutsizeError):
+        except Unfollowed:
+            return None
+        except Exception as error:  # What a symbolic number broke in the user's code.
+            raise_interruption(error)
             return None
         made = DynamicTape.of(followed, pair, self._model, home)
         if made is None:
