@@ -256,6 +256,11 @@ class Variants:
 
     def _tape(self, part: Batch, loss_fn: LossFn | None) -> FoundTape:
         """Returns the tape of a microbatch: recorded, or that of other lengths with its lengths put in."""
+        if self._options.tensor is not None or self._options.context is not None:
+            # A rank's own part is made anew for each length; two of several runs of ep over ragged
+            # batches ended as hung while lengths were followed, which is not explained yet.
+            tape = self._record(part, loss_fn)
+            return FoundTape(tape, InputGuards(tape, self._model, self._home()))
         kind = self._model.training, self._state, current_modes(), id(loss_fn), self.changes.live
         return self._shapes.tape(part, kind, self._home(), partial(self._record, part, loss_fn))
 
