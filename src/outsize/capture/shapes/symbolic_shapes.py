@@ -111,7 +111,7 @@ class SymbolicShapes:
             return None
         known = zip(self._polynomials, self.expressions, strict=True)
         return [
-            _value_of(terms, numbers) if terms is not None else _integer(expression.xreplace(values))
+            _value_of(terms, numbers) if terms is not None else int(expression.xreplace(values))  # pyright: ignore[reportArgumentType]
             for terms, expression in known
         ]
 
@@ -141,10 +141,6 @@ def _value_of(terms: _Polynomial, numbers: Sequence[int]) -> int:
         factor * prod(n**exponent for n, exponent in zip(numbers, exponents, strict=True) if exponent)
         for exponents, factor in terms
     )
-
-
-def _integer(number: Any) -> int:
-    return int(number)
 
 
 def symbolic_shapes(

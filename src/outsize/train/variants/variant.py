@@ -120,7 +120,7 @@ _FORMS: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What the variants of one program at several lengths share: all but their numbers and shapes.
+    """Holds what the variants of one program at several lengths share: all but their numbers and shapes.
 
     `placed` says where weights lived when the program was cut.
     """
@@ -257,8 +257,7 @@ class Variants:
     def _tape(self, part: Batch, loss_fn: LossFn | None) -> FoundTape:
         """Returns the tape of a microbatch: recorded, or that of other lengths with its lengths put in."""
         if self._options.tensor is not None or self._options.context is not None:
-            # A rank's own part is made anew for each length; two of several runs of ep over ragged
-            # batches ended as hung while lengths were followed, which is not explained yet.
+            # Ranks that divide a model record each length: docs/decisions/0254 says why.
             tape = self._record(part, loss_fn)
             return FoundTape(tape, InputGuards(tape, self._model, self._home()))
         kind = self._model.training, self._state, current_modes(), id(loss_fn), self.changes.live
