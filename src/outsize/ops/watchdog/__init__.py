@@ -7,7 +7,8 @@
     nothing moved for 10 s
       alarm/0  ------------->  alarm/0  ------------------->  sees it
       report/0/0 ----------->  report/0/0, report/0/1  <----  report/0/1                (no report)
-      reads all reports, and the process table for ranks without one
+      reads all reports, and the process table for ranks without one; what looks like a hang is asked for
+      again some seconds later, and ranks that have moved meanwhile are no part of it
       verdict/0 ------------>  verdict/0  ------------------>  ends as well, or goes on
 
 A step costs two short calls on the main thread; the marks that the interpreter makes anyway say where it is.

@@ -107,7 +107,7 @@ def _kind(
     report = reports[rank]
     if report.card.doing == "left":
         return "left"
-    if report.where == "debugger":
+    if report.where == "debugger" or not report.still:
         return "busy"
     if not report.card.doing or report.where == "saves":
         return "between"

@@ -53,7 +53,8 @@ class RankReport:
     """Holds the state that a rank reports of itself at an alarm.
 
     `waits` are the transfers that hold it up; a rank that waits without one is in a collective, and waits for
-    all ranks that are not. `busy` is the share of the time since it last moved in which it computed.
+    all ranks that are not. `busy` is the share of the time since it last moved in which it computed. A rank
+    that is not `still` has moved since its report before this one.
     """
 
     card: Card
@@ -66,6 +67,7 @@ class RankReport:
     busy: float
     is_first: bool
     waits: tuple[Wait, ...] = ()
+    still: bool = True
 
     def to_json(self) -> str:
         """Returns the report as text for the store."""
@@ -81,7 +83,7 @@ class RankReport:
     @property
     def is_idle_in_backward(self) -> bool:
         """Tells whether the rank is in torch's backward and computes nothing: something in it waits."""
-        return self.where == "backward" and self.busy <= BUSY_SHARE
+        return self.still and self.where == "backward" and self.busy <= BUSY_SHARE
 
     @property
     def has_waited(self) -> bool:
@@ -91,7 +93,12 @@ class RankReport:
     @property
     def is_waiting(self) -> bool:
         """Tells whether the rank can go on only after others have."""
-        return self.where in ("waits", "collective", "saves")
+        return self.still and bool(self.waits_at)
+
+    @property
+    def waits_at(self) -> tuple[str, ...]:
+        """Returns the line and the call in which the rank waits; nothing where it does not."""
+        return (self.line, self.call) if self.where in ("waits", "collective", "saves") else ()
 
 
 @final

@@ -110,6 +110,20 @@ def test_a_rank_that_computes_or_runs_for_the_first_time_is_no_hang() -> None:
         assert diagnose(of(waiting, fine), {}).kind == "busy"
 
 
+def test_a_rank_that_has_moved_since_its_last_report_hangs_nobody() -> None:
+    pairs: list[tuple[Where, Where]]
+    pairs = [("waits", "collective"), ("collective", "collective"), ("waits", "runs")]
+    for where, other in pairs:
+        before, behind = report(0, where, step=13), report(1, other)
+        assert diagnose(of(before, behind), {}).is_hang
+        assert diagnose(of(before, replace(behind, still=False)), {}).kind == "busy"
+        assert not diagnose(of(replace(before, still=False), behind), {}).is_hang
+    moved = replace(report(0, "waits", 1), still=False)
+    assert diagnose(of(moved), {1: silent(1, "gone", doing="left")}) == NOTHING
+    hidden = replace(report(0, "backward"), stalled_s=21.0, still=False)
+    assert diagnose(of(hidden), {}) == NOTHING
+
+
 def test_a_rank_that_has_ended_the_step_is_not_waited_for() -> None:
     done = report(1, "runs", doing="", step=13)
     assert diagnose(of(report(0, "waits"), done, report(2, "runs", doing="")), {}).culprits == (2,)

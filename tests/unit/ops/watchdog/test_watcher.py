@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +25,35 @@ from outsize.run.stage.stage import run_backward
 TIMEOUT_S = 0.4
 
 
+class HeardStore:
+    """A store that calls `heard(key)` after each message."""
+
+    def __init__(self, store: Any, heard: Callable[[str], None]) -> None:
+        self._store, self._heard = store, heard
+
+    def set(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+        self._heard(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 class Ranks:
     """Watchers of `count` ranks in this process, whose main threads wait here for `freed`."""
 
-    def __init__(self, count: int, on_hang: str = "end") -> None:
+    def __init__(
+        self, count: int, on_hang: str = "end", heard: Callable[[str], None] = lambda key: None
+    ) -> None:
         self.said: list[str] = []
         self.ended: list[RunHung | None] = []
+        self.started: list[Watchdog] = []
         self.freed = threading.Event()
         self.progresses = [Progress(range(count)) for _ in range(count)]
         store, options = HashStore(), WatchOptions(TIMEOUT_S, on_hang)  # pyright: ignore[reportArgumentType]
+        stores = [HeardStore(PrefixStore("w", store), heard) for _ in range(count)]
         runs = [
-            WatchedRun(PrefixStore("w", store), rank, count, self.said.append, self.ended.append)
+            WatchedRun(stores[rank], rank, count, self.said.append, self.ended.append)
             for rank in range(count)
         ]
         self.watchers = [Watchdog(p, run, options) for p, run in zip(self.progresses, runs, strict=True)]
@@ -56,9 +76,9 @@ class Ranks:
         return thread
 
     def start(self, *which: int) -> None:
-        self.started = [self.watchers[rank] for rank in which]
-        for watcher in self.started:
-            watcher.start()
+        for rank in which:
+            self.watchers[rank].start()
+            self.started.append(self.watchers[rank])
 
     def stop(self) -> None:
         self.freed.set()
@@ -103,11 +123,45 @@ def test_a_deadlock_ends_all_ranks_or_is_said(on_hang: str) -> None:
         assert ranks.ended.count(None) == 1  # one rank says it, the other ends with it
 
 
+@pytest.mark.parametrize("goes_on_to", ["another step", "code of its own"])
+def test_who_goes_on_after_its_report_waits_for_nobody(goes_on_to: str) -> None:
+    """Rank 0 waits for rank 1, which is slow, and raises the alarm. Just then rank 1 comes and waits for
+    rank 0, which goes on: each was seen to wait for the other, though never at one time.
+    """
+    later, threads = threading.Event(), list[threading.Thread]()
+
+    def heard(key: str) -> None:
+        if "report" in key and not ranks.freed.is_set():
+            ranks.freed.set()
+            threads[0].join()
+            if goes_on_to == "another step":
+                waits(0, 4)
+            waits(1, 3)
+            ranks.start(1)
+        elif key.endswith("verdict"):
+            later.set()
+
+    def waits(rank: int, step: int) -> None:
+        ranks.progresses[rank].begin("step", step)
+        thread = threading.Thread(target=in_collective, args=(later,), daemon=True)
+        thread.start()
+        ranks.progresses[rank].thread = thread.ident or 0
+        until(lambda: stack_of(thread.ident or 0).where == "collective")
+
+    ranks = Ranks(2, heard=heard)
+    threads.append(ranks.step(0, wait=True))
+    ranks.start(0)
+    until(later.is_set)
+    until(lambda: ranks.ended or ranks.watchers[0]._board.alarm)
+    ranks.stop()
+    assert ranks.ended == []
+
+
 def test_a_rank_without_a_watcher_is_looked_up_in_the_process_table() -> None:
     ranks = Ranks(2)
     ranks.step(0, wait=True)
     ranks.start(0)
-    until(lambda: ranks.ended or ranks.watchers[0]._alarm)
+    until(lambda: ranks.ended or ranks.watchers[0]._board.alarm)
     ranks.stop()
     assert ranks.said == []  # the process of this rank is this one, and it computes or sleeps
 
