@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import outsize
-from outsize.errors import BadOption, RankFailed, WorldMismatch
+from outsize.errors import BadOption, RankFailed, RunHung, WorldMismatch
 from outsize.train.split.module import SplitModule
 from outsize.train.world.join import join
 from outsize.train.world.local_ranks import run_in_forks
@@ -38,19 +38,15 @@ def on_two_ranks(work: Work, **how: Any) -> None:
     run_in_forks(2, rank)
 
 
-def test_a_rank_that_skips_a_backward_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_skips_a_backward_is_named() -> None:
     def work(model: SplitModule, example: Example, rank: int) -> None:
         loss = F.cross_entropy(model(*example.args), example.target)
         if rank == 0:
             loss.backward()
         model(*example.args)
 
-    with pytest.raises(RankFailed):
+    with pytest.raises(RunHung, match=r"(?s)forward.*backward|backward.*forward"):
         on_two_ranks(work)
-    said = capfd.readouterr().err
-    assert "RunHung" in said
-    assert "backward" in said
-    assert "forward" in said
 
 
 def test_a_rank_that_skips_a_call_is_named(capfd: pytest.CaptureFixture[str]) -> None:
@@ -59,11 +55,9 @@ def test_a_rank_that_skips_a_call_is_named(capfd: pytest.CaptureFixture[str]) ->
             F.cross_entropy(model(*example.args), example.target).backward()
         torch.distributed.barrier()
 
-    with pytest.raises(RankFailed):
+    with pytest.raises(RunHung, match="barrier"):
         on_two_ranks(work)
-    said = capfd.readouterr().err
-    assert "RunHung" in said
-    assert "barrier" in said
+    assert "RunHung" not in capfd.readouterr().err, "who has forked the ranks raises it"
 
 
 def test_a_rank_with_another_batch_is_named() -> None:

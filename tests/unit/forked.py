@@ -36,7 +36,10 @@ def on_ranks(folder: Path, count: int, work: Callable[[dist.ProcessGroup], Any])
 
 
 def in_forks(folder: Path, count: int, work: Callable[[int], None], patience_s: float = WHOLE_S) -> None:
-    """`work(rank)` in so many forks, a thread each; when one fails the others are ended, and it is told."""
+    """`work(rank)` in so many forks, a thread each; when one fails the others are ended, and it is told.
+
+    What is written to a fork's stderr, by C++ too, is part of that, and goes to this process's otherwise.
+    """
     preload()
     context = multiprocessing.get_context("fork")
     started = [context.Process(target=_rank, args=(folder, r, work), daemon=True) for r in range(count)]
@@ -49,9 +52,15 @@ def in_forks(folder: Path, count: int, work: Callable[[int], None], patience_s: 
         wait([process.sentinel for process in waiting], deadline - time.monotonic())
     for process in waiting:
         process.kill()
-    said = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.txt")))
-    assert said or not waiting, f"ranks still wait for each other after {patience_s:.0f} s"
-    assert all(process.exitcode == 0 for process in started), said
+    codes = [process.exitcode for process in started]
+    written = [folder / f"rank{rank}.stderr" for rank in range(count)]
+    texts = [path.read_text(errors="backslashreplace") for path in written if path.exists()]
+    for path in written:
+        path.unlink(missing_ok=True)
+    said = "\n".join([*(path.read_text() for path in sorted(folder.glob("rank*.txt"))), *texts])
+    failed = waiting or any(codes)
+    assert not failed, f"ranks have ended with {codes}; None still waited for others\n{said}"
+    os.write(2, "".join(texts).encode())
 
 
 def _rank(folder: Path, rank: int, work: Callable[[int], None]) -> None:
@@ -59,6 +68,7 @@ def _rank(folder: Path, rank: int, work: Callable[[int], None]) -> None:
         gc.freeze()  # what the parent has is not looked through, and not copied, again and again
         reset_malloc()
         torch.set_num_threads(1)
+        os.dup2(os.open(folder / f"rank{rank}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         work(rank)
     except BaseException:
         (folder / f"rank{rank}.txt").write_text(f"rank {rank}:\n{traceback.format_exc()}")

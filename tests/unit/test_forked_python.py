@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from forked import in_forks
 from forked_python import forked_interpreters
 
 SCRIPT = """
@@ -108,3 +109,14 @@ def test_a_module_of_another_folder_is_forgotten(tmp_path: Path, monkeypatch: py
     finally:
         del sys.modules["toy_of_two"]
     assert found == (0, "ours\n", "")
+
+
+def test_what_a_rank_has_written_before_it_ends_itself_is_told(tmp_path: Path) -> None:
+    """As the watchdog does, whose text would be lost with the fork's stderr otherwise."""
+
+    def rank(number: int) -> None:
+        os.write(2, f"written by rank {number}\n".encode())
+        os._exit(4 * number)
+
+    with pytest.raises(AssertionError, match=r"(?s)have ended with .*4\].*written by rank 1"):
+        in_forks(tmp_path, 2, rank)

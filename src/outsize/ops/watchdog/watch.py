@@ -1,7 +1,7 @@
 """A callback that watches each rank: its connection to the store, where it speaks, how it ends the process.
 
-`outsize run` shows the error that the rank records; under any other launcher the rank says it itself. The
-process ends without waiting for its main thread, which hangs.
+`outsize run` shows the error that the rank records, and who has forked ranks raises it; under any other
+launcher the rank says it itself. The process ends without waiting for its main thread, which hangs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from outsize.run.transport.run_secret import sealed_store
 from outsize.train.context.callback import Callback, StartFacts
 from outsize.train.world.failure import shown, write_failure
 from outsize.train.world.join import error_file, run_secret
+from outsize.train.world.rendezvous import STORE
 from outsize.train.world.world import World
 
 STDERR: Final = 2
@@ -63,12 +64,19 @@ def _watch(progress: Progress, world: World, options: WatchOptions) -> None:
         rank=world.rank,
         world_size=world.world_size,
         say=_say,
-        end=partial(_end, is_supervised=ON_HANG in world.variables),  # Our launcher shows what ends a rank.
+        end=partial(_end, is_supervised=_is_supervised(world)),
     )
     watcher = Watchdog(progress, run, options)
     progress.watched_by(watcher.absent)
     watcher.start()
     atexit.register(watcher.stop)
+
+
+def _is_supervised(world: World) -> bool:
+    """Tells whether whoever has started this rank shows the error that it records: our launcher, or the
+    process whose fork it is.
+    """
+    return ON_HANG in world.variables or (STORE in world.variables and error_file() is not None)
 
 
 def _own_connection() -> Any:

@@ -5,7 +5,8 @@ A worker that ends with an exception writes a record in torch elastic's error-fi
 
     {"message": {"message": "ValueError: boom",
                  "extraInfo": {"py_callstack": ..., "timestamp": "1730000000",        torch's, in seconds
-                               "time_ns": 1730000000123456789, "shown": ..., "exit_code": 1, "ours": false}}}
+                               "time_ns": 1730000000123456789, "shown": ..., "exit_code": 1, "ours": false,
+                               "fields": {}}}}       of an error of outsize what raises it again elsewhere
 
 One failure brings the others down: when rank 1 dies, rank 0 sees "connection closed by peer". So the ranks
 are ordered by (is the text one of a lost connection, time), and the least of them is the root cause. Where
@@ -24,8 +25,8 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
@@ -60,6 +61,7 @@ class Failure:
     call_stack: str = ""
     ours: bool = False
     absence: str = ""
+    fields: Mapping[str, str | bool] = field(default_factory=dict[str, str | bool])
 
     def to_json(self) -> str:
         """Returns the failure as text for the agents of other machines."""
@@ -123,6 +125,7 @@ def write_failure(path: Path, error: BaseException, exit_code: int) -> None:
         "shown": shown(error, call_stack),
         "exit_code": exit_code,
         "ours": ours,
+        "fields": error.fields() if isinstance(error, OutsizeError) else {},
     }
     record = {"message": {"message": _summary(error), "errorCode": exit_code, "extraInfo": extra}}
     try:
@@ -152,6 +155,7 @@ def read_failure(record: Path, *, rank: int, pid: int, exit_code: int | None) ->
         shown=str(extra.get("shown", extra.get("py_callstack", _last_words(fault_file(record))))),
         call_stack=str(extra.get("py_callstack", "")),
         ours=bool(extra.get("ours", False)),
+        fields=extra.get("fields", {}),
     )
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from outsize.ir.hardware.memory_share import checked_share
 from outsize.program.source_line import warn_user
@@ -22,6 +23,8 @@ from outsize.train.world.exit import end_well_outside_workers
 from outsize.train.world.rendezvous import LOOPBACK, STORE, loopback_interface
 from outsize.train.world.variables import COPIES, ON_OOM, PREFIX, SHARE, PeerCopies
 from outsize.train.world.world import World, join_world, on_one_machine, sizes_in
+
+_ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 
 
 def is_first_rank() -> bool:
@@ -66,13 +69,18 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def take_place(rank: int, ranks: int, store: Path) -> None:
-    """Makes this process a rank of a run on this machine; `join` finds its place and the file."""
+def take_place(rank: int, ranks: int, store: Path, record: Path | None = None) -> None:
+    """Makes this process a rank of a run on this machine; `join` finds its place and the file.
+
+    Whoever has started it shows what it leaves in `record`, the file for its failure.
+    """
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0", STORE: str(store)})
+    if record is not None:
+        os.environ[_ERROR_FILE] = str(record)
 
 
 def take_rank(rank: int, ranks: int, address: str, port: int) -> None:
@@ -103,5 +111,5 @@ def run_secret() -> RunSecret | None:
 
 def error_file() -> Path | None:
     """Returns the file in which elastic expects the record of a failed worker."""
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    name = os.environ.get(_ERROR_FILE)
     return Path(name) if name else None

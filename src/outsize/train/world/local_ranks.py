@@ -13,7 +13,6 @@ It ends with the process that has started it, however that ends.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import runpy
@@ -26,9 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol, final
 
-from outsize.errors import OutsizeError, RankFailed, error_of
+from outsize.errors import RankFailed, error_of
 from outsize.files.private_folder import private_folder
-from outsize.files.replace import replace_text
 from outsize.train.world.exit import exit_code
 from outsize.train.world.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.world.join import take_place
@@ -94,7 +92,7 @@ def run_in_forks(ranks: int, work: Callable[[], None], *, joins: bool = True) ->
     run; returns when all have ended.
 
     The first rank that fails ends the others. Its traceback goes to stderr, and RankFailed is raised; an
-    error of outsize is raised itself.
+    error of outsize is raised itself, also the watchdog's, which ends all ranks.
     """
     context = multiprocessing.get_context("fork")
 
@@ -155,12 +153,12 @@ def _insist_on_success(folder: Path, processes: Sequence[_RankProcess]) -> None:
         return
     first = first_failure(failures)
     if first.ours:
-        raise error_of(json.loads((folder / f"{first.rank}.fields").read_text(encoding="utf-8")))
+        raise error_of(first.fields)
     sys.stderr.write(first.shown)
     raise RankFailed(
         first.told(len(processes)),
         numbers=f"{first.ending}, pid {first.pid}",
-        next_step="see its traceback above",
+        next_step="see its traceback above" if first.shown else "see what it has written above, if anything",
     )
 
 
@@ -177,11 +175,9 @@ def _run_rank(folder: Path, rank: int, ranks: int, work: Callable[[], None]) -> 
     """Works as a rank, one of none without a place; records its error, and returns its exit code."""
     try:
         if ranks:
-            take_place(rank, ranks, folder / "store")
+            take_place(rank, ranks, folder / "store", folder / f"{rank}.json")
         work()
     except BaseException as error:
-        if isinstance(error, OutsizeError):
-            replace_text(folder / f"{rank}.fields", json.dumps(error.fields()))
         write_failure(folder / f"{rank}.json", error, exit_code(error))
         return exit_code(error)
     return 0
