@@ -128,12 +128,33 @@ def test_flags_say_the_same() -> None:
         options.lora_asked(options.LoraKeys(r=16), 8, None)
 
 
-def test_tp_is_refused_before_a_plan_is_made_and_left_out_of_a_search() -> None:
+def test_tp_is_refused_for_formats_that_it_cannot_divide_and_left_out_of_a_search() -> None:
     wide = llama(hidden_size=128, intermediate_size=256)
-    asked: dict[str, Any] = {"cluster": "4xcpu", "request": outsize.Request(quantize="nf4", lora=4)}
-    with pytest.raises(BadOption, match=r"tp would divide codes and their blocks, and .*q_proj.*dp_shard=2"):
+    asked: dict[str, Any] = {"cluster": "4xcpu", "request": outsize.Request(quantize="int8", lora=4)}
+    said = r"tp would divide .*q_proj.* few bits: int8, where .*tp divides nf4, fp4.*dp_shard=2"
+    with pytest.raises(BadOption, match=said):
         outsize.plan(wide, (), BATCH, axes={"tp": 2}, **asked)
     assert outsize.plan(wide, (), BATCH, **asked).axes.tp == 1
+
+
+def test_tp_divides_whole_blocks_of_four_bits() -> None:
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    wide = llama(hidden_size=256, intermediate_size=512, **sizes)
+    asked: dict[str, Any] = {"request": outsize.Request(quantize="nf4", lora=4)}
+    whole, divided = (
+        outsize.fit(wide, (), BATCH, cluster=f"{tp}x2GB", axes={"tp": tp, "others": 1}, **asked)
+        for tp in (1, 2)
+    )
+    codes = sum(
+        NF4.code_bytes(m.weight.numel()) + NF4.beside_bytes(m.weight.numel(), m.weight.shape[0])
+        for name, m in wide.named_modules()
+        if type(m) is nn.Linear and name != "lm_head"
+    )
+    one, other = (answer.devices[0].weights_bytes for answer in (whole, divided))
+    assert one - other >= codes // 2
+    odd = llama(hidden_size=256, intermediate_size=384, **sizes)
+    with pytest.raises(BadOption, match=r"blocks of 64 along down_proj=6 is not divided by tp=4; 2 divides"):
+        outsize.plan(odd, (), BATCH, axes={"tp": 4}, cluster="4x2GB", **asked)
 
 
 def test_tp_is_refused_for_weights_that_are_made_of_others() -> None:

@@ -38,7 +38,7 @@ from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.program.sharding.context_parallel.rows import by_rows
 from outsize.program.sharding.expert_parallel.experts import insist_on_experts
 from outsize.program.sharding.scaled_linear import insist_on_scales_of_tensors
-from outsize.program.weights.beside import insist_on_no_codes, stored_in_few_bits
+from outsize.program.sharding.stored_weight import insist_on_divided_codes, undivided_weights
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import how_on, measure_sizes
 
@@ -278,8 +278,8 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
         return with_experts(captured, case.whole, captured.graph) if experts > 1 else captured.graph
     if tp > 1:
         insist_on_scales_of_tensors(case.whole)
-        insist_on_no_codes(case.whole, tp)
-    if stored_in_few_bits(case.whole):  # Nobody divides codes, so a search finds no degree.
+        insist_on_divided_codes(case.whole, tp)
+    if undivided_weights(case.whole):  # Nobody divides these codes, so a search finds no degree.
         none = TensorStyles(modules=(), divided=())
         with_tensor = captured.graph.model_copy(update={"tensor": none})
     else:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from types import MappingProxyType
 from typing import Final, final
 
@@ -64,6 +65,9 @@ class StorageFormat:
     held         sizes of the values that these kernels hold at their peak
     keeps_input  the library holds a layer's input until the backward, which a frozen layer does not need
     keeps_values the library holds the values from the forward to the backward, and makes them once
+    layers       the library's classes whose weights ranks can divide, by module and name; () for none
+    state        the attribute of such a weight that has its scales
+    undivided    why ranks cannot divide its weights, where they cannot
     swap         what the user's code calls so that the model stores so
     help         what the command line says of it
     """
@@ -81,6 +85,9 @@ class StorageFormat:
     held: float = 1.0
     keeps_input: bool = False
     keeps_values: bool = False
+    layers: tuple[str, ...] = ()
+    state: str = ""
+    undivided: str = ""
     swap: str
     help: str
 
@@ -88,6 +95,12 @@ class StorageFormat:
         """Returns the format with other blocks, or with scales that are not nested."""
         changed = self if block is None else replace(self, block=block)
         return replace(changed, nested=None, scale_bytes=_FLOAT) if nests is False else changed
+
+    def least_part(self, dim: int, columns: int) -> int:
+        """Returns how many rows (`dim` 0) or columns (1) of a weight hold whole blocks, so that ranks can
+        have multiples of them. Blocks lie in the order of memory, row after row.
+        """
+        return self.block if dim else self.block // gcd(self.block, columns)
 
     def code_bytes(self, elements: int) -> int:
         """Returns the bytes of the codes of a weight."""
@@ -120,6 +133,7 @@ class StorageFormat:
 
 
 _OF_FOUR_BITS: Final = NestedScales(block=256, table=256, launches=2)
+_OF_TORCHAO: Final = "torchao makes one tensor of codes and scales, which is not taken apart"
 _BITSANDBYTES_4: Final = "transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, "
 
 NF4: Final = StorageFormat(
@@ -131,6 +145,8 @@ NF4: Final = StorageFormat(
     nested=_OF_FOUR_BITS,
     table=16,
     packed=True,
+    layers=("bitsandbytes.nn.modules.Linear4bit",),
+    state="quant_state",
     swap=f'{_BITSANDBYTES_4}bnb_4bit_quant_type="nf4")',
     help="4 bits of bitsandbytes with double quantization (QLoRA)",
 )
@@ -149,6 +165,7 @@ INT8: Final = StorageFormat(
     codes="int8",
     launches=2,
     keeps_input=True,
+    undivided="a row of its input is scaled by its largest element, of which a rank would have a part",
     swap="transformers.BitsAndBytesConfig(load_in_8bit=True)",
     help="8 bits of bitsandbytes, a scale for each row",
 )
@@ -161,6 +178,7 @@ FP8: Final = StorageFormat(
     launches=4,
     held=5.0,
     keeps_values=True,
+    undivided=_OF_TORCHAO,
     swap="torchao.quantization.quantize_(model, Float8WeightOnlyConfig())",
     help="floats of 8 bits of torchao, a scale for each row",
 )
@@ -173,6 +191,7 @@ INT4: Final = StorageFormat(
     launches=4,
     held=2.5,
     keeps_values=True,
+    undivided=_OF_TORCHAO,
     swap="torchao.quantization.quantize_(model, Int4WeightOnlyConfig(group_size=128))",
     help="4 bits of torchao in groups of 128",
 )
@@ -185,6 +204,7 @@ HQQ4: Final = StorageFormat(
     launches=5,
     held=2.75,
     keeps_input=True,
+    undivided="a byte has codes of two rows that are half of the weight apart",
     swap="transformers.HqqConfig(nbits=4, group_size=64)",
     help="4 bits of HQQ in groups of 64",
 )
@@ -192,6 +212,7 @@ HQQ8: Final = replace(
     HQQ4,
     name="hqq8",
     bits=8,
+    undivided="hqq reshapes its groups, and keeps the sizes of the whole weight",
     swap="transformers.HqqConfig(nbits=8, group_size=64)",
     help="the same in 8 bits",
 )
@@ -204,6 +225,12 @@ _FORMATS: Final[Mapping[str, StorageFormat]] = MappingProxyType(
 def storage_formats() -> tuple[StorageFormat, ...]:
     """Returns all records."""
     return tuple(_FORMATS.values())
+
+
+def format_of_layer(kind: type) -> StorageFormat | None:
+    """Returns the format of a library's class whose weights ranks can divide; None for any other class."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return next((each for each in _FORMATS.values() if name in each.layers), None)
 
 
 def storage_format(name: str) -> StorageFormat | None:

@@ -53,5 +53,10 @@ def test_what_holds_of_any_record(stored: object) -> None:
     assert found.help
 
 
+def test_parts_hold_whole_blocks() -> None:
+    assert [NF4.least_part(0, columns) for columns in (64, 96, 100)] == [1, 2, 16]
+    assert NF4.least_part(1, 4096) == 64
+
+
 def test_an_unknown_name_is_none() -> None:
     assert storage_format("nf5") is None

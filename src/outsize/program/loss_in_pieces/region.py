@@ -163,7 +163,8 @@ def find_region(tape: Tape, model: nn.Module) -> RowRegion | None:
     products = list[tuple[int, Instruction, Product]]()
     for instruction in tape.instructions:
         product = known.product(instruction)
-        if product is not None and not product.is_scaled and alive[instruction.index]:
+        is_plain = product is not None and not product.is_scaled and product.stored is None
+        if product is not None and is_plain and alive[instruction.index]:
             size = prod(tape.metas[next(iter(instruction.defines()))].shape)
             products.append((size, instruction, product))
     last = sorted(products, key=lambda each: each[1].index)[-_TRIED:]

@@ -22,6 +22,7 @@ from outsize.program.sharding.scaled_linear import (
     is_scaled_linear,
 )
 from outsize.program.sharding.share import Share
+from outsize.program.sharding.stored_weight import StoredWeight, stored_weight, stored_weights
 from outsize.program.tape import Instruction, Meta, Ref, Weight
 
 
@@ -32,7 +33,8 @@ class Product:
     Conv1D.
 
     `is_scaled`: its operands are cast to few bits with scales. `asks_ranks`: these are of whole tensors, so
-    ranks that divide one have to know the largest element of all of it.
+    ranks that divide one have to know the largest element of all of it. `stored`: what its weight of codes
+    is, with which only its own layer multiplies.
     """
 
     input: Ref
@@ -41,6 +43,7 @@ class Product:
     turned: bool
     is_scaled: bool = False
     asks_ranks: bool = False
+    stored: StoredWeight | None = None
 
     @property
     def out_dim(self) -> int:
@@ -69,7 +72,9 @@ def product_of(
 
 
 def _of_module(instruction: Instruction, module: nn.Module) -> Product | None:
+    stored = stored_weight(module)
     linear = type(module) in (nn.Linear, NonDynamicallyQuantizableLinear) or can_be_divided(module)
+    linear = linear or stored is not None
     if not (linear or is_conv1d(module)) or len(instruction.args) != 1 or "parametrizations" in vars(module):
         return None
     names = [w.name for w in instruction.weights if w.kind == "parameter"]
@@ -78,7 +83,7 @@ def _of_module(instruction: Instruction, module: nn.Module) -> Product | None:
         return None
     bias = names[1] if len(names) > 1 else None
     is_scaled, asks_ranks = is_scaled_linear(module), has_scales_of_tensors(module)
-    return Product(instruction.args[0], names[0], bias, not linear, is_scaled, asks_ranks)
+    return Product(instruction.args[0], names[0], bias, not linear, is_scaled, asks_ranks, stored)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -94,7 +99,8 @@ def _is_parameter(value: Any) -> bool:
 
 @final
 class WalkedModel:
-    """Knows of a model what walks along its tape ask: its modules, and its weights' shapes, by name.
+    """Knows of a model what walks along its tape ask: its modules, and its weights' shapes, by name; `stored`
+    are its weights of codes, which have the shape of the matrix that they stand for.
 
     Values are not read: weights may be on meta.
     """
@@ -105,7 +111,9 @@ class WalkedModel:
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         )
+        self.stored = stored_weights(model)
         self.weights: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in named}
+        self.weights |= {name: stored.shape for name, stored in self.stored.items()}
         self._ndims = {name: len(shape) for name, shape in self.weights.items()}
 
     def module(self, instruction: Instruction) -> nn.Module | None:

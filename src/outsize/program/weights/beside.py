@@ -23,6 +23,8 @@ from outsize.program.values.wrapper_tensors import is_wrapper
 
 _TABLES: Final = frozenset(("_parameters", "_buffers", "_modules"))
 _DEPTH: Final = 4
+SHARES: Final = "_outsize_shares"
+"""Names what says, in an object of a library's, how ranks divide its tensors."""
 # The numbers of a table of codes of 8 bits.
 _TABLE: Final = 256
 
@@ -32,7 +34,7 @@ class Beside(NamedTuple):
     """A tensor beside a weight: `table[key]` in the object that holds it, and the weight's first name.
 
     `is_read`: the layer's own Python may have read it while it was recorded, so another tensor in its place
-    would be another model.
+    would be another model. `share`: how ranks divide it that divide the weight; None where each has it all.
     """
 
     table: Any
@@ -40,6 +42,7 @@ class Beside(NamedTuple):
     owner: str
     tensor: Tensor
     is_read: bool
+    share: Any = None
 
     def put(self, tensor: Tensor) -> None:
         """Puts another tensor in its place."""
@@ -59,7 +62,8 @@ def beside_weights(model: nn.Module) -> Iterator[Beside]:
             roots += [(vars(module), True)] if is_of_codes(weight) else []
             for root, is_layer in roots:
                 for table, place, tensor, in_object in _tensors_in(root, seen, known, _DEPTH):
-                    yield Beside(table, place, name, tensor, is_layer and in_object)
+                    share = table.get(SHARES, {}).get(place) if isinstance(table, dict) else None
+                    yield Beside(table, place, name, tensor, is_layer and in_object, share)
 
 
 def freed_beside(model: nn.Module) -> Iterator[Beside]:
@@ -68,7 +72,11 @@ def freed_beside(model: nn.Module) -> Iterator[Beside]:
     Tables and single numbers stay: they are small, and libraries read them in Python where the state dict is
     asked for, on every rank (the mean of bitsandbytes' scales, for example).
     """
-    return (each for each in beside_weights(model) if each.tensor.numel() > _TABLE and not each.is_read)
+    return (
+        each
+        for each in beside_weights(model)
+        if (each.tensor.numel() > _TABLE or each.share is not None) and not each.is_read
+    )
 
 
 def is_of_codes(weight: Tensor) -> bool:
@@ -140,19 +148,6 @@ def stored_in_few_bits(model: nn.Module) -> list[str]:
     numbers = numbers_of(model)
     named = model.named_parameters()
     return [n for n, w in named if id(w) in numbers or (is_wrapper(w) and not w.requires_grad)]
-
-
-def insist_on_no_codes(model: nn.Module, degree: int) -> None:
-    """Raises BadOption for a model with layers of codes, which ranks of tensor parallelism cannot divide: a
-    block of codes, and a scale of scales, may be in the parts of two ranks.
-    """
-    names = stored_in_few_bits(model)
-    if names:
-        raise BadOption(
-            f"tp would divide codes and their blocks, and {names[0]} is stored in few bits",
-            numbers=f"{len(names)} weights of codes, tp {degree}",
-            next_step="stages (--stages 2) or dp_shard (--axes dp_shard=2), which keep blocks whole",
-        )
 
 
 def insist_on_codes_once(model: nn.Module, names: Collection[str]) -> None:

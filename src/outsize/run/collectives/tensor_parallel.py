@@ -125,6 +125,15 @@ class TensorParallelGroup(AxisGroup):
         out = self._added(functional.linear(x, weight.t() if turned else weight), scatter)
         return out if bias is None else out + bias.to(out.dtype)
 
+    def stored_row(
+        self, x: Tensor, bias: Tensor | None, layer: nn.Module, scatter: Share | None = None
+    ) -> Tensor:
+        """Adds up what a layer makes of a rank's part of its codes; with `scatter` it returns its shard."""
+        with without_bias(layer):
+            out = layer(x)
+        out = self._added(out, scatter)
+        return out if bias is None else out + bias.to(out.dtype)
+
     def scaled_columns(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Module, rows: Any = None
     ) -> Tensor:
@@ -286,6 +295,19 @@ def mesh_of(weight: Tensor) -> DeviceMesh | None:
 def full_of(weight: Tensor) -> Tensor:
     """Returns the whole weight (or gradient) on every rank; all of them must call it."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@contextmanager
+def without_bias(layer: nn.Module) -> Iterator[None]:
+    """Lets a layer multiply without its bias, which ranks add to their sum once."""
+    table, bias = layer._parameters, layer._parameters.get("bias")
+    if bias is not None:
+        table["bias"] = None
+    try:
+        yield
+    finally:
+        if bias is not None:
+            table["bias"] = bias
 
 
 @final

@@ -28,6 +28,7 @@ from outsize.run.weights.ownership import like
 from outsize.run.weights.save import shards
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.state_dict import write_from_ranks
+from outsize.train.ranks.divided_weights import DividedWeights
 
 Fetch = Callable[[Tensor], Tensor | None]
 _PREFIX: Final = "base_model.model."
@@ -58,11 +59,13 @@ class _Merged:
         return id(self.table[self.key]) in numbers_of(self.owner) or _is_wrapped(self.table[self.key])
 
 
-def save_merged(model: nn.Module, fetch: Fetch, crew: Crew, folder: Path, limit: int) -> None:
+def save_merged(
+    model: nn.Module, fetch: Fetch, crew: Crew, folder: Path, limit: int, ranks: DividedWeights | None = None
+) -> None:
     """Writes the plain model's weights, with adapters added, at most `limit` bytes a file; every rank calls
     this. Raises BadOption for adapters that are no sums, and BadWeights.
     """
-    tensors = _merged(model)
+    tensors = _merged(model, ranks)
     parts = shards({name: one.shown for name, one in tensors.items()}, limit)
     is_first = crew.global_rank == 0
     write_from_ranks(folder, parts, lambda name: _values(tensors[name], fetch, is_first=is_first), crew)
@@ -83,7 +86,7 @@ def save_plain_config(model: Any, folder: Path) -> None:
                 config.quantization_config = held
 
 
-def _merged(model: nn.Module) -> dict[str, _Merged]:
+def _merged(model: nn.Module, ranks: DividedWeights | None) -> dict[str, _Merged]:
     """Returns the tensors of the folder under their plain names; tied ones once."""
     modules, dtype = dict(model.named_modules()), _values_dtype(model)
     found: dict[str, _Merged] = {}
@@ -103,7 +106,8 @@ def _merged(model: nn.Module) -> dict[str, _Merged]:
                     continue
                 known.add(id(tensor))
                 name = "weight" if id(tensor) in numbers_of(module) else key
-                shown = _shown(module, tensor, dtype)
+                whole = tensor if ranks is None else ranks.shown({name: tensor})[name]
+                shown = _shown(module, tensor, whole, dtype)
                 found[f"{plain}.{name}".removeprefix(".")] = _Merged(module, table, key, adapter, shown)
     return found
 
@@ -114,7 +118,11 @@ def _is_adapter(module: nn.Module) -> bool:
 
 def _is_wrapped(tensor: Tensor) -> bool:
     structure = getattr(tensor, "_structure", None) if isinstance(tensor, FreedWeight) else None
-    return structure is not None or hasattr(type(tensor), "__tensor_flatten__")
+    return structure is not None or (hasattr(type(tensor), "__tensor_flatten__") and not _is_shard(tensor))
+
+
+def _is_shard(tensor: Tensor) -> bool:
+    return hasattr(type(tensor), "to_local")
 
 
 def _insist_on_sums(fqn: str, module: Any) -> None:
@@ -137,10 +145,10 @@ def _values_dtype(model: nn.Module) -> torch.dtype:
     return counts.most_common(1)[0][0] if counts else torch.bfloat16
 
 
-def _shown(module: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _shown(module: Any, tensor: Tensor, whole: Tensor, dtype: torch.dtype) -> Tensor:
     if id(tensor) in numbers_of(module):
         return torch.empty(module.out_features, module.in_features, dtype=dtype, device="meta")
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+    return torch.empty(tuple(whole.shape), dtype=tensor.dtype, device="meta")
 
 
 def _values(one: _Merged, fetch: Fetch, *, is_first: bool) -> Tensor | None:
@@ -196,9 +204,8 @@ def _delta(one: _Merged, name: str) -> Tensor:
 
 def _has_none(tensor: Tensor, value: Tensor) -> bool:
     """Tells whether this rank's tensor lacks values that have been fetched."""
-    return (
-        isinstance(tensor, FreedWeight) or hasattr(type(tensor), "to_local") or tensor.device != value.device
-    )
+    is_part = _is_shard(tensor) or tensor.shape != value.shape
+    return isinstance(tensor, FreedWeight) or is_part or tensor.device != value.device
 
 
 def _parts_of(adapter: nn.Module) -> list[nn.Module]:

@@ -203,7 +203,8 @@ def _once(model: nn.Module) -> dict[str, Tensor]:
 
 def fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: DividedWeights | None) -> Fetch:
     """Returns the function that gets all of a tensor to rank 0; every rank calls it for the same tensors."""
-    names = {id(found.tensor): found.owner for found in freed_beside(model)}
+    beside = {id(found.tensor): found for found in freed_beside(model)}
+    names = {key: found.owner for key, found in beside.items()}
     names |= {id(table[key]): name for table, key, name in places(model)}
 
     def fetch(tensor: Tensor) -> Tensor | None:
@@ -214,6 +215,11 @@ def fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: Divid
             found = {path: part for path, part in fetched.items() if part is not None}
             return structure.built(found) if len(found) == len(fetched) else None
         value = crew.fetch(full_of(tensor), homes.get(name, 0))
-        return value if value is None or ranks is None else ranks.gathered(name, value)
+        if value is None or ranks is None:
+            return value
+        if id(tensor) not in beside:
+            return ranks.gathered(name, value)
+        share = beside[id(tensor)].share
+        return value if share is None else ranks.joined(name, value, share)
 
     return fetch

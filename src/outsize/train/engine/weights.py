@@ -183,7 +183,7 @@ class EngineWeights:
         insist_on_whole_number(shard_bytes, "shard_bytes", 1, f"shard_bytes={SHARD_BYTES}, in bytes")
         home, model = self._ownership.placement.home, self._run.model
         fetch = fetcher(model, home, self._crew, self._tensor)
-        save_merged(model, fetch, self._crew, folder, shard_bytes)
+        save_merged(model, fetch, self._crew, folder, shard_bytes, self._tensor)
         if self._crew.global_rank == 0:
             save_plain_config(model, folder)
 

@@ -19,6 +19,7 @@ from outsize.axes.axis import Axis
 from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.program.sharding.share import Share
+from outsize.program.sharding.stored_weight import CodesPart
 from outsize.program.tape import Tape
 from outsize.run.collectives.expert_parallel import ExpertParallelGroup
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup
@@ -58,6 +59,10 @@ class AxisRanks(ABC):
     @abstractmethod
     def share(self, name: str) -> Share | None:
         """Returns how a weight is divided, by its first name; None where each of these ranks has it all."""
+
+    def codes(self, name: str) -> CodesPart | None:
+        """Returns what this rank has of a weight of codes; None for a weight that is divided as it is."""
+        return None
 
     @property
     def expert_calls(self) -> ExpertParallelGroup | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -23,10 +24,12 @@ from outsize.device.accelerators import current_device, is_accelerator
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.program.sharding.share import Share
+from outsize.program.sharding.stored_weight import divide_state
 from outsize.program.tape import Tape
+from outsize.program.weights.beside import beside_weights
 from outsize.run.collectives.expert_parallel import ExpertParallelGroup
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup, with_added_squares
-from outsize.run.weights.freed import bare
+from outsize.run.weights.freed import FreedWeight, bare, still_freed
 from outsize.run.weights.ownership import like, places, replace
 from outsize.train.ranks.axis_ranks import AxisRanks, ranks_along
 from outsize.train.ranks.expert_parallel import ExpertRanks
@@ -101,9 +104,20 @@ class DividedWeights:
                 empty = torch.empty_like(values, device="meta")
                 whole_parameters[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
                 vars(whole_parameters[id(weight)]).update(vars(weight))
-                parts[id(weight)] = like(weight, self.group_of(name).collectives.part(values.detach(), share))
+                parts[id(weight)] = like(weight, self._part(name, values.detach(), share))
+                if (codes := self._of(name).codes(name)) is not None:
+                    cut = partial(self._part_beside, name)
+                    divide_state(parts[id(weight)], whole_parameters[id(weight)], codes, cut)
             self._whole_parameters.append((table, key, whole_parameters[id(weight)]))
         replace(self._model, parts)
+
+    def _part(self, name: str, whole: Tensor, share: Share) -> Tensor:
+        return self.group_of(name).collectives.part(whole, share)
+
+    def _part_beside(self, name: str, whole: Tensor, share: Share) -> Tensor:
+        """Returns this rank's part of what is beside a weight, which may be on another rank."""
+        part = self._part(name, bare(whole), share)
+        return still_freed(whole, part) if isinstance(whole, FreedWeight) else part
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -139,17 +153,25 @@ class DividedWeights:
         call this.
         """
         share = self.share(name)
-        return (
-            value
-            if share is None
-            else self.group_of(name).collectives.whole(value.to(self._device), share).cpu()
-        )
+        return value if share is None else self.joined(name, value, share)
+
+    def joined(self, name: str, value: Tensor, share: Share) -> Tensor:
+        """Returns the whole of what ranks divide as this share: a weight, or what is beside the one of this
+        name (on the CPU); every rank must call this.
+        """
+        return self.group_of(name).collectives.whole(value.to(self._device), share).cpu()
 
     def shown(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors by name; for a part, one of the whole's shape, without values."""
-        whole_parameters = {
+        whole_parameters: dict[int, Tensor] = {
             id(table[key]): whole_parameter for table, key, whole_parameter in self._whole_parameters
         }
+        for found in beside_weights(self._model):
+            if found.share is not None:
+                size = (found.share.size, *found.tensor.shape[1:])
+                whole_parameters[id(found.tensor)] = torch.empty(
+                    size, dtype=found.tensor.dtype, device="meta"
+                )
         return {name: bare(whole_parameters.get(id(t), t)).to(t.dtype) for name, t in tensors.items()}
 
     @property

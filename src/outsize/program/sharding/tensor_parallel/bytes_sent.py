@@ -100,7 +100,7 @@ def _of(instruction: Instruction, tape: Tape, weights: Mapping[str, Tensor]) -> 
         return _of_scaled(instruction, out, back)
     if name in ("scatter", "collect") or instruction.kwargs.get("scatter") is not None:
         return Counter[Sent](_scattered(out, back))
-    if name in ("reduce", "row", "lookup", "attend"):
+    if name in ("reduce", "row", "stored_row", "lookup", "attend"):
         return Counter[Sent]({"forward_sum": out})
     if name == "gather":
         return Counter[Sent]({"forward_gather": out})

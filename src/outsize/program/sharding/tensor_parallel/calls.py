@@ -48,6 +48,9 @@ class ByRows(RankCall):
     def written(self, instruction: Instruction, site: CallSite) -> Instruction:
         if self.product.asks_ranks:
             return scaled_call("scaled_row", self.product, instruction, site)
+        if self.product.stored is not None:
+            args = (self.product.input, _weight(self.product.bias), site.module)
+            return replace(instruction, target=site.group.call("stored_row"), args=args, kwargs={})
         args = (self.product.input, *_weights(self.product), self.product.turned)
         return replace(instruction, target=site.group.call("row"), args=args, kwargs={})
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from outsize.ir.units.tensor_styles import DivisibleSize, ModuleStyle, Style, TensorStyles
+from outsize.program.sharding.stored_weight import stored_weights
 from outsize.program.sharding.tensor_parallel.calls import ByHeads
 from outsize.program.sharding.tensor_parallel.styles import Derived
 from outsize.program.tape import Tape
@@ -81,13 +82,18 @@ def _names(weights: set[str] | frozenset[str]) -> str:
 def _divided(tape: Tape, model: nn.Module, derived: Derived) -> tuple[DivisibleSize, ...]:
     """Returns the sizes of sharded dims that imply all others; a vocabulary may be sharded unevenly."""
     size_names: dict[int, str] = {}
-    named = _named_sizes(model)
+    named, stored = _named_sizes(model), stored_weights(model)
     for step in derived.steps.values():
         if isinstance(step.call, ByHeads):
             size_names[step.call.heads.module.num_heads] = "num_heads"
     for name, role in derived.roles.items():
         if role.kind == "experts":
             size_names.setdefault(role.share.parts[0], named.get(role.share.parts[0]) or f"a size of {name}")
+        if name in stored:
+            least, last = stored[name].least_part(role.share.dim), name.rpartition(".")[0].rpartition(".")[2]
+            what = f"blocks of {stored[name].stored.block} along {last}"
+            for part in role.share.parts if least > 1 else ():
+                size_names.setdefault(part // least, what)
     for slot, share in derived.shares.items():
         if share.origins <= derived.heads:
             continue  # The share is that of a vocabulary.

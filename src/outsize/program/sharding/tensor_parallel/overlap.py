@@ -138,7 +138,8 @@ class _Joiner:
             x, weight, bias = instruction.args
             return Product(x, weight.name, None if bias is None else bias.name, turned=True)
         module = self._modules[instruction.target] if isinstance(instruction.target, str) else None
-        return product_of(instruction, module, self._ndims)
+        found = product_of(instruction, module, self._ndims)
+        return None if found is None or found.stored is not None else found
 
 
 def _collective(instruction: Instruction) -> str:

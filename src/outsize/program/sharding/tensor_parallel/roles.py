@@ -192,6 +192,9 @@ class WeightRoles:
         if share is None:
             return self._columns(product, role, call)
         wanted = Role("row", Share(1 - product.out_dim, share.parts))
+        if product.stored is not None and (why := product.stored.cut_blocks(wanted.share)):
+            self._known.settle({name}, why)
+            return _lost(f"{name} is whole")
         if role is not None and role != wanted:
             return self._conflict(name)
         self.roles[name] = wanted
@@ -205,6 +208,9 @@ class WeightRoles:
         share = role.share if role is not None else Share(product.out_dim, self._parts(name, product.out_dim))
         if len(set(share.parts)) > 1:
             self._known.settle({name}, f"parts of different sizes, {share.parts}, are not divided yet")
+            return None
+        if product.stored is not None and (why := product.stored.cut_blocks(share)):
+            self._known.settle({name}, why)
             return None
         self.roles.setdefault(name, Role("column", share))
         if product.bias is not None:
