@@ -46,6 +46,8 @@ STAGES: Final = those(lambda axis: axis.cuts_stages)
 GROUP: Final = those(lambda axis: not axis.cuts_stages)
 # Ranks along these have parts of the batch.
 REPLICAS: Final = those(lambda axis: axis.divides_batch)
+# Of these, ranks compute each microbatch together with one of every other rank.
+PAIRING: Final = those(lambda axis: axis.divides_batch and axis.within_stages)
 # Ranks along these hold the same weights, or the same experts, and add up their gradients.
 HOLDERS: Final = those(lambda axis: axis.same_weights)
 EXPERT_HOLDERS: Final = those(lambda axis: axis.same_experts)

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from outsize.api.old_spellings import in_new_spelling
 from outsize.api.options import ParallelizeOptions
-from outsize.api.records import Checkpoint, Clip, Request, fields_of
-from outsize.axes.registry import GROUP
+from outsize.api.records import Checkpoint, Clip, Request, axes_options, fields_of
+from outsize.axes.registry import GROUP, PAIRING
 from outsize.errors import BadOption
-from outsize.ir.plan import Plan
+from outsize.ir.plan import Axes, Plan
 
 Split = Plan | Request | str | Path | Mapping[str, Any]
 """A plan, a request of one, a plan's file, or options of `outsize.parallelize`: `{"stages": 2,
@@ -82,6 +82,19 @@ def insist_on_one_split(settings: Mapping[str, Any], names: Iterable[str] = OTHE
             next_step=f"leave {' and '.join(asked)} out; outsize's axes={{'dp_shard': 2}} shards weights, "
             "gradients and the optimizer's states over two processes",
         )
+
+
+def batches_of_replica(options: Mapping[str, Any], batches: int) -> int:
+    """Returns how many of a loop's batches each replica runs: its share of them where the replicas that the
+    user asks for can have equally many and run them apart, else all, each divided among the replicas.
+    """
+    asked = Request.of(options.get("plan"), "plan")
+    own = asked.joined({name: options[name] for name in options if name == "axes"})
+    sizes = axes_options(own.axes)
+    sizes.pop("axes", None)
+    mesh = Axes(**sizes)
+    divides = mesh.used_of(PAIRING) or batches % mesh.replicas
+    return batches if divides else batches // mesh.replicas
 
 
 def split_into(

@@ -16,7 +16,7 @@ from outsize.api.records import Request
 from outsize.capture.graph.by_modules import unit_modules
 from outsize.device.accelerators import is_accelerator
 from outsize.device.malloc import keep_freed_memory
-from outsize.integrations.split_options import split_into
+from outsize.integrations.split_options import batches_of_replica, split_into
 from outsize.ir.plan import Plan
 from outsize.ops.training import parallelize
 from outsize.train.batch.batch import Batch
@@ -64,7 +64,7 @@ def called_engine(model: nn.Module, example: Batch, count: int, options: Mapping
     """
     samples, own = count * example.size, dict(options)
     if not isinstance(own.get("plan"), Plan):
-        own = split_into(own, count, samples)
+        own = split_into(own, batches_of_replica(own, count), samples)
         own["plan"] = replace(own["plan"], loop=True)
     whole = example.resized(samples)
     engine = parallelize(model, whole.args, whole.kwargs, **own)

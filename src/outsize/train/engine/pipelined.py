@@ -215,7 +215,7 @@ class Pipelined(Executor):
         self, parts: Sequence[Batch], number: int, seat: int, order: Sequence[int] | None = None
     ) -> OpenedCall:
         """Runs the forwards of a call of the model, whose backward the user begins; it comes to the
-        microbatches in this order of their numbers, or to the last one first.
+        microbatches in this order of the parts, or to the last one first.
         """
         with self._programs.running():
             variants = self._find(parts, outputs=True)
@@ -234,8 +234,7 @@ class Pipelined(Executor):
                 with self._collecting():
                     for ((replica, members),) in self._rounds(variants, pieces):
                         numbers = [piece.number for piece in members]
-                        asked = reversed(numbers) if order is None else order
-                        places = tuple(numbers.index(each) for each in asked if each in numbers)
+                        places = _backwards(members, order)
                         load = self._load(step, members, replica)._replace(seat=seat, order=places)
                         pipeline = self._crew.open(load, self._stage_of_call)
                         groups.append(OpenedGroup(numbers, pipeline))
@@ -249,7 +248,7 @@ class Pipelined(Executor):
                     name_instruction(error)
                 raise
             self._end()
-        return OpenedCall(_call_outputs(step, pieces, values), groups, close)
+        return OpenedCall(self._call_outputs(step, pieces, values), groups, close)
 
     def outputs(self, parts: Sequence[Batch], number: int) -> CallOutputs:
         """Runs the forwards of a call of the model without graphs."""
@@ -260,7 +259,14 @@ class Pipelined(Executor):
             with self._collecting():
                 results = self._run(step)
         values = [values for result in results for values in result.outputs]
-        return _call_outputs(step, [piece for result in results for piece in result.pieces], values)
+        return self._call_outputs(step, [piece for result in results for piece in result.pieces], values)
+
+    def _call_outputs(
+        self, step: _Step, pieces: Sequence[Piece], values: Sequence[tuple[Tensor, ...]]
+    ) -> CallOutputs:
+        counted = counted_each([variant.shares for variant in step.variants], step.parts)
+        running = self._crew.replicas.running(len(step.parts))
+        return CallOutputs(step.variants, pieces, values, counted, running)
 
     def _find(self, parts: Sequence[Batch], *, outputs: bool, waits: bool = True) -> list[Variant]:
         """Returns the variant of each microbatch."""
@@ -435,9 +441,14 @@ class Pipelined(Executor):
         return [list(chain(*parts)) for parts in zip(*replicas.of_all(on_host), strict=True)]
 
 
-def _call_outputs(step: _Step, pieces: Sequence[Piece], values: Sequence[tuple[Tensor, ...]]) -> CallOutputs:
-    counted = counted_each([variant.shares for variant in step.variants], step.parts)
-    return CallOutputs(step.variants, pieces, values, counted)
+def _backwards(members: Sequence[Piece], order: Sequence[int] | None) -> tuple[int, ...]:
+    """Returns the places of the pieces in the order of their backwards: that of their parts, and to the last
+    one of a part first.
+    """
+    places = list(reversed(range(len(members))))
+    if order is None:
+        return tuple(places)
+    return tuple(place for part in order for place in places if members[place].part == part)
 
 
 def _written(variants: Sequence[Variant]) -> frozenset[str]:

@@ -64,6 +64,10 @@ class Replicas(ABC):
         write.
         """
 
+    def running(self, parts: int) -> list[int]:
+        """Returns which replica runs each of so many parts, all of which every replica knows."""
+        return [part // _parts_of_each(parts, self.count) for part in range(parts)]
+
     @abstractmethod
     def total(self, value: Tensor) -> Tensor:
         """Returns the sum over replicas of a number (0-dim), the same on all."""
@@ -202,13 +206,17 @@ def _as_sent(tensor: Tensor) -> Tensor:
 
 def pieces_of(index: int, count: int, counted: Sequence[Counted]) -> list[Piece]:
     """Returns the pieces of replica `index` of `count`, which all know the whole batch."""
-    weights, each = weights_of(counted), -(-len(counted) // count)
+    weights, each = weights_of(counted), _parts_of_each(len(counted), count)
     last = len(weights) - 1
     numbers = range(index * each, (index + 1) * each)
     return [
         Piece(n, n, weights[n].share, ratios=weights[n].ratios) if n <= last else _repeated(last, n, weights)
         for n in numbers
     ]
+
+
+def _parts_of_each(parts: int, replicas: int) -> int:
+    return -(-parts // replicas)
 
 
 def own_pieces(index: int, everyones: Sequence[Sequence[Counted]]) -> list[Piece]:

@@ -23,7 +23,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from outsize.axes.registry import AXES
+from outsize.axes.registry import AXES, PAIRING
 from outsize.errors import UnsupportedPlan
 from outsize.ir.findings import CaptureNote
 from outsize.ir.plan import Plan
@@ -34,7 +34,7 @@ from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.ranks.batch_check import is_checked
 from outsize.train.split.gradient_sums import PartSums, WholeSums
-from outsize.train.split.nodes import CallGradientSum, CallNodes, GradInputs, SharedInput
+from outsize.train.split.nodes import CallGradientSum, CallNodes, GradInputs, SharedInput, SummedWeights
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
 from outsize.train.split.outputs import OutputJoin, Outputs
 from outsize.train.split.rank_gradients import RankGradients
@@ -145,6 +145,7 @@ class ModelCalls:
         last = crew.rank_of(len(run.plan.stages) - 1)
         self._group = group
         self._mesh = run.mesh
+        self._pairs = bool(run.plan.axes.used_of(PAIRING))
         self._join = OutputJoin(executor.variants.output_shapes, run.mesh, last, run.device)
         self.gradients = RankGradients(run, ownership)
         self._sums: dict[Hashable, CallGradientSum] = {}
@@ -168,11 +169,12 @@ class ModelCalls:
         """Returns what each of these calls returns, all of whose forwards are one pipeline, with so many
         microbatches of each; they are in one mode, with gradients or without.
 
-        Backwards come in the order of the calls. The bits are those of calls one after the other. Replicas,
-        each of which has a part of the microbatches of one call, run them one after the other.
+        Backwards come in the order of the calls. The bits are those of calls one after the other. Replicas
+        share the microbatches of all calls out among them; where they compute microbatches together, each has
+        a part of every call, and calls run one after the other.
         """
         batches = [Batch(*call) for call in calls]
-        if self._crew.replicas.count > 1:
+        if self._pairs:
             return [self._run([batch], microbatches, "all")[0] for batch in batches]
         return self._run(batches, microbatches, "all")
 
@@ -220,14 +222,16 @@ class ModelCalls:
         returned: list[Any] = []
         try:
             insist_on_first_run(opened.outputs.variants)
-            for (outputs, parts), inputs in zip(self._of_calls(opened.outputs, each), given, strict=True):
+            summed = SummedWeights(opened.weights(), self._sums_of, self.gradients.arrivals(len(batches)))
+            calls = zip(self._of_calls(opened.outputs, each), given, strict=True)
+            for place, ((outputs, parts), inputs) in enumerate(calls):
                 joined, wholes = self._join.join(outputs, parts, ranks)
                 close = _last_of(left, close_all)
                 call = OpenedCall(replace(outputs, values=()), opened.groups, close, running)
                 wanted = [_inputs_with_gradient(part) for part in inputs]
-                nodes = CallNodes(call, joined, wanted, self.gradients.stand_in)
+                nodes = CallNodes(call, place, joined, wanted, self.gradients.stand_in)
                 weakref.finalize(nodes, close).atexit = False
-                values = nodes.outputs(wholes, self._sums_of)
+                values = nodes.outputs(wholes, summed)
                 returned.append(rebuilt(outputs.variants[0], values, self._model))
         except BaseException:
             close_all()

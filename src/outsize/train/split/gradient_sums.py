@@ -3,9 +3,10 @@
     whole weights on each rank     an all-reduce; each rank has the sum
     parts of weights (dp_shard)    a reduce-scatter; each rank has its part of the sum
 
-Both run once for a call, when the user's backward has come through all its microbatches: then the whole
-gradients of the stage are in memory. What else the user's graph adds to a weight, such as a penalty, is not
-summed: each rank computes it for the weights, or the parts of them, that it has.
+Both run once for a call, when the user's backward has come through all its microbatches, or once for calls
+that have run together, behind the last of them: then the whole gradients of the stage are in memory. What
+else the user's graph adds to a weight, such as a penalty, is not summed: each rank computes it for what it
+has of the weights.
 """
 
 from __future__ import annotations
@@ -17,8 +18,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outsize.errors import BadOption
 from outsize.run.stage.outer_graph import GatheredWeights
 from outsize.run.transport.groups import RankGroup
+
+
+@final
+class BackwardArrivals:
+    """Of how many calls that have run together the user's backward has come."""
+
+    def __init__(self, calls: int) -> None:
+        self._calls = calls
+        self._come = self._waiting = 0
+
+    def arrive(self, call: int) -> None:
+        """Notes the backward of a call, by its place. Raises BadOption where one before it is missing."""
+        if call != self._come:
+            raise BadOption(
+                "backwards of calls that have run together come in the order of the calls; one is missing",
+                numbers=f"call {call}, and {self._come} of {self._calls} have come",
+                next_step="a backward of each call's loss, in their order",
+            )
+        self._come += 1
+
+    def more_come(self) -> bool:
+        """Tells whether a sum waits for further calls."""
+        waits = self._come < self._calls
+        self._waiting = self._come if waits else 0
+        return waits
+
+    def insist_on_sums(self) -> None:
+        """Raises BadOption where gradients have waited for a backward that has not come."""
+        if self._waiting:
+            raise BadOption(
+                "ranks have not added up their gradients, since the backward of a call is missing",
+                numbers=f"{self._waiting} of {self._calls} calls that have run together had one",
+                next_step="a backward of each call's loss, in their order, before the optimizer steps",
+            )
 
 
 @final

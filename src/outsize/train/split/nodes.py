@@ -9,11 +9,14 @@ of a plain loop that calls the model once for each microbatch and joins what it 
 the schedule, and hands to W what it has got, where autograd adds it to all other gradients of W. A node has
 an edge for each gradient that may arrive, in that order. What lies between a node and the join are tensors of
 the outputs' shapes without memory; the values are in the joined output.
+
+Where replicas have calls of their own among those that run together, a rank that has none of a call passes
+its backward by. The gradients of all calls are added up over ranks once, in the backward of the last call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -26,6 +29,7 @@ from outsize.errors import BadOption
 from outsize.run.stage.outer_graph import OuterGraph, at_most
 from outsize.run.transport.groups import RankGroup
 from outsize.train.ranks.replicas import Piece
+from outsize.train.split.gradient_sums import BackwardArrivals
 from outsize.train.split.opened_call import OpenedCall
 
 GradInputs = Sequence[tuple[int, Tensor]]
@@ -75,53 +79,90 @@ class JoinedOutput:
 
 
 @final
+class SummedWeights:
+    """What stands for the weights of calls that run together, whose gradients are added up over ranks.
+
+    A sum of a call's gradients waits for those of the calls behind it; `arrivals` knows which have come.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], sums_of: SumsOf, arrivals: BackwardArrivals) -> None:
+        self.arrivals = arrivals
+        by_sum: dict[CallGradientSum, dict[str, Tensor]] = {}
+        for name, weight in weights.items():
+            summing = sums_of(name)
+            if summing is not None:
+                by_sum.setdefault(summing, {})[name] = weight
+        self._behind: dict[int, Tensor] = {}
+        for summing, summed in by_sum.items():
+            made = _Sum.apply(arrivals, summing, tuple(summed), *summed.values())
+            made = made if isinstance(made, tuple) else (made,)
+            self._behind |= dict(zip(map(id, summed.values()), made, strict=True))
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Returns what gets the gradients of a weight."""
+        return self._behind.get(id(weight), weight)
+
+    def every(self) -> list[Tensor]:
+        """Returns what stands for weights, all of them."""
+        return list(self._behind.values())
+
+
+@final
 class CallNodes:
-    """The nodes of one call, and what they share."""
+    """The nodes of one call, which is the one of this `place` among those that run together."""
 
     def __init__(
         self,
         call: OpenedCall,
+        place: int,
         joined: Sequence[JoinedOutput],
         inputs: Sequence[GradInputs],
         stand_in: Tensor,
     ) -> None:
-        self._call, self._joined, self._inputs, self._stand_in = call, joined, inputs, stand_in
+        self._call, self._place = call, place
+        self._joined, self._inputs, self._stand_in = joined, inputs, stand_in
         # Those of this replica. One that has fewer than others repeats the last one without a share: ranks
         # that divide experts compute backwards together, and all of them add up gradients.
         self._pieces = {piece.number: piece for piece in call.outputs.pieces}
         self._numbers = list(self._pieces)
         self._left = len(self._numbers)
-        self._summed: dict[int, Tensor] = {}
+        self._summed: SummedWeights | None = None
         self._trained = [at for at, output in enumerate(joined) if output.requires_grad]
 
-    def outputs(self, wholes: Sequence[Tensor], sums_of: SumsOf) -> list[Tensor]:
-        """Returns the outputs of the batch, with these values, in the user's graph.
-
-        Gradients of a weight are added up over the ranks of `sums_of(name)`, which have other microbatches.
-        """
+    def outputs(self, wholes: Sequence[Tensor], summed: SummedWeights) -> list[Tensor]:
+        """Returns the outputs of the batch, with these values, in the user's graph."""
         outputs = list(wholes)
         if not self._trained:
             self._call.close()
             return outputs
-        self._summed = self._through_sums(sums_of)
+        self._summed = summed
         tokens: list[tuple[Tensor, ...]] = []
         for number in self._numbers:
             before = tokens[-1][-1] if tokens else None
             tokens.append(_Microbatch.apply(self, number, before, self._stand_in, *self._edges(number)))
+        if not tokens:
+            tokens.append(_OfOthers.apply(self, self._stand_in, *summed.every()))
         for place, at in enumerate(self._trained):
             outputs[at] = _Join.apply(
                 self._joined[at], [*self._pieces.values()], [outputs[at]], *(t[place] for t in tokens)
             )
         return outputs
 
-    def tokens(self, number: int) -> list[Tensor]:
-        """Returns tensors that have the shapes of a microbatch's outputs, and the memory of one number."""
+    def tokens(self, number: int | None) -> list[Tensor]:
+        """Returns tensors that have the shapes of a microbatch's outputs, and the memory of one number; of
+        None the shapes of the call's first one, which another replica has.
+        """
         each = [self._joined[at] for at in self._trained]
-        shapes = [(output, output.shapes[self._pieces[number].part]) for output in each]
+        part = 0 if number is None else self._pieces[number].part
+        shapes = [(output, output.shapes[part]) for output in each]
         return [
             torch.empty_strided(shape, [0] * len(shape), dtype=output.dtype, device=output.device)
             for output, shape in shapes
         ]
+
+    def pass_by(self) -> None:
+        """Ends the backward of a call none of whose microbatches are here."""
+        self._end()
 
     def backward(self, number: int, gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
         """Runs the backward of a microbatch; yields the gradients of its edges.
@@ -153,37 +194,23 @@ class CallNodes:
             self._call.close()
             raise
         if not self._left:
-            self._call.close()
+            self._end()
+
+    def _end(self) -> None:
+        assert self._summed is not None
+        self._summed.arrivals.arrive(self._place)
+        self._call.close()
 
     def _outers(self, number: int) -> Iterator[tuple[int, OuterGraph]]:
         yield from self._call.group_of(number).outers(number)
 
     def _edges(self, number: int) -> Iterator[Tensor]:
         """Yields what gets gradients of a microbatch behind the stand-in, once for each that may arrive."""
+        assert self._summed is not None
         for _, outer in self._outers(number):
             yield from (tensor for _, tensor in self._inputs[self._pieces[number].part])
             for name, weight in outer.weights.items():
-                yield from [self._summed.get(id(weight), weight)] * outer.most(name)
-
-    def _through_sums(self, sums_of: SumsOf) -> dict[int, Tensor]:
-        """Returns, by the id of a weight, what stands for it behind a sum over ranks."""
-        weights = {
-            name: weight
-            for number in self._numbers
-            for _, outer in self._outers(number)
-            for name, weight in outer.weights.items()
-        }
-        by_sum: dict[CallGradientSum, dict[str, Tensor]] = {}
-        for name, weight in weights.items():
-            summing = sums_of(name)
-            if summing is not None:
-                by_sum.setdefault(summing, {})[name] = weight
-        behind: dict[int, Tensor] = {}
-        for summing, summed in by_sum.items():
-            made = _Sum.apply(summing, tuple(summed), *summed.values())
-            made = made if isinstance(made, tuple) else (made,)
-            behind |= dict(zip(map(id, summed.values()), made, strict=True))
-        return behind
+                yield from [self._summed.of(weight)] * outer.most(name)
 
     def _gradients(self, number: int) -> Iterator[Tensor | None]:
         """Yields the gradients of the stand-in, where there are no others, and of `_edges`."""
@@ -225,6 +252,24 @@ class _Microbatch(Function):
 
 
 @final
+class _OfOthers(Function):
+    """The node of a call whose microbatches other replicas have: the sums over ranks come behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, nodes: CallNodes, *edges: Tensor) -> Any:
+        """Returns a tensor for each output."""
+        ctx.set_materialize_grads(False)
+        ctx.nodes, ctx.edges = nodes, len(edges)
+        return tuple(nodes.tokens(None))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Returns no gradients."""
+        ctx.nodes.pass_by()
+        return (None,) * (1 + ctx.edges)
+
+
+@final
 class _Join(Function):
     """The node of one output of the whole batch."""
 
@@ -233,30 +278,49 @@ class _Join(Function):
         ctx: Any, joined: JoinedOutput, pieces: Sequence[Piece], values: list[Tensor], *tokens: Tensor
     ) -> Tensor:
         """Returns the one tensor in `values`. A node that held it would be held by it, and never be freed."""
-        ctx.joined, ctx.pieces = joined, pieces
+        ctx.joined, ctx.pieces, ctx.tokens = joined, pieces, len(tokens)
         return values.pop()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Returns the gradients of the microbatches' outputs."""
-        return (None, None, None, *ctx.joined.parts(grad_outputs[0], ctx.pieces))
+        parts = ctx.joined.parts(grad_outputs[0], ctx.pieces) if ctx.pieces else [None] * ctx.tokens
+        return (None, None, None, *parts)
 
 
 @final
 class _Sum(Function):
-    """The weights of one call whose gradients are added up over ranks."""
+    """Weights of calls that run together whose gradients are added up over ranks; each call's backward comes
+    to it, or that of a loss over several calls.
+    """
 
     @staticmethod
-    def forward(ctx: Any, summing: CallGradientSum, names: Sequence[str], *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, arrivals: BackwardArrivals, summing: CallGradientSum, names: Sequence[str], *weights: Tensor
+    ) -> Any:
         """Returns what stands for the weights."""
         ctx.set_materialize_grads(False)
         ctx.summing, ctx.names, ctx.weights = summing, names, [weight.detach() for weight in weights]
+        ctx.arrivals, ctx.held = arrivals, [None] * len(names)
         return tuple(summing.stand_ins(names, weights))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Returns the sums; None for a weight that has no gradient on any rank."""
-        return (None, None, *ctx.summing.add_up(ctx.names, ctx.weights, grad_outputs))
+        """Returns the sums of all calls in the backward of the last one, and nothing before; None for a
+        weight that has no gradient on any rank.
+        """
+        gradients = list(map(_plus, ctx.held, grad_outputs))
+        if ctx.arrivals.more_come():
+            ctx.held = gradients
+            return (None, None, None, *(None for _ in gradients))
+        ctx.held = [None] * len(gradients)
+        return (None, None, None, *ctx.summing.add_up(ctx.names, ctx.weights, gradients))
+
+
+def _plus(held: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if held is None or gradient is None:
+        return gradient if held is None else held
+    return held + gradient
 
 
 @final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -42,21 +42,26 @@ class CallOutputs:
     """What the microbatches of a call have returned: the values of the last stage, where that runs here.
 
     `values[k]` are those of `pieces[k]`, in the order of `variants[number].cut.programs[-1].outputs`; a piece
-    that does not count is a repetition. `counted` says by how much each microbatch counts in a loss.
+    that does not count is a repetition. `counted` says by how much each microbatch counts in a loss, and
+    `replicas` which replica has run it.
     """
 
     variants: Sequence[Variant]
     pieces: Sequence[Piece]
     values: Sequence[tuple[Tensor, ...]]
     counted: Sequence[Counted]
+    replicas: Sequence[int]
 
     def of_parts(self, first: int, end: int) -> CallOutputs:
-        """Returns the outputs of the microbatches from `first` to the one before `end`, as a call of its own.
-
-        This rank runs all microbatches.
-        """
-        pieces = [piece._replace(part=piece.part - first) for piece in self.pieces[first:end]]
-        return CallOutputs(self.variants[first:end], pieces, self.values[first:end], self.counted[first:end])
+        """Returns the outputs of the microbatches from `first` to the one before `end`, as one call."""
+        own = [at for at, piece in enumerate(self.pieces) if first <= piece.part < end]
+        return CallOutputs(
+            self.variants[first:end],
+            [self.pieces[at]._replace(part=self.pieces[at].part - first) for at in own],
+            [self.values[at] for at in own] if self.values else (),
+            self.counted[first:end],
+            self.replicas[first:end],
+        )
 
 
 @final
@@ -72,6 +77,11 @@ class OpenedCall:
     groups: Sequence[OpenedGroup]
     close: Callable[[], None]
     running: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Returns the weights of this rank's stages that any of its microbatches has in the user's graph."""
+        every = (outer for group in self.groups for n in group.numbers for _, outer in group.outers(n))
+        return {name: weight for outer in every for name, weight in outer.weights.items()}
 
     def group_of(self, number: int) -> OpenedGroup:
         """Returns the group that has the microbatch."""

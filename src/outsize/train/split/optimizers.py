@@ -6,8 +6,8 @@
 
 The user's loop makes the optimizer, so it is met at its first step, in the hook that torch calls before the
 step of every optimizer. There a twin is tried on small weights (optimizers/coupling.py), and what couples
-weights that several ranks have is refused before any of them has moved. What is no torch.optim.Optimizer is
-not met. Oracle: tests/dist/test_split_optimizers.py.
+weights that several ranks have is refused before any of them has moved; so are gradients that still wait for
+a sum over ranks. What is no torch.optim.Optimizer is not met. Oracle: tests/dist/test_split_optimizers.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.optimizers.coupling import Coupling, CouplingTrial
 from outsize.train.optimizers.placed import kinds_of
+from outsize.train.split.gradient_sums import BackwardArrivals
 
 _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -40,12 +41,22 @@ class OptimizerCheck:
         """Looks at nothing where one process has all weights."""
         self._run, self._ownership = run, ownership
         self._known = weakref.WeakSet[Optimizer]()
+        self._arrivals: list[BackwardArrivals] = []
         if run.mesh is not None and run.mesh.group.size() > 1:
             handle = observe_steps(partial(_look, weakref.ref(self)))
             weakref.finalize(self, handle.remove).atexit = False
 
+    def asks(self, arrivals: BackwardArrivals) -> None:
+        """Lets the next step of an optimizer insist on these sums."""
+        self._arrivals.append(arrivals)
+
     def look(self, optimizer: Optimizer) -> None:
-        """Raises BadOption for an optimizer whose step of this rank's weights is not the step of all."""
+        """Raises BadOption for an optimizer whose step of this rank's weights is not the step of all, and
+        where gradients wait for others.
+        """
+        waiting, self._arrivals = self._arrivals, []
+        for arrivals in waiting:
+            arrivals.insist_on_sums()
         if optimizer in self._known or not self._ownership.settled:
             return
         axes = self._run.plan.axes

@@ -80,14 +80,12 @@ class OutputJoin:
             device = here or self._device or torch.device("cpu")
             one = JoinedOutput(meta.dtype, device, dim, shapes, by_shares, in_graph)
             joined.append(one)
-            wholes.append(self._whole(one, values if outputs.values else None, ranks))
+            of_replicas = self._of_replicas(one, values, outputs.replicas) if self.is_last else None
+            wholes.append(self._whole(one, of_replicas, ranks))
         return joined, wholes
 
-    def _whole(self, joined: JoinedOutput, values: Sequence[Tensor] | None, ranks: Outputs) -> Tensor:
-        """Returns an output of the batch; `values` is None where another rank has the last stage, and empty
-        where other replicas have all microbatches.
-        """
-        whole = None if values is None else self._of_replicas(joined, values)
+    def _whole(self, joined: JoinedOutput, whole: Tensor | None, ranks: Outputs) -> Tensor:
+        """Returns an output of the batch; `whole` is None where another rank has the last stage."""
         if ranks == "last" and joined.dim is not None:
             return _zeros(joined) if whole is None else whole
         if self._group is not None and self._group.size() > 1:
@@ -98,21 +96,21 @@ class OutputJoin:
         assert whole is not None
         return whole
 
-    def _of_replicas(self, joined: JoinedOutput, values: Sequence[Tensor]) -> Tensor:
-        """Returns the output of the batch on the last stage, from the microbatches of all replicas."""
-        group = self._replicas
+    def _of_replicas(self, joined: JoinedOutput, values: Sequence[Tensor], replicas: Sequence[int]) -> Tensor:
+        """Returns the output of the batch on the last stage, from the microbatches of all replicas; `values`
+        are those of this one, and `replicas` say which one has each.
+        """
+        group, own = self._replicas, iter(values)
         if group is None or group.size() == 1:
             return _together(joined, values)
-        each = -(-len(joined.shapes) // group.size())
         every: list[Tensor] = []
-        for replica in range(group.size()):
-            for at, shape in enumerate(joined.shapes[replica * each : (replica + 1) * each]):
-                if replica == group.rank():
-                    value = values[at].contiguous()
-                else:
-                    value = torch.empty(shape, dtype=joined.dtype, device=joined.device)
-                dist.broadcast(value, group=group.of_tensor(value), group_src=replica)
-                every.append(value)
+        for shape, replica in zip(joined.shapes, replicas, strict=True):
+            if replica == group.rank():
+                value = next(own).contiguous()
+            else:
+                value = torch.empty(shape, dtype=joined.dtype, device=joined.device)
+            dist.broadcast(value, group=group.of_tensor(value), group_src=replica)
+            every.append(value)
         return _together(joined, every)
 
     def _dims_of(self, metas: Sequence[Meta], part: Batch) -> tuple[int | None, ...]:

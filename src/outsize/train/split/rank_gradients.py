@@ -38,6 +38,7 @@ from outsize.run.transport.control_messages import all_gather_json, all_gather_v
 from outsize.run.transport.groups import RankGroup
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
+from outsize.train.split.gradient_sums import BackwardArrivals
 from outsize.train.split.optimizers import OptimizerCheck
 
 _UNSCALE: Final[Any] = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
@@ -141,6 +142,13 @@ class RankGradients:
             place = numbers[name], (*own, *part_number(weight))
             _mark(weight, _Part((place,), ranks, is_known=divided is None))
         _mark(self.stand_in, _Part(((-1, ()),), ranks))
+
+    def arrivals(self, calls: int) -> BackwardArrivals:
+        """Returns what knows of how many calls the backward has come, for an optimizer's step to ask."""
+        made = BackwardArrivals(calls)
+        if self._check is not None:
+            self._check.asks(made)
+        return made
 
     def touch_stand_in(self) -> None:
         """Gives the stand-in its gradient, which has no elements."""
