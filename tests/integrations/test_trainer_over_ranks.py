@@ -72,7 +72,7 @@ def test_each_rank_says_the_same(name: str, begins: str | None, tmp_path: Path) 
 
 
 def test_replicas_agree_but_for_rounding(tmp_path: Path) -> None:
-    """Each has a part of each batch, so sums have another order."""
+    """Each has batches of its own, so sums have another order."""
     first, second = checked(tmp_path, "right", axes={"dp_replicate": 2}, stages=1)
     assert first == second
     assert first.relative_diff is not None
