@@ -74,6 +74,24 @@ class _Decaying(Trainer):
         return optimizer
 
 
+class _Counting(twice(Trainer)):
+    """Its model counts calls of a loss in a buffer, by twos where it runs split."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.calls.add_(2 if isinstance(self, Trainer) else 1)
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_a_buffer_that_differs_is_named(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, _Counting, arguments=ARGUMENTS, outsize={"stages": 2})
+    trainer.model.register_buffer("calls", torch.zeros(()))
+    verdict = outsize.check(trainer=trainer)
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.startswith("buffer calls after update 1: ")
+    assert verdict.buffer_diff == 4.0
+    assert (verdict.grad_diff, verdict.parameter_diff) == (0.0, 0.0)
+
+
 def test_the_first_number_that_differs_is_named(tmp_path: Path) -> None:
     verdict = outsize.check(
         trainer=trainer_of(tmp_path, _Weighted, arguments=ARGUMENTS, outsize={"stages": 2})

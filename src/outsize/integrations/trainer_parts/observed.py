@@ -3,7 +3,7 @@
 trainer.train()
   on_log                   the numbers that it logs, but those that are times
   on_pre_optimizer_step    the gradients of this rank's weights, each of them whole
-  on_step_end              the weights after the update
+  on_step_end              the weights and the buffers after the update
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def watched(trainer: Any, updates: int) -> TrainerWatch:
 
 @final
 class TrainerWatch(transformers.TrainerCallback):
-    """Notes what a trainer logs of each update, its gradients, and the weights after it."""
+    """Notes what a trainer logs of each update, its gradients, and weights and buffers after it."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -57,6 +57,7 @@ class TrainerWatch(transformers.TrainerCallback):
         """Ends it."""
         whole = self._whole()
         self.updates[-1].weights.update({name: whole(name, w).clone() for name, w in self._trained()})
+        self.updates[-1].buffers.update({name: b.detach().clone() for name, b in self._buffers()})
 
     def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
         """Takes the numbers but those that are times."""
@@ -70,6 +71,12 @@ class TrainerWatch(transformers.TrainerCallback):
         engine: Engine | None = getattr(self._trainer, "_engine", None)
         weights = self._trainer.model if engine is None else engine.weights
         return ((name, weight) for name, weight in weights.named_parameters() if weight.requires_grad)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers that this rank has."""
+        engine: Engine | None = getattr(self._trainer, "_engine", None)
+        module = self._trainer.model if engine is None else engine.weights.module
+        return ((name, each) for name, each in module.named_buffers() if not each.is_meta)
 
     def _whole(self) -> Any:
         engine: Engine | None = getattr(self._trainer, "_engine", None)

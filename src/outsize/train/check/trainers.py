@@ -43,11 +43,12 @@ UPDATES: Final = 2
 @final
 @dataclass(frozen=True, slots=True)
 class TrainerUpdate:
-    """Holds what a trainer has logged of one update, its gradients, and the weights after it."""
+    """Holds what a trainer has logged of one update, its gradients, and weights and buffers after it."""
 
     logged: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 @final
@@ -65,7 +66,7 @@ class TrainerRun:
 
     def save(self, file: Path) -> None:
         """Writes it to a file, and nothing where the process ends before."""
-        seen = [[each.logged, each.gradients, each.weights] for each in self.updates]
+        seen = [[each.logged, each.gradients, each.weights, each.buffers] for each in self.updates]
         plan = None if self.plan is None else self.plan.to_json()
         write_value(file, [seen, plan, self.divides, self.trainer, self.seconds])
 
@@ -221,7 +222,7 @@ def verdict_of(plain: TrainerRun, ranks: Sequence[TrainerRun]) -> Verdict:
         bit_equal=not found,
         loss_diff=sizes["logged"],
         grad_diff=sizes["gradient"],
-        buffer_diff=0.0,
+        buffer_diff=sizes["buffer"],
         parameter_diff=sizes["weight"],
         first_divergence=None,
         stages=tuple(stage.units for stage in plan.stages),
@@ -236,7 +237,7 @@ def verdict_of(plain: TrainerRun, ranks: Sequence[TrainerRun]) -> Verdict:
     return verdict if verdict.holds else verdict.model_copy(update={"first_divergence": found[0].text})
 
 
-_KINDS: Final = ("logged", "gradient", "weight")
+_KINDS: Final = ("logged", "gradient", "weight", "buffer")
 
 
 def _notes(split: TrainerRun, plain: TrainerRun, relative: float) -> Iterator[str]:
@@ -265,6 +266,10 @@ def _differences(plain: TrainerRun, ranks: Sequence[TrainerRun]) -> Iterator[_Di
         gradients, weights = [each.gradients for each in others], [each.weights for each in others]
         yield from _of_tensors("gradient", f"of update {number}", one.gradients, gradients)
         yield from _of_tensors("weight", f"after update {number}", one.weights, weights)
+        # Stages that use no buffer have none, so what no rank has is not compared.
+        buffers = [each.buffers for each in others]
+        used = {name: one.buffers[name] for name in one.buffers if any(name in own for own in buffers)}
+        yield from _of_tensors("buffer", f"after update {number}", used, buffers)
 
 
 def _of_numbers(
