@@ -25,7 +25,7 @@ from outsize.run.transport.groups import RankGroup
 
 @final
 class BackwardArrivals:
-    """Of how many calls that have run together the user's backward has come."""
+    """Knows of how many calls that have run together the backward has come."""
 
     def __init__(self, calls: int) -> None:
         self._calls = calls
