@@ -1,6 +1,6 @@
 """The trainers of the table on docs/fine-tuning.md, each of a random model and random rows of one length.
 
-A Llama of six layers of 256 units for TRL, two samples of 128 tokens in a batch and eight batches in an
+A Llama of six layers of 512 units for TRL, two samples of 128 tokens in a batch and eight batches in an
 update; a BERT of the same size for sentence-transformers; a DiT for a script of diffusers by Accelerate.
 """
 
@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 
 VOCABULARY: Final = 2048
+WIDTH: Final = 512
 TOKENS: Final = 128
 BATCHES: Final = 8  # of an update
 Split = dict[str, Any] | None
@@ -93,11 +94,11 @@ def different_words(completions: list[str], **_: Any) -> list[float]:
 
 
 def llama(kind: Any) -> nn.Module:
-    """Of 6 layers of 256 units."""
+    """Of 6 layers."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=688, num_hidden_layers=6,
-        num_attention_heads=4, max_position_embeddings=512, num_labels=1, pad_token_id=0, bos_token_id=1,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=1376, num_hidden_layers=6,
+        num_attention_heads=8, max_position_embeddings=512, num_labels=1, pad_token_id=0, bos_token_id=1,
         eos_token_id=1,
     )  # fmt: skip
     return kind(config)
@@ -156,8 +157,8 @@ def of_sentence_transformers(
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=1024, num_hidden_layers=6,
-        num_attention_heads=4, max_position_embeddings=128, hidden_dropout_prob=0.0,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=6,
+        num_attention_heads=8, max_position_embeddings=128, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     told(0)
@@ -168,7 +169,7 @@ def of_sentence_transformers(
         is_there.touch()
     while not is_there.exists():
         time.sleep(0.05)
-    model = st.SentenceTransformer(modules=[modules.Transformer(bert), modules.Pooling(256)], device="cpu")
+    model = st.SentenceTransformer(modules=[modules.Transformer(bert), modules.Pooling(WIDTH)], device="cpu")
     pairs = [
         {"anchor": words(2 * i, 64), "positive": words(2 * i + 1, 64)} for i in range(updates * BATCHES * 4)
     ]
@@ -210,7 +211,7 @@ def of_diffusers(_: str, folder: Path, split: Split, updates: int, told: Callabl
     accelerate.utils.set_seed(0)
     told(0)
     model: Any = diffusers.DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=64, in_channels=4, num_layers=6, sample_size=16,
+        num_attention_heads=8, attention_head_dim=64, in_channels=4, num_layers=6, sample_size=16,
         patch_size=2, num_embeds_ada_norm=10,
     )  # fmt: skip
     for module in model.modules():
