@@ -127,6 +127,16 @@ GROUPS: Final[dict[str, tuple[str, str, Rows]]] = {
             "little memory, inference": (8, {"cluster": "2x2GB", "inference": True}),
             "on one small device": (8, {"cluster": "1x3GB"}),
             "host optimizer": (8, {"cluster": "1x8GB", "weights": "host-optimizer"}),
+            "host-computed, lora": (
+                8,
+                {
+                    "cluster": "2xrtx4090-24gb",
+                    "weights": "host-computed",
+                    "lora": 8,
+                    "microbatches": 4,
+                    "stages": 2,
+                },
+            ),
             "host, two devices": (8, {"cluster": "2x2GB", "weights": "host"}),
             "four small devices": (32, {"cluster": "4x2GB"}),
             "unequal devices": (16, {"cluster": "1xa100-40gb+2xv100-16gb"}),

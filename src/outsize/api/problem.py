@@ -213,7 +213,7 @@ def adapted(model: nn.Module, asked: Request) -> nn.Module:
     quantize.insist_on_format()
     if quantize.format is not None:
         stored = insist_on_format(quantize.format).of_blocks(quantize.block, nests=quantize.nested)
-        model = with_stored_layers(model, stored, quantize.skip or ())
+        model = with_stored_layers(model, stored, quantize.skip or (), experts=quantize.experts or False)
     return model if lora.rank is None else with_adapters(model, lora.rank, lora.targets)
 
 

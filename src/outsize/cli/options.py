@@ -275,6 +275,9 @@ class QuantizeKeys:
         str | None,
         Key("mlp+head", "Layers that stay as they are, beside those that transformers leaves out."),
     ] = None
+    experts: Annotated[bool | None, Key("true", "true: stacks of experts are stored so, too (nf4, fp4).")] = (
+        None
+    )
 
 
 LoraOption = Annotated[
@@ -488,7 +491,7 @@ def quantize_asked(keys: QuantizeKeys) -> Quantize:
     from outsize.api.records import Quantize
 
     skipped = None if keys.skip is None else [name for name in keys.skip.split("+") if name]
-    return Quantize(keys.format, keys.block, keys.nested, skipped)
+    return Quantize(keys.format, keys.block, keys.nested, skipped, keys.experts)
 
 
 def prices_in(text: str | None) -> dict[str, float]:

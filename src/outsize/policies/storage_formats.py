@@ -68,6 +68,7 @@ class StorageFormat:
     layers       the library's classes whose weights ranks can divide, by module and name; () for none
     state        the attribute of such a weight that has its scales
     undivided    why ranks cannot divide its weights, where they cannot
+    stacks       what the user's code calls so that stacks of experts are stored so; "" where nothing does
     swap         what the user's code calls so that the model stores so
     help         what the command line says of it
     """
@@ -88,6 +89,7 @@ class StorageFormat:
     layers: tuple[str, ...] = ()
     state: str = ""
     undivided: str = ""
+    stacks: str = ""
     swap: str
     help: str
 
@@ -133,6 +135,9 @@ class StorageFormat:
 
 
 _OF_FOUR_BITS: Final = NestedScales(block=256, table=256, launches=2)
+_OF_STACKS: Final = (
+    "bitsandbytes.nn.parametrize.replace_parameter_4bit(experts, name, compress_statistics=True, "
+)
 _OF_TORCHAO: Final = "torchao makes one tensor of codes and scales, which is not taken apart"
 _BITSANDBYTES_4: Final = "transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, "
 
@@ -147,12 +152,14 @@ NF4: Final = StorageFormat(
     packed=True,
     layers=("bitsandbytes.nn.modules.Linear4bit",),
     state="quant_state",
+    stacks=f'{_OF_STACKS}quant_type="nf4")',
     swap=f'{_BITSANDBYTES_4}bnb_4bit_quant_type="nf4")',
     help="4 bits of bitsandbytes with double quantization (QLoRA)",
 )
 FP4: Final = replace(
     NF4,
     name="fp4",
+    stacks=f'{_OF_STACKS}quant_type="fp4")',
     swap=f'{_BITSANDBYTES_4}bnb_4bit_quant_type="fp4")',
     help="the same with floats of 4 bits",
 )

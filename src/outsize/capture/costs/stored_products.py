@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from outsize.ir.graph import MATMULS, Work
+from outsize.policies.storage_formats import StorageFormat
 from outsize.program.tape import Cost
-from outsize.program.values.stored_linear import StoredLinear
+from outsize.program.values.stored_linear import StoredLinear, StoredStack, stored_stacks
 from outsize.program.weights.beside import numbers_of
 
 
@@ -26,6 +29,8 @@ def stored_cost(module: nn.Module | None, args: Sequence[Any], cost: Cost) -> Co
     """Returns the cost of a call of a module whose weight is stored in few bits; of others as it is."""
     if isinstance(module, StoredLinear):
         return _with_values(module, args[0], cost)
+    if module is not None and (stacks := stored_stacks(module)):
+        return _with_stacks(stacks, cost)
     if module is None or any(work.family in MATMULS for work in cost.forward):
         return cost
     weight = next((weight for weight in module._parameters.values() if weight is not None), None)
@@ -70,14 +75,31 @@ def _with_values(module: StoredLinear, x: Tensor, cost: Cost) -> Cost:
     )
 
 
+def _with_stacks(stacks: Sequence[StoredStack], cost: Cost) -> Cost:
+    """Returns the cost with the kernels that make the values of stacks, which the backward finds kept."""
+    made = tuple(_made(s.shape, s.stored, s.like.dtype) for s in stacks)
+    exact = cost.exact_instructions
+    return replace(
+        cost,
+        moved_bytes=cost.moved_bytes + sum(work.moved_bytes for work in made),
+        forward=(*made, *cost.forward),
+        exact_instructions=((*((),) * len(made), *exact[0]), *exact[1:]) if exact else exact,
+    )
+
+
 def _values_of(module: StoredLinear, x: Tensor) -> Work:
-    elements, stored = module.in_features * module.out_features, module.stored
-    written = elements * x.dtype.itemsize
+    return _made((module.out_features, module.in_features), module.stored, x.dtype)
+
+
+def _made(sides: Sequence[int], stored: StorageFormat, dtype: torch.dtype) -> Work:
+    """Returns the kernels that make the values of a weight of these sides."""
+    elements = prod(sides)
+    written = elements * dtype.itemsize
     return Work(
         family="cast",
-        dtype=str(x.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         flops=0,
         # Each kernel but the first one reads what the one before has written.
-        moved_bytes=stored.read_bytes(elements, module.out_features) + written * (2 * stored.launches - 1),
+        moved_bytes=stored.read_bytes(elements, elements // sides[-1]) + written * (2 * stored.launches - 1),
         launches=stored.all_launches,
     )

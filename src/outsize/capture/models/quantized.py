@@ -8,7 +8,6 @@ package that does it is needed; what a layer costs is in the record of its forma
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -18,8 +17,10 @@ from outsize.capture.models.weight_sharing import sharing_weights
 from outsize.errors import BadOption
 from outsize.policies.storage_formats import StorageFormat, storage_format, storage_formats
 from outsize.program.sharding.products import is_conv1d
-from outsize.program.values.stored_linear import StoredLinear
+from outsize.program.values.stored_linear import StoredLinear, store_stack
 
+_STACKED: Final = 3  # dims of a stack of weights
+_CONVOLUTION: Final = (nn.Conv1d, nn.ConvTranspose1d)  # whose weights have three dims, too
 # So many names of layers are told where none is stored.
 _SHOWN: Final = 8
 
@@ -36,12 +37,16 @@ def insist_on_format(name: str) -> StorageFormat:
     return found
 
 
-def with_stored_layers(model: nn.Module, stored: StorageFormat, skipped: Sequence[str] = ()) -> nn.Module:
-    """Returns a copy that shares the other weights, whose linear layers have frozen weights in a format.
+def with_stored_layers(
+    model: nn.Module, stored: StorageFormat, skipped: Sequence[str] = (), *, experts: bool = False
+) -> nn.Module:
+    """Returns a copy that shares the other weights, whose linear layers have frozen weights in a format; with
+    `experts` stacks of weights too.
 
     `skipped` are names of layers, or their last parts ("lm_head"), that stay as they are. Raises BadOption
-    where no layer is left, and for a name in `skipped` that no layer has.
+    where no layer is left, for a name in `skipped` that no layer has, and for stacks that nobody stores so.
     """
+    stacks = _stacks(model, stored) if experts else []
     linear = {name: sides for name, module in model.named_modules() if (sides := _sides(module)) is not None}
     odd = [name for name in skipped if not any(_is_named(layer, name) for layer in linear)]
     kept = _kept_whole(model)
@@ -50,7 +55,7 @@ def with_stored_layers(model: nn.Module, stored: StorageFormat, skipped: Sequenc
         for name, sides in linear.items()
         if name not in kept and not any(_is_named(name, other) for other in skipped)
     }
-    if odd or not chosen:
+    if odd or not (chosen or stacks):
         last = dict.fromkeys(name.rpartition(".")[2] for name in linear)
         raise BadOption(
             f"no linear layer is called {odd[0]}"
@@ -66,7 +71,37 @@ def with_stored_layers(model: nn.Module, stored: StorageFormat, skipped: Sequenc
             return stand_in
         parent, _, last = name.rpartition(".")
         copied.get_submodule(parent).register_module(last, stand_in)
+    for name, key in stacks:
+        if not any(_is_named(name, other) for other in skipped):
+            store_stack(copied.get_submodule(name), key, stored)
     return copied
+
+
+def _stacks(model: nn.Module, stored: StorageFormat) -> list[tuple[str, str]]:
+    """Returns the modules and the names of stacks of weights: of three dims, of which no layer is made.
+
+    Raises BadOption where there are none, and where the format's library stores none.
+    """
+    found = [
+        (name, key)
+        for name, module in model.named_modules()
+        for key, weight in module._parameters.items()
+        if weight is not None
+        and weight.ndim == _STACKED
+        and weight.is_floating_point()
+        and key != "bias"
+        and not isinstance(module, _CONVOLUTION)
+    ]
+    known = ", ".join(each.name for each in storage_formats() if each.stacks)
+    if not stored.stacks or not found:
+        raise BadOption(
+            f"{stored.name} stores no stacks of experts that train beside adapters on every device"
+            if found
+            else f"{type(model).__name__} has no stack of experts",
+            numbers=f"{len(found)} stacks of weights; formats that store them: {known}",
+            next_step="--quantize nf4,experts=true" if found else "leave out experts",
+        )
+    return found
 
 
 def _sides(module: nn.Module) -> tuple[int, int] | None:
@@ -95,9 +130,3 @@ def _kept_whole(model: Any) -> set[str]:
     tied = {name for names in uses.values() if len(names) > 1 for name in names}
     last = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
     return tied | {last} | {name for name, module in named if head is not None and module is head}
-
-
-def stored_parameters(model: nn.Module) -> int:
-    """Returns how many numbers the stand-ins of a model stand for beyond the elements of their codes."""
-    layers = (module for module in model.modules() if isinstance(module, StoredLinear))
-    return sum(m.in_features * m.out_features - math.prod(m.weight.shape) for m in layers)

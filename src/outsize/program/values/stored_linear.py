@@ -5,15 +5,21 @@ swapped becomes a `StoredLinear` on meta: it has a weight of codes with its scal
 the record of its format says, and computes on fakes alone. In the forward and in the backward it makes the
 values of the whole weight and frees them again, as libraries do; the seconds of that are counted from the
 record (capture/costs/stored_products.py). It never trains, and never has numbers.
+
+A stack of weights of experts is no layer: its library makes all of its values when a module reads it
+(`StoredStack`, a parametrization), once in a forward, and autograd keeps them for the backward.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from math import prod
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from outsize.policies.storage_formats import StorageFormat
 
@@ -28,14 +34,7 @@ class StoredLinear(nn.Linear):
     def __init__(self, whole: nn.Module, made: int, taken: int, stored: StorageFormat) -> None:
         with torch.device("meta"):
             super().__init__(taken, made, bias=False)
-            shape = (stored.code_bytes(made * taken), 1) if stored.packed else (made, taken)
-            if not stored.packed and stored.code_bytes(taken) != taken:
-                shape = (made, stored.code_bytes(taken))
-            dtype: torch.dtype = getattr(torch, stored.codes)
-            codes = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-            scales = torch.empty(stored.beside_bytes(made * taken, made), dtype=torch.uint8)
-        setattr(codes, _SCALES, scales)
-        self.weight, self.stored = codes, stored
+        self.weight, self.stored = _codes((made, taken), stored), stored
         bias: Any = getattr(whole, "bias", None)
         self.bias = bias
         self.train(whole.training)
@@ -74,3 +73,60 @@ def _values(like: Tensor, sides: tuple[int, int], stored: StorageFormat) -> Tens
     values = like.new_empty(sides)
     del more
     return values
+
+
+def _codes(sides: tuple[int, ...], stored: StorageFormat) -> nn.Parameter:
+    """Returns codes on meta for a weight of these sides, with the bytes that its scales take beside them."""
+    elements, taken = prod(sides), sides[-1]
+    shape = (stored.code_bytes(elements), 1) if stored.packed else (*sides[:-1], stored.code_bytes(taken))
+    with torch.device("meta"):
+        dtype: torch.dtype = getattr(torch, stored.codes)
+        codes = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        scales = torch.empty(stored.beside_bytes(elements, elements // taken), dtype=torch.uint8)
+    setattr(codes, _SCALES, scales)
+    return codes
+
+
+@final
+class StoredStack(nn.Module):
+    """Stands in a plan for the parametrization that makes the values of a stack of frozen weights."""
+
+    like: Tensor
+
+    def __init__(self, whole: Tensor, stored: StorageFormat) -> None:
+        super().__init__()
+        self.shape, self.stored = torch.Size(whole.shape), stored
+        # Of the type of the values, which a plan's precision changes as it does that of other tensors.
+        self.register_buffer("like", torch.empty(0, dtype=whole.dtype, device="meta"), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, codes: Tensor) -> Tensor:
+        """Returns the values of the whole stack."""
+        return codes.new_empty(self.shape, dtype=self.like.dtype)
+
+
+def store_stack(module: nn.Module, key: str, stored: StorageFormat) -> None:
+    """Puts codes in the place of a module's stack of weights, whose values a forward of it makes once."""
+    whole = module.get_parameter(key)
+    module.register_parameter(key, _codes(tuple(whole.shape), stored))
+    parametrize.register_parametrization(module, key, StoredStack(whole, stored), unsafe=True)
+    module.register_forward_pre_hook(_begin_cache)
+    module.register_forward_hook(_end_cache, always_call=True)
+
+
+def stored_stacks(module: nn.Module) -> list[StoredStack]:
+    """Returns the stacks in few bits of a module and of those in it."""
+    return [each for each in module.modules() if isinstance(each, StoredStack)]
+
+
+_CACHES: Final[list[AbstractContextManager[None]]] = []
+"""Holds what keeps the values of the forwards that run now."""
+
+
+def _begin_cache(module: nn.Module, inputs: Any) -> None:
+    _CACHES.append(parametrize.cached())
+    _CACHES[-1].__enter__()
+
+
+def _end_cache(module: nn.Module, inputs: Any, output: Any) -> None:
+    _CACHES.pop().__exit__(None, None, None)

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from outsize.errors import BadOption
 from outsize.program.values.wrapper_tensors import is_wrapper
@@ -59,7 +60,8 @@ def beside_weights(model: nn.Module) -> Iterator[Beside]:
                 continue
             name = names.setdefault(id(weight), f"{prefix}.{key}" if prefix else key)
             roots = [] if is_wrapper(weight) else [(vars(weight), False)]
-            roots += [(vars(module), True)] if is_of_codes(weight) else []
+            makers = module.children() if isinstance(module, ParametrizationList) else ()
+            roots += [(vars(each), True) for each in (module, *makers)] if is_of_codes(weight) else []
             for root, is_layer in roots:
                 for table, place, tensor, in_object in _tensors_in(root, seen, known, _DEPTH):
                     share = table.get(SHARES, {}).get(place) if isinstance(table, dict) else None
@@ -138,7 +140,21 @@ def numbers_of(model: nn.Module) -> dict[int, int]:
         own = [weight for weight in module._parameters.values() if weight is not None]
         if taken * made and own and is_of_codes(own[0]):
             found.setdefault(id(own[0]), taken * made)
+        elif isinstance(module, ParametrizationList) and own and is_of_codes(own[0]):
+            found.setdefault(
+                id(own[0]), max(map(_values_made, module.children()), default=0) or own[0].numel()
+            )
     return found
+
+
+def _values_made(maker: nn.Module) -> int:
+    """Returns how many numbers a parametrization makes of codes, as it or an object of it says by a shape."""
+    shapes = (
+        getattr(each, "shape", None)
+        for each in (maker, *vars(maker).values())
+        if not isinstance(each, Tensor)
+    )
+    return max((shape.numel() for shape in shapes if isinstance(shape, torch.Size)), default=0)
 
 
 def stored_in_few_bits(model: nn.Module) -> list[str]:
