@@ -330,8 +330,8 @@ class Quantize(OptionRecord):
     """Layers that stay as they are, by their names or the last parts of these, beside those that transformers
     leaves out by itself (the head)."""
     experts: Annotated[bool | None, "True"] = None
-    """True: stacks of experts are stored so, too, as bitsandbytes' `replace_parameter_4bit` stores one ("nf4",
-    "fp4")."""
+    """True: stacks of experts are stored so, too, as bitsandbytes' `replace_parameter_4bit` stores one
+    ("nf4", "fp4")."""
 
     def __post_init__(self) -> None:
         """Raises BadOption for blocks that no weight has, and for values of another type."""
