@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-TIMES = ("runtime", "per_second", "per_sec", "memory", "total_flos")
+TIMES = ("runtime", "per_second", "per_sec", "memory")
 
 
 def environment_of(framework: str) -> Path:
@@ -37,9 +37,7 @@ def run(folder: Path, *arguments: str) -> None:
 
 
 def logs_in(state: Path) -> list[dict[str, Any]]:
-    """What a trainer has logged, without times, and without `total_flos`, which counts codes of few bits
-    otherwise where a rank has no values (docs/fine-tuning.md).
-    """
+    """What a trainer has logged, without times."""
     logs = json.loads(state.read_text())["log_history"]
     return [{k: v for k, v in log.items() if not any(time in k for time in TIMES)} for log in logs]
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from outsize.errors import BadOption
+from outsize.train.batch.batch import Batch
 from outsize.train.engine.engine import Engine
 
 
@@ -42,6 +43,16 @@ def arguments_of_call(model: nn.Module, compute_loss: Callable[[nn.Module], obje
     raise BadOption(
         "the loss is computed without a call of the model", next_step="outputs = model(**inputs), once"
     )
+
+
+def has_samples_of_both(batch: Batch) -> bool:
+    """Tells whether a call of the model may have as many samples as its loss: views of a batch that are
+    called together are more.
+    """
+    tensors = [t for t in zip(batch.owners(), batch.tensors(), strict=True) if t[1].ndim]
+    of_loss = {tensor.shape[0] for owner, tensor in tensors if owner == "target"}
+    of_call = {tensor.shape[0] for owner, tensor in tensors if owner != "target"}
+    return not of_loss or not of_call or not of_loss.isdisjoint(of_call)
 
 
 def _stop_held_model(*_: object) -> NoReturn:
@@ -85,14 +96,21 @@ class AskedOfModel(BaseException):
 
 
 class OnlyCalled(ModelStandIn, ABC):
-    """Stands for a model that a loss calls, and of which it asks nothing else but its config and its mode."""
+    """Stands for a model that a loss calls, and of which it asks nothing else but its class, its config, its
+    mode, and those of its parts.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         vars(self).update(real=model, training=model.training)
 
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the model's class: a loss may look whether the model has adapters of peft."""
+        return type(vars(self).get("real", self))
+
     def __getattribute__(self, name: str) -> Any:
-        """Returns what a call needs, and the config and the mode.
+        """Returns what a call needs, and what stands for a part of the model.
 
         Raises AskedOfModel for whatever else the model has, and AttributeError for what it has not.
         """
@@ -101,7 +119,19 @@ class OnlyCalled(ModelStandIn, ABC):
         real = super().__getattribute__("__dict__").get("real")
         if real is None:  # It is being made.
             return super().__getattribute__(name)
-        getattr(real, name)
+        if isinstance(part := getattr(real, name), nn.Module):
+            return _PartOfModel(part)
+        raise AskedOfModel
+
+
+@final
+class _PartOfModel(OnlyCalled):
+    """Stands for a part of a model, of which only the whole is called."""
+
+    def _get_name(self) -> str:
+        return type(vars(self)["real"]).__name__
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
         raise AskedOfModel
 
 

@@ -27,7 +27,7 @@ import time
 from abc import ABC
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from outsize.api.records import Loss, Ranks
-from outsize.capture.fakes.untouched import memory_untouched
+from outsize.capture.fakes.untouched import memory_untouched, untouched
 from outsize.capture.guards.trace import without_python_writes
 from outsize.capture.models.imports import import_package
 from outsize.capture.recording.fallbacks import TapeOptions, record
@@ -54,10 +54,17 @@ from outsize.integrations.model_calls import (
     OwnWeights,
     SplitModel,
     arguments_of_call,
+    has_samples_of_both,
 )
 from outsize.integrations.optimizer_parts import OptimizerParts
 from outsize.integrations.split_options import Split, insist_on_one_split, options_of, split_into
-from outsize.integrations.trainer_parts.called_models import beside, called_engine, models_beside, stages_in
+from outsize.integrations.trainer_parts.called_models import (
+    beside,
+    called_engine,
+    generating_over_ranks,
+    models_beside,
+    stages_in,
+)
 from outsize.integrations.trainer_parts.observed import watched
 from outsize.integrations.trainer_parts.own_python import OwnPython
 from outsize.integrations.update import Lookahead
@@ -309,7 +316,9 @@ class Trainer(transformers.Trainer, ABC):
             items = self._get_num_items_in_batch([inputs], self.args.device)
             with self._untraced():
                 part = self._microbatch_of(inputs, items)
-            with self._unchanged(), self.accelerator.autocast():
+            if not has_samples_of_both(part):
+                return False
+            with self._unchanged(), self._held_unchanged(), self.accelerator.autocast():
                 tape = record(
                     self._whole_model, part.args, part.kwargs, self._loss_of, part.target,
                     TapeOptions(live=(), is_trial=True),
@@ -379,7 +388,8 @@ class Trainer(transformers.Trainer, ABC):
         if not self.records:
             return self._predicted_by(partial(step, model), inputs, prediction_loss_only, ignore_keys)
         if step.__func__ is not transformers.Trainer.prediction_step:  # a step of TRL's, for example
-            return step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
+            with generating_over_ranks(self.engine):
+                return step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
         of_losses = prediction_loss_only and self._has_labels(inputs)
         if not self._predicted or self._predicted[0][0] is not inputs:
             batches = list(self._run_together(inputs, of_losses=of_losses))
@@ -661,6 +671,15 @@ class Trainer(transformers.Trainer, ABC):
     def _untraced(self) -> Iterator[None]:
         """Undoes what the Trainer's own code writes, wherever that is, and draws."""
         with self._unchanged(), without_python_writes(self._loss_of), memory_untouched():
+            yield
+
+    @contextmanager
+    def _held_unchanged(self) -> Iterator[None]:
+        """Undoes what becomes of other modules that the Trainer holds, such as hooks that a teacher gets."""
+        held = [v for v in vars(self).values() if isinstance(v, nn.Module) and v is not self.model]
+        with ExitStack() as stack:
+            for module in held:
+                stack.enter_context(untouched(module))
             yield
 
     @contextmanager

@@ -6,7 +6,9 @@ trainer.ref_model    what else it holds, a reference or a teacher: forwards alon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -73,3 +75,29 @@ def called_engine(model: nn.Module, example: Batch, count: int, options: Mapping
     if not is_accelerator(engine.plan.stages[0].device):
         keep_freed_memory()  # As in outsize.split: gradients of all weights come for each microbatch anew.
     return engine
+
+
+@contextmanager
+def generating_over_ranks(engine: Engine) -> Iterator[None]:
+    """Lets code call `generate` of the model, as a step of Seq2SeqTrainer does: module by module, each where
+    its weights are.
+    """
+    model: Any = engine.model
+    really = getattr(model, "generate", None)
+    if not callable(really) or engine.crew.world_size == 1:
+        yield
+        return
+
+    @functools.wraps(really)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with engine.by_modules():
+            return really(*args, **kwargs)
+
+    before = vars(model).get("generate")
+    vars(model)["generate"] = generate
+    try:
+        yield
+    finally:
+        del vars(model)["generate"]
+        if before is not None:
+            vars(model)["generate"] = before

@@ -65,6 +65,18 @@ class PythonState(NamedTuple):
                 if weight is not None and before.get(name) != wanted:
                     weight.requires_grad_(wanted)
 
+    def take_over(self, before: PythonState, after: PythonState) -> None:
+        """Takes over what has changed between two other states, where this one was like the first."""
+        for module, attributes in after.attributes.items():
+            own, known = self.attributes[module], before.attributes[module]
+            for key in known.keys() - attributes.keys():
+                own.pop(key, None)
+            own.update({k: v for k, v in attributes.items() if k not in known or known[k] is not v})
+        for module, flags in after.wanted.items():
+            known_flags = before.wanted[module]
+            changed = {name: wanted for name, wanted in flags.items() if known_flags.get(name) != wanted}
+            self.wanted[module].update(changed)
+
     def is_like(self, other: PythonState) -> bool:
         """Tells whether modules in the two states compute the same."""
         return self.wanted == other.wanted and all(
@@ -247,6 +259,22 @@ class Turns:
             except Exception as error:
                 answers = [_Failed(error) for _ in group]
             finally:
+                self._keep_changes(kinds, kind, waiting, base)
                 kinds[kind].switch(base)
             for task, answer in zip(group, answers, strict=True):
                 task.answer = answer
+
+    def _keep_changes(
+        self, kinds: Sequence[PythonState], kind: int, waiting: Sequence[_TurnTask], base: PythonState
+    ) -> None:
+        """Takes what an answer has changed into all states: a model that is recorded first may get hooks, and
+        a flag that it has them.
+        """
+        now = self._states.take()
+        before = PythonState(
+            {module: dict(attributes) for module, attributes in kinds[kind].attributes.items()},
+            {module: dict(flags) for module, flags in kinds[kind].wanted.items()},
+        )
+        states = [*kinds, base, *(task.state for task in waiting if task.state is not None)]
+        for state in {id(state): state for state in states}.values():
+            state.take_over(before, now)

@@ -62,6 +62,11 @@ def _copied(self: Any, memo: dict[int, Any]) -> Any:
     return memo.setdefault(id(self), _freed(self, type(self), self))
 
 
+def _home_of(self: Any) -> torch.device:
+    """Returns this rank's device, for code that puts its tensors where the model's weights are."""
+    return self._home
+
+
 @final
 class FreedBuffer(Tensor):
     """A buffer whose values are on another rank."""
@@ -69,6 +74,8 @@ class FreedBuffer(Tensor):
     _weight_name: str
     _where: str
     _structure: WrapperStructure | None
+    _home: torch.device
+    device = property(_home_of)  # pyright: ignore[reportAssignmentType]
     __deepcopy__ = _copied
 
     @classmethod
@@ -78,12 +85,20 @@ class FreedBuffer(Tensor):
 
 @final
 class FreedParameter(nn.Parameter):
-    """A parameter whose values are on another rank."""
+    """A parameter whose values are on another rank; it is an instance of that parameter's class, too."""
 
     _weight_name: str
     _where: str
     _structure: WrapperStructure | None
+    _kind: type
+    _home: torch.device
+    device = property(_home_of)  # pyright: ignore[reportAssignmentType]
     __deepcopy__ = _copied
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the weight's class, for code that asks how many bits its codes have."""
+        return vars(self).get("_kind", FreedParameter)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,18 +108,21 @@ class FreedParameter(nn.Parameter):
 FreedWeight = FreedBuffer | FreedParameter
 
 
-def freed(weight: Tensor, name: str, where: str) -> Tensor:
-    """Returns what stands for a weight that `where` (`rank 1`) keeps; attributes of a parameter stay."""
+def freed(weight: Tensor, name: str, where: str, home: torch.device) -> Tensor:
+    """Returns what stands on a rank, whose device is `home`, for a weight that `where` (`rank 1`) keeps;
+    attributes of a parameter stay.
+    """
     structure = WrapperStructure.of(weight) if is_wrapper(weight) else None
     empty = (
         torch.empty_like(weight, device="meta", requires_grad=False) if structure is None else structure.twin
     )
-    kind = FreedParameter if isinstance(weight, nn.Parameter) else FreedBuffer
+    is_parameter = isinstance(weight, nn.Parameter)
+    kind = FreedParameter if is_parameter else FreedBuffer
     made = torch.Tensor._make_subclass(kind, empty, weight.requires_grad)
     inner = {} if structure is None or structure.inner is None else structure.inner
-    kept = vars(weight) if isinstance(weight, nn.Parameter) else {}
+    kept = {**vars(weight), "_kind": weight.__class__} if is_parameter else {}
     vars(made).update({key: value for key, value in kept.items() if key not in inner})
-    made._weight_name, made._where, made._structure = name, where, structure
+    made._weight_name, made._where, made._structure, made._home = name, where, structure, home
     return made
 
 

@@ -35,16 +35,16 @@ def first_stages(cut: Cut, model: nn.Module) -> dict[str, int]:
     return {name: first.get(name, 0) for _, _, name in places(model)}
 
 
-def free_foreign(model: nn.Module, foreign: Mapping[str, str]) -> None:
+def free_foreign(model: nn.Module, foreign: Mapping[str, str], home: torch.device) -> None:
     """Replaces these weights, and what is beside them, by stand-ins without values.
 
-    `foreign` maps names of weights to who has them.
+    `foreign` maps names of weights to who has them; `home` is the device of this rank.
     """
     for found in freed_beside(model):
         if found.owner in foreign and not isinstance(found.tensor, FreedWeight):
-            found.put(freed(found.tensor, f"{found.owner} ({found.key})", foreign[found.owner]))
+            found.put(freed(found.tensor, f"{found.owner} ({found.key})", foreign[found.owner], home))
     wanted = [(n, t) for n, t in _tensors(model).items() if n in foreign and not isinstance(t, FreedWeight)]
-    replace(model, {id(t): freed(t, n, foreign[n]) for n, t in wanted})
+    replace(model, {id(t): freed(t, n, foreign[n], home) for n, t in wanted})
 
 
 def move_weights(model: nn.Module, devices: Mapping[str, torch.device]) -> None:

@@ -291,7 +291,8 @@ class Ownership:
         self._foreign = placement.foreign(self.crew.stages) - self._constants_of_loss(placement)
         if self.crew.world_size > 1:
             ranks = {name: min(map(self.crew.rank_of, placement.holders[name])) for name in self._foreign}
-            free_foreign(self._model, {name: f"rank {rank}" for name, rank in ranks.items()})
+            home = self.crew.device or torch.device("cpu")
+            free_foreign(self._model, {name: f"rank {rank}" for name, rank in ranks.items()}, home)
             refuse_parts(self._model)
 
     def _constants_of_loss(self, placement: Placement) -> set[str]:

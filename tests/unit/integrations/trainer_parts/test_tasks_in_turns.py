@@ -124,3 +124,27 @@ def test_tasks_have_the_callers_gradients() -> None:
     with torch.no_grad():
         assert Asked().turns.run([torch.is_grad_enabled] * 2) == [False, False]
     assert Asked().turns.run([torch.is_grad_enabled] * 2) == [True, True]
+
+
+def test_what_an_answer_has_changed_stays() -> None:
+    """A model that runs in its own Python may get hooks, and a flag that it has them."""
+    module: Any = nn.Linear(2, 2)
+    module.adapter = "default"
+    seen: list[Any] = []
+
+    def answer(requests: Sequence[Any]) -> list[Any]:
+        module.has_hooks = True
+        module.bias.requires_grad_(False)
+        seen.append(module.adapter)
+        return list(requests)
+
+    def task(name: str) -> None:
+        with adapter(module, name):
+            turns.ask(name)
+            seen.append((name, module.adapter, module.has_hooks, module.bias.requires_grad))
+
+    turns = Turns(answer, PythonStates(lambda: [module]))
+    turns.run([partial(task, "default"), partial(task, "reference")])
+    told = [(name, name, True, False) for name in ("default", "reference")]
+    assert seen == ["default", "reference", *told]
+    assert (module.adapter, module.has_hooks, module.bias.requires_grad) == ("default", True, False)

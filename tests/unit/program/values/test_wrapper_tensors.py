@@ -46,7 +46,7 @@ def test_a_tensor_is_taken_apart_and_put_together() -> None:
 
 def test_a_freed_one_holds_no_values_and_knows_its_parts() -> None:
     weight = torch.nn.Parameter(coded(X), requires_grad=False)
-    stand_in = freed(weight, "w", "rank 1")
+    stand_in = freed(weight, "w", "rank 1", torch.device("cpu"))
     assert (stand_in.shape, stand_in.dtype, stand_in.is_meta) == (X.shape, torch.float32, True)
     assert not any(isinstance(value, Tensor) for value in vars(stand_in).values())
     assert {path: (part.shape, part.dtype, part.is_meta) for path, part in parts_of(stand_in).items()} == {

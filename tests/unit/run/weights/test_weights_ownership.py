@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from types import SimpleNamespace
 
@@ -14,11 +15,13 @@ from outsize.errors import BadOption
 from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.ownership import free_foreign, like, move_weights, places, replace
 
+CPU = torch.device("cpu")
+
 
 def test_a_freed_lstm_leaves_nothing_behind() -> None:
     model = nn.Sequential(nn.LSTM(3, 4))
     alive = [weakref.ref(p) for p in model.parameters()]
-    free_foreign(model, {name: "rank 1" for _, _, name in places(model)})
+    free_foreign(model, {name: "rank 1" for _, _, name in places(model)}, CPU)
     assert [ref() for ref in alive] == [None] * 4
     assert all(p.is_meta for p in model.parameters())
 
@@ -27,7 +30,7 @@ def test_only_what_is_foreign_is_freed_and_tied_names_stay_one() -> None:
     model = Written(lambda self, x: x, a=nn.Linear(2, 2), b=nn.Linear(2, 2), norm=nn.BatchNorm1d(2))
     model.b.weight = model.a.weight
     model.a.weight.requires_grad_(False)
-    free_foreign(model, {"a.weight": "rank 1", "norm.running_mean": "rank 2"})
+    free_foreign(model, {"a.weight": "rank 1", "norm.running_mean": "rank 2"}, CPU)
     on_meta = {n for n, t in model.state_dict(keep_vars=True).items() if t.is_meta}
     assert on_meta == {"a.weight", "b.weight", "norm.running_mean"}
     assert model.b.weight is model.a.weight
@@ -46,10 +49,29 @@ def test_attributes_that_hold_a_weight_get_the_new_one() -> None:
 def test_a_freed_weight_is_not_none_and_its_values_are_asked_for_in_vain() -> None:
     """HQQ's layers look for None among their weights."""
     model = nn.Linear(2, 2)
-    free_foreign(model, {"weight": "rank 1"})
+    free_foreign(model, {"weight": "rank 1"}, CPU)
     assert None not in [model.weight]
     with pytest.raises(BadOption, match="of rank 1 and has no values on this rank; `__eq__`"):
         _ = model.weight == 0
+
+
+class Codes(nn.Parameter):
+    """A library's own parameter."""
+
+
+def test_a_freed_weight_is_what_it_was_for_code_that_asks() -> None:
+    """Libraries count and place tensors by the class and the device of a weight."""
+    model = nn.Linear(2, 2)
+    model.weight = Codes(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
+    free_foreign(model, {"weight": "rank 1", "bias": "rank 1"}, CPU)
+    for weight in (model.weight, copy.deepcopy(model).weight):
+        assert isinstance(weight, Codes)
+        assert isinstance(weight, FreedWeight)
+        assert weight.is_meta
+        assert {weight.device, weight.data.device, model.bias.device} == {CPU}
+        assert torch.zeros(2, device=weight.device).sum() == 0
+    assert not isinstance(model.bias, Codes)
+    assert isinstance(model.bias, nn.Parameter)
 
 
 class Scaled(nn.Module):
@@ -73,7 +95,7 @@ def two_layers() -> tuple[nn.Sequential, Scaled, Scaled]:
 def test_what_is_beside_a_freed_weight_is_freed_but_for_its_tables() -> None:
     model, first, second = two_layers()
     alive = weakref.ref(first.scales["absmax"])
-    free_foreign(model, {"0.weight": "rank 1"})
+    free_foreign(model, {"0.weight": "rank 1"}, CPU)
     assert alive() is None
     assert isinstance(first.state["CB"], FreedWeight)
     assert float(first.scales["table"].sum()) == 256
