@@ -49,6 +49,12 @@ class Moves(ABC):
         """Returns the weights that are divided between their uses; None where there are none."""
         return None
 
+    def gathered_all(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model has whole weights of this rank's stages, for its own Python;
+        all ranks enter it alike.
+        """
+        return nullcontext()
+
     def abandon(self) -> None:
         """Takes away what a call has brought that has ended in its middle."""
         return

@@ -136,6 +136,18 @@ class ShardedWeights(Moves):
             self._finish()
             return [parameter.sharded_param.grad for parameter in parameters]
 
+    @contextmanager
+    def gathered_all(self) -> Iterator[None]:
+        groups = self._all_groups()
+        for group in groups:
+            group.unshard()
+        try:
+            for group in groups:
+                group.wait()
+            yield
+        finally:
+            self.abandon()
+
     def abandon(self) -> None:
         for group in self._all_groups():
             # Not simulated: only a call that has failed leaves a gather in flight, into memory that is freed.

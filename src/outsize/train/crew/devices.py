@@ -28,7 +28,6 @@ from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
 from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice
 from outsize.run.interpreter.multi_device import MultiDevice
-from outsize.run.moves.fsdp import ShardedWeights
 from outsize.run.moves.host import HostMoves
 from outsize.train.crew.crew import Crew
 
@@ -98,14 +97,8 @@ def in_process_ranks(places: tuple[str, ...] | None, replicas: int = 1) -> InPro
 def insist_on_one_device(crew: Crew, stages: int, what: str) -> None:
     """Raises BadOption where a model's own Python cannot run; `what` runs it.
 
-    That is where one process has stages on several devices, or replicas share the weights.
+    That is where one process has stages on several devices.
     """
-    if isinstance(crew.moves, ShardedWeights):
-        raise BadOption(
-            f"{what} runs the model's own Python, which wants whole weights, and replicas share them here",
-            numbers=f"of each weight this rank has a part; {len(crew.stages)} of {stages} stages",
-            next_step="full_state_dict(to=...), and load the folder with from_pretrained",
-        )
     device_names = dict.fromkeys(str(crew.device_of(stage)) for stage in range(stages))
     if isinstance(crew.moves, HostMoves) and set(device_names) - {"None", "cpu"}:
         raise BadOption(

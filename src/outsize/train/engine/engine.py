@@ -291,7 +291,7 @@ class Engine:
         """
         run = own_run(self.plan, self.crew, self._ownership, self._tensor, "generate")
         arguments = map_tensors(self.crew.here, (args, kwargs))
-        with evaluating(self.model), borrowed_generators():
+        with evaluating(self.model), borrowed_generators(), self.crew.moves.gathered_all():
             return generate(self.model, run, *arguments)
 
     @contextmanager
@@ -300,8 +300,8 @@ class Engine:
 
         `with engine.by_modules(): loss = loss_fn(model(x), y); loss.backward()`. Every rank runs the same
         code on the same values, and gets the same ones; gradients arrive on the ranks of their weights.
-        Nothing overlaps. In one process the code simply runs. Raises BadOption where ranks hold parts of
-        weights, and with gradients where there are replicas.
+        Nothing overlaps; weights that replicas share are whole meanwhile. In one process the code simply
+        runs. Raises BadOption where ranks have parts of layers, and with gradients where there are replicas.
         """
         run = own_run(self.plan, self.crew, self._ownership, self._tensor, "by_modules()")
         replicas = self.crew.replicas.count
@@ -311,7 +311,11 @@ class Engine:
                 numbers=f"{replicas} replicas",
                 next_step="engine.step(x, target=y), or a plan with one replica (stages=N)",
             )
-        with self.crew.progress.of("by_modules", self.steps), nullcontext() if run is None else run.active():
+        with (
+            self.crew.progress.of("by_modules", self.steps),
+            self.crew.moves.gathered_all(),
+            nullcontext() if run is None else run.active(),
+        ):
             yield
 
     # -- beside the loop ---------------------------------------------------------------------------------
