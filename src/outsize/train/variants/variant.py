@@ -256,10 +256,6 @@ class Variants:
 
     def _tape(self, part: Batch, loss_fn: LossFn | None) -> FoundTape:
         """Returns the tape of a microbatch: recorded, or that of other lengths with its lengths put in."""
-        if self._options.tensor is not None or self._options.context is not None:
-            # Ranks that divide a model record each length: docs/decisions/0254 says why.
-            tape = self._record(part, loss_fn)
-            return FoundTape(tape, InputGuards(tape, self._model, self._home()))
         kind = self._model.training, self._state, current_modes(), id(loss_fn), self.changes.live
         return self._shapes.tape(part, kind, self._home(), partial(self._record, part, loss_fn))
 
