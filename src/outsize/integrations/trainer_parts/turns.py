@@ -37,7 +37,7 @@ class PythonState(NamedTuple):
 
     attributes: Mapping[nn.Module, dict[str, Any]]
     wanted: Mapping[nn.Module, dict[str, bool]]
-    counts: Sequence[int]  # Of all that each module has, tables among it.
+    counts: list[int]  # Of all that each module has, tables among it.
 
     def is_kept(self) -> bool:
         """Tells whether the modules are in this very state; it costs less than to take theirs and compare."""
@@ -72,6 +72,8 @@ class PythonState(NamedTuple):
             for key in known.keys() - attributes.keys():
                 own.pop(key, None)
             own.update({k: v for k, v in attributes.items() if k not in known or known[k] is not v})
+        for at, (count, known_count) in enumerate(zip(after.counts, before.counts, strict=True)):
+            self.counts[at] += count - known_count
         for module, flags in after.wanted.items():
             known_flags = before.wanted[module]
             changed = {name: wanted for name, wanted in flags.items() if known_flags.get(name) != wanted}
@@ -270,10 +272,13 @@ class Turns:
         """Takes what an answer has changed into all states: a model that is recorded first may get hooks, and
         a flag that it has them.
         """
+        if kinds[kind].is_kept():
+            return
         now = self._states.take()
         before = PythonState(
             {module: dict(attributes) for module, attributes in kinds[kind].attributes.items()},
             {module: dict(flags) for module, flags in kinds[kind].wanted.items()},
+            list(kinds[kind].counts),
         )
         states = [*kinds, base, *(task.state for task in waiting if task.state is not None)]
         for state in {id(state): state for state in states}.values():
