@@ -165,20 +165,40 @@ def test_one_process_has_the_numbers_of_the_plain_trainer(kind: str, tmp_path: P
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ALL)
-def test_so_have_two_processes(kind: str, tmp_path: Path) -> None:
+def over_processes(kind: str, folder: Path, split: dict[str, Any], count: int = 2) -> list[dict[str, Any]]:
+    """What each rank has found."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> None:
-        numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ.update(place | {name: str(value) for name, value in numbers.items()})
-        torch.save(ran(kind, tmp_path, {"stages": 2}), tmp_path / f"found{number}.pt")
+        torch.save(ran(kind, folder, split), folder / f"found{number}.pt")
 
-    in_forks(tmp_path, 2, rank)
-    found, other = (torch.load(tmp_path / f"found{n}.pt", weights_only=False) for n in (0, 1))
+    in_forks(folder, count, rank)
+    return [torch.load(folder / f"found{n}.pt", weights_only=False) for n in range(count)]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_so_have_two_processes(kind: str, tmp_path: Path) -> None:
+    found, other = over_processes(kind, tmp_path, {"stages": 2})
     insist_on_equal(found, plain(kind))
     assert [log.get("loss") for log in other["logs"]] == [log.get("loss") for log in found["logs"]]
     assert all(torch.equal(a, b) for a, b in zip(other["predictions"], found["predictions"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "count"),
+    [("dpo", {"dp_replicate": 3}, 3), ("grpo", {"dp_shard": 3}, 3), ("sft", {"dp_shard": 2}, 2)],
+)
+def test_replicas_have_them_but_for_rounding(
+    kind: str, axes: dict[str, int], count: int, tmp_path: Path
+) -> None:
+    """Three share the three batches of an update out, two have a part of each."""
+    expected = plain(kind)["logs"]
+    for found in over_processes(kind, tmp_path, {"stages": 1, "axes": axes}, count):
+        assert len(found["logs"]) == len(expected)
+        for log, other in zip(found["logs"], expected, strict=True):
+            assert log == pytest.approx(other, rel=1e-3, abs=1e-4)
 
 
 def test_batches_of_an_update_run_in_one_pipeline(tmp_path: Path) -> None:
