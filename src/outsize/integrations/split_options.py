@@ -84,17 +84,19 @@ def insist_on_one_split(settings: Mapping[str, Any], names: Iterable[str] = OTHE
         )
 
 
-def batches_of_replica(options: Mapping[str, Any], batches: int) -> int:
-    """Returns how many of a loop's batches each replica runs: its share of them where the replicas that the
-    user asks for can have equally many and run them apart, else all, each divided among the replicas.
+def batches_of_replica(options: Mapping[str, Any], batches: int, samples: int) -> int:
+    """Returns how many of a loop's batches, of so many samples, each replica runs.
+
+    Its share of them where the replicas that the user asks for run them apart and can have equally many; else
+    all of them, each divided among the replicas; where its samples cannot be, no more than the share.
     """
     asked = Request.of(options.get("plan"), "plan")
     own = asked.joined({name: options[name] for name in options if name == "axes"})
     sizes = axes_options(own.axes)
     sizes.pop("axes", None)
     mesh = Axes(**sizes)
-    divides = mesh.used_of(PAIRING) or batches % mesh.replicas
-    return batches if divides else batches // mesh.replicas
+    shares = batches % mesh.replicas == 0 or samples % mesh.replicas
+    return batches if mesh.used_of(PAIRING) or not shares else -(-batches // mesh.replicas)
 
 
 def split_into(

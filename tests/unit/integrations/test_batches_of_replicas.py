@@ -30,4 +30,11 @@ SHARDS = outsize.Request(axes={"dp_shard": 4, "others": 1})
     ],
 )
 def test_a_replica_has_its_share_of_the_batches(options: Mapping[str, Any], share: int) -> None:
-    assert batches_of_replica(options, 8) == share
+    assert batches_of_replica(options, 8, 6) == share
+
+
+@pytest.mark.parametrize(("batches", "samples", "share"), [(3, 4, 3), (3, 1, 2), (1, 2, 1), (1, 3, 1)])
+def test_batches_without_equal_shares_are_divided_where_they_can_be(
+    batches: int, samples: int, share: int
+) -> None:
+    assert batches_of_replica({"axes": {"dp_replicate": 2}}, batches, samples) == share

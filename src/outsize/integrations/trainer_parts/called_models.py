@@ -66,7 +66,7 @@ def called_engine(model: nn.Module, example: Batch, count: int, options: Mapping
     """
     samples, own = count * example.size, dict(options)
     if not isinstance(own.get("plan"), Plan):
-        own = split_into(own, batches_of_replica(own, count), samples)
+        own = split_into(own, batches_of_replica(own, count, example.size), samples)
         own["plan"] = replace(own["plan"], loop=True)
     whole = example.resized(samples)
     engine = parallelize(model, whole.args, whole.kwargs, **own)

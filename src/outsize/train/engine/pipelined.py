@@ -45,7 +45,7 @@ from outsize.train.engine.agreed_programs import AgreedPrograms
 from outsize.train.engine.executor import EvaluationGather, Executor
 from outsize.train.engine.memory_note import memory_notes, routing_note
 from outsize.train.engine.stage_factory import StageCasts, StageFactory
-from outsize.train.ranks.replicas import Piece
+from outsize.train.ranks.replicas import Piece, Replicas
 from outsize.train.split.opened_call import CallOutputs, OpenedCall, OpenedGroup
 from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.instruction_owners import PlacedWeights
@@ -248,7 +248,7 @@ class Pipelined(Executor):
                     name_instruction(error)
                 raise
             self._end()
-        return OpenedCall(self._call_outputs(step, pieces, values), groups, close)
+        return OpenedCall(_call_outputs(step, pieces, values, self._crew.replicas), groups, close)
 
     def outputs(self, parts: Sequence[Batch], number: int) -> CallOutputs:
         """Runs the forwards of a call of the model without graphs."""
@@ -259,14 +259,8 @@ class Pipelined(Executor):
             with self._collecting():
                 results = self._run(step)
         values = [values for result in results for values in result.outputs]
-        return self._call_outputs(step, [piece for result in results for piece in result.pieces], values)
-
-    def _call_outputs(
-        self, step: _Step, pieces: Sequence[Piece], values: Sequence[tuple[Tensor, ...]]
-    ) -> CallOutputs:
-        counted = counted_each([variant.shares for variant in step.variants], step.parts)
-        running = self._crew.replicas.running(len(step.parts))
-        return CallOutputs(step.variants, pieces, values, counted, running)
+        pieces = [piece for result in results for piece in result.pieces]
+        return _call_outputs(step, pieces, values, self._crew.replicas)
 
     def _find(self, parts: Sequence[Batch], *, outputs: bool, waits: bool = True) -> list[Variant]:
         """Returns the variant of each microbatch."""
@@ -439,6 +433,13 @@ class Pipelined(Executor):
         own_calls = [part[: len(part) * sum(counts) // len(counts)] for part in calls]
         on_host = [[(n, mean.cpu(), m2.cpu()) for n, mean, m2 in part] for part in own_calls]
         return [list(chain(*parts)) for parts in zip(*replicas.of_all(on_host), strict=True)]
+
+
+def _call_outputs(
+    step: _Step, pieces: Sequence[Piece], values: Sequence[tuple[Tensor, ...]], replicas: Replicas
+) -> CallOutputs:
+    counted = counted_each([variant.shares for variant in step.variants], step.parts)
+    return CallOutputs(step.variants, pieces, values, counted, replicas.running(len(step.parts)))
 
 
 def _backwards(members: Sequence[Piece], order: Sequence[int] | None) -> tuple[int, ...]:
