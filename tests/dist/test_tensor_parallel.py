@@ -47,8 +47,8 @@ def test_loss_and_every_gradient_are_those_of_one_process(found: list[Found], na
     for rank in found:
         in_32 = of(rank, name, FLOAT32)
         assert in_32["loss"] < 1e-6
-        # Where one process is itself further from the numbers in double, rounding cannot be told from it.
-        assert in_32["gradients"] < max(2e-6, min(in_32["rounding"], 3e-6))
+        # One process is itself so far from the numbers in double, and sums over ranks round once more.
+        assert in_32["gradients"] < max(2e-6, 3 * min(in_32["rounding"], 3e-6))
 
 
 @pytest.mark.parametrize("name", slice_of(name for name in MODELS if name not in NO_DOUBLE))
