@@ -142,6 +142,16 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
             trainer._issue_warnings_after_load(result)
 
 
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_evaluations_in_fewer_bits_are_refused_over_processes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path, arguments={name: True})
+    monkeypatch.setitem(type(trainer.args.distributed_state)._shared_state, "num_processes", 2)
+    with pytest.raises(BadOption, match=rf"{name}=True converts the whole model.* Next: leave {name} out"):
+        trainer.create_accelerator_and_postprocess()
+
+
 def test_fp16_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=r"fp16=True scales losses .* Next: bf16=True"):
         trainer_of(tmp_path, arguments={"fp16": True})

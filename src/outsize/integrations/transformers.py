@@ -185,7 +185,8 @@ class Trainer(transformers.Trainer, ABC):
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator, which is told of one process for data.
 
-        Raises BadOption for another library that splits, for fp16 and for a mode of torch.compile.
+        Raises BadOption for another library that splits, for fp16, for a mode of torch.compile, and over
+        processes for evaluations in fewer bits.
         """
         insist_on_one_split(vars(self.args))
         if self.args.fp16:
@@ -202,6 +203,13 @@ class Trainer(transformers.Trainer, ABC):
             )
         state: Any = self.args.distributed_state
         self._processes = state.num_processes
+        narrow = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(self.args, name)]
+        if narrow and self._processes > 1:
+            raise BadOption(
+                f"{narrow[0]}=True converts the whole model, and a rank has the weights of its stages",
+                numbers=f"{self._processes} processes",
+                next_step=f"leave {narrow[0]} out; bf16=True evaluates under autocast, as it trains",
+            )
         state.distributed_type, state.num_processes = utils.DistributedType.NO, 1
         self.args._n_gpu = min(1, self.args.n_gpu)  # Several devices of one process are the plan's.
         for name in OF_ALL_PROCESSES & vars(self.args).keys():
