@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
 
 
 def write_rows(folder: Path) -> None:
-    """24 samples: instructions with answers, the same with a second answer, and the same with a verdict."""
+    """24 samples: instructions with answers, with a second answer (pairs and talks), and with a verdict."""
     draw = torch.Generator().manual_seed(0)
     asked = [{"instruction": text(4 + i % 3, draw), "input": ""} for i in range(24)]
     answers = [text(5 + i % 4, draw) for i in range(24)]
@@ -50,6 +50,10 @@ def write_rows(folder: Path) -> None:
     files = {
         "rows": [row | {"output": answer} for row, answer, _ in both],
         "pairs": [row | {"chosen": answer, "rejected": other} for row, answer, other in both],
+        "talks": [
+            {"system": "", "input": row["instruction"], "chosen": answer, "rejected": other}
+            for row, answer, other in both
+        ],
         "verdicts": [row | {"output": a, "kto_tag": i % 2 == 0} for i, (row, a, _) in enumerate(both)],
     }
     columns = {"prompt": "instruction", "query": "input"}

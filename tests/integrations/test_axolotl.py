@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from framework_runs import HERE, environment_of, logs_in, run, same_weights
 
 from outsize.errors import BadOption
@@ -25,10 +27,30 @@ lora_qkv_kernel: false
 lora_o_kernel: false
 """
 ROWS = "datasets:\n  - path: {folder}/rows.json\n    ds_type: json\n    type: alpaca\n"
+PAIRS = """datasets:
+  - path: {folder}/pairs.json
+    ds_type: json
+    split: train
+    type:
+      field_prompt: instruction
+      field_chosen: chosen
+      field_rejected: rejected
+"""
+TALKS = """datasets:
+  - path: {folder}/talks.json
+    ds_type: json
+    type: bradley_terry.chat_template
+reward_model: true
+model_type: AutoModelForSequenceClassification
+num_labels: 1
+chat_template: chatml
+"""
 METHODS = {
     "lora": ROWS + LORA,
     "full": ROWS,
     "qlora": ROWS + LORA.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true"),
+    "dpo": f"{PAIRS}{LORA}rl: dpo\n",
+    "reward": TALKS,
     "packed": f"{ROWS}sample_packing: true\n",
 }
 
@@ -83,6 +105,32 @@ def test_the_hooks_split_what_is_made_between_them() -> None:
     assert type(transformers.Trainer.__new__(transformers.Trainer)) is transformers.Trainer
     with split_trainers(stages=2):
         plugin.post_train(config, None)
+
+
+class Loaded(torch.nn.Linear):
+    """A model that says what its `save_pretrained` is given."""
+
+    def save_pretrained(self, folder: str, state_dict: dict[str, Any] | None = None) -> object:
+        return folder, state_dict
+
+
+def test_a_model_inside_the_adapters_is_saved_with_the_weights_of_all_ranks() -> None:
+    """Without Axolotl: rank 0 alone saves both after the hook."""
+    loaded = Loaded(1, 1)
+    model = torch.nn.Sequential(torch.nn.ModuleList([loaded]))
+    whole = {"0.0.weight": 1, "0.0.bias": 2, "0.00.weight": 3}
+    weights = SimpleNamespace(full_state_dict=lambda: whole)
+    engine = SimpleNamespace(weights=weights, crew=SimpleNamespace(world_size=2))
+    saved: list[str] = []
+    trainer = SimpleNamespace(engine=engine, save_model=saved.append)
+    plugin, config = SplitPlugin(), Config(output_dir="out", seed=1)
+    plugin.post_model_load(config, loaded)
+    plugin.post_trainer_create(config, trainer)
+    plugin.post_train(config, model)
+    plugin.post_train(config, model)
+    assert saved == ["out"]
+    assert vars(model)["save_pretrained"]("out") is None
+    assert loaded.save_pretrained("out") == ("out", {"weight": 1, "bias": 2})
 
 
 @pytest.mark.parametrize("key", ["deepspeed", "fsdp_config", "tensor_parallel_size"])

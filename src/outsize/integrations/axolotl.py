@@ -12,6 +12,7 @@ that time all trainers are made split. Its file means what it means for one proc
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, final
@@ -48,6 +49,7 @@ class SplitPlugin(_BASE):
         super().__init__()
         self._splitting = ExitStack()
         self._trainer: Any = None
+        self._loaded: Any = None
 
     def get_input_args(self) -> str:
         """Returns where the key of Axolotl's file is described."""
@@ -84,6 +86,7 @@ class SplitPlugin(_BASE):
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Does so for adapters that a trainer of TRL adds when it is made, as for DPO."""
+        self._loaded = model
         _seed(cfg)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
@@ -93,12 +96,18 @@ class SplitPlugin(_BASE):
 
     def post_train(self, cfg: Any, model: Any) -> None:
         """Saves the model by all ranks; Axolotl would call `save_pretrained` of rank 0 alone next, which has
-        a part of the weights.
+        a part of the weights. Where the trainer has put adapters around the model that Axolotl loaded, as
+        for DPO, Axolotl saves that one too: it is given the weights of all ranks.
         """
         trainer, self._trainer = self._trainer, None  # Axolotl calls this a second time, when it has saved
+        loaded, self._loaded = self._loaded, None
         if trainer is not None and trainer.engine.crew.world_size > 1:
             trainer.save_model(cfg.output_dir)
             vars(model)["save_pretrained"] = _saved_already
+            for prefix in (name + "." for name, part in model.named_modules() if name and part is loaded):
+                state = trainer.engine.weights.full_state_dict()
+                part_of_it = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+                vars(loaded)["save_pretrained"] = partial(loaded.save_pretrained, state_dict=part_of_it)
 
 
 def _seed(cfg: Any) -> None:
