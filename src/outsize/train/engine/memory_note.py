@@ -77,7 +77,7 @@ def _bytes_by_cause(device: torch.device, model: nn.Module, optimizer: Optimizer
 def _bytes(device: torch.device, values: Iterable[object]) -> int:
     """Returns the bytes of the distinct storages on the device."""
     tensors = (local_of(value.detach()) for value in values if isinstance(value, Tensor))
-    storages = (t.untyped_storage() for t in tensors if t.device == device)
+    storages = (t.untyped_storage() for t in tensors if t.device == device and not t.is_meta)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -115,7 +115,7 @@ def tensor_bytes(tensors: Iterable[Any], place: torch.device) -> int:
     Of a tensor that ranks hold parts of this rank's part counts; what is no tensor does not.
     """
     own = (local_of(each) for each in tensors if isinstance(each, Tensor))
-    storages = (each.untyped_storage() for each in own if each.device == place)
+    storages = (each.untyped_storage() for each in own if each.device == place and not each.is_meta)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
