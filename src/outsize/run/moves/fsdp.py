@@ -138,12 +138,12 @@ class ShardedWeights(Moves):
 
     @contextmanager
     def gathered_all(self) -> Iterator[None]:
-        groups = self._all_groups()
-        for group in groups:
+        for group in self._all_groups():
             group.unshard()
+        arrived = self.gathered_for(self._stages)
         try:
-            for group in groups:
-                group.wait()
+            if arrived is not None:
+                arrived()
             yield
         finally:
             self.abandon()
