@@ -85,7 +85,9 @@ class FreedBuffer(Tensor):
 
 @final
 class FreedParameter(nn.Parameter):
-    """A parameter whose values are on another rank; it is an instance of that parameter's class, too."""
+    """A parameter whose values are on another rank; it is an instance of that parameter's class, too, where
+    that is one tensor and not made of others.
+    """
 
     _weight_name: str
     _where: str
@@ -120,7 +122,9 @@ def freed(weight: Tensor, name: str, where: str, home: torch.device) -> Tensor:
     kind = FreedParameter if is_parameter else FreedBuffer
     made = torch.Tensor._make_subclass(kind, empty, weight.requires_grad)
     inner = {} if structure is None or structure.inner is None else structure.inner
-    kept = {**vars(weight), "_kind": weight.__class__} if is_parameter else {}
+    # The class of a tensor made of others promises methods over these, which are on the other rank.
+    told = {"_kind": weight.__class__} if structure is None else {}
+    kept = {**vars(weight), **told} if is_parameter else {}
     vars(made).update({key: value for key, value in kept.items() if key not in inner})
     made._weight_name, made._where, made._structure, made._home = name, where, structure, home
     return made
