@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # TRL 1.16.0: DPO with `precompute_ref_log_probs=True` over two processes wants a dataset that lies in files. All ranks compute the
 # reference's values, the first one writes them to the dataset's cache, and all ranks read that file. The cache of a dataset that was made
-# in memory (`Dataset.from_list`, `from_dict`, a generator's rows kept in memory) is a temporary folder, one for each process. So every
-# rank but the first looks for a file that nobody writes, and ends before the first step; the first rank waits for it in the next
-# collective. The same rows saved and loaded again (`save_to_disk`, `load_from_disk`) train.
+# in memory (`Dataset.from_list`) is a temporary folder, one for each process. So every rank but the first looks for a file that nobody
+# writes, raises an error before the first step, and torchrun ends the run. The same rows saved and loaded again (`save_to_disk`,
+# `load_from_disk`) train.
 #
 # Seen (Linux, Python 3.11, torch 2.13.0 over gloo, transformers 5.23.0, no GPU): FileNotFoundError on rank 1 from memory; two steps from
 # the folder. Installs 1.5 GB in a temporary folder.

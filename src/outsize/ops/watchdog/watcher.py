@@ -96,7 +96,7 @@ class _Picture(NamedTuple):
 @final
 @dataclass(slots=True)
 class _Board:
-    """What the ranks of a run tell each other: a card each, and in each alarm reports and a verdict.
+    """Reads what the ranks of a run tell each other: a card each, and in each alarm reports and a verdict.
 
     `engine` is the number of the engine that is watched, `machine` that of this process.
     """

@@ -80,7 +80,7 @@ class JoinedOutput:
 
 @final
 class SummedWeights:
-    """What stands for the weights of calls that run together, whose gradients are added up over ranks.
+    """Makes stand-ins for the weights of calls that run together, whose gradients are summed over ranks.
 
     A sum of a call's gradients waits for those of the calls behind it; `arrivals` knows which have come.
     """
