@@ -185,7 +185,7 @@ def main() -> None:
     """Measures what is asked for, and writes the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", default=CASES, metavar="CASE[/LAYOUT]")
-    parser.add_argument("--updates", type=int, default=7)
+    parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--table", action="store_true", help="write the page from the results alone")
     asked = parser.parse_args()
     wanted: dict[str, list[str]] = {}

@@ -19,7 +19,7 @@ from cases import CASES
 
 from outsize.train.world.join import is_first_rank
 
-WARM = 3  # updates that are left out: they record, and allocate
+WARM = 5  # updates that are left out: they record, and memory that is freed is kept from then on
 
 
 _LIBC = ctypes.CDLL(None)
