@@ -38,19 +38,24 @@ Read = Callable[[ReadBox], Tensor]
 
 @final
 class DeferredTensor(Tensor):
-    """A tensor whose values `read` returns box by box; `twin` has its shape and dtype, on meta."""
+    """A tensor whose values `read` returns box by box; `twin` has its shape and dtype, on meta. One that
+    `divides` reads rows without the others.
+    """
 
     twin: Tensor
     read: Read
     leaves: frozenset[str]
+    divides: bool
 
     @staticmethod
-    def __new__(cls: Any, twin: Tensor, read: Read, leaves: frozenset[str]) -> DeferredTensor:
+    def __new__(
+        cls: Any, twin: Tensor, read: Read, leaves: frozenset[str], *, divides: bool = False
+    ) -> DeferredTensor:
         """Makes the tensor; `leaves` are the names of the tensors from which it is computed."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=torch.device("cpu")
         )
-        made.twin, made.read, made.leaves = twin, read, leaves
+        made.twin, made.read, made.leaves, made.divides = twin, read, leaves, divides
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -93,7 +98,13 @@ class _DeferredCall:
             values = self.func(*_values(self.args), **_values(self.kwargs))
             return _cut(values if at is None else values[at], box)
 
-        return DeferredTensor(twin, read, frozenset().union(*(tensor.leaves for tensor in inputs)))
+        leaves = frozenset[str]().union(*(tensor.leaves for tensor in inputs))
+        divides = self._keeps_rows() and all(tensor.divides for tensor in inputs)
+        return DeferredTensor(twin, read, leaves, divides=divides)
+
+    def _keeps_rows(self) -> bool:
+        """Returns whether rows of the result are rows of the inputs, and not columns of all rows."""
+        return self.func in _RULES and self.func not in _TRANSPOSES and _step_of(self) == 1
 
 
 def _is_deferred(value: Any) -> bool:
@@ -101,7 +112,7 @@ def _is_deferred(value: Any) -> bool:
 
 
 def _same(tensor: DeferredTensor) -> DeferredTensor:
-    return DeferredTensor(tensor.twin, tensor.read, tensor.leaves)
+    return DeferredTensor(tensor.twin, tensor.read, tensor.leaves, divides=tensor.divides)
 
 
 def _twins(tree: Any) -> Any:
@@ -193,10 +204,15 @@ def _permuted(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     return call.args[0].read(ReadBox(tuple(offsets), tuple(sizes))).permute(source)
 
 
+def _step_of(call: _DeferredCall) -> int:
+    """Returns the step of a slice; 1 for any other call."""
+    return call.args[4] if call.func is _ATEN.slice.Tensor and len(call.args) > 4 else 1
+
+
 def _slice(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     given: Any = (*call.args, *(0, None, None, 1)[len(call.args) - 1 :])
-    tensor, dim, start, end, step = given
-    if step != 1:
+    tensor, dim, start, end, _ = given
+    if _step_of(call) != 1:
         return _cut(call.func(tensor.read(tensor.whole()), *call.args[1:]), box)
     dim %= tensor.ndim
     begin = slice(start, end).indices(tensor.shape[dim])[0]
@@ -232,9 +248,10 @@ def _unsqueeze(call: _DeferredCall, at: int, box: ReadBox) -> Tensor:
     return tensor.read(_without(box, dim % (tensor.ndim + 1))).reshape(box.sizes)
 
 
+_TRANSPOSES = (_ATEN.transpose.int, _ATEN.t.default, _ATEN.permute.default)
 _RULES: dict[Any, Callable[[_DeferredCall, int, ReadBox], Tensor]] = {
     **dict.fromkeys((_ATEN.alias.default, _ATEN.detach.default, _ATEN.clone.default), _pass),
-    **dict.fromkeys((_ATEN.transpose.int, _ATEN.t.default, _ATEN.permute.default), _permuted),
+    **dict.fromkeys(_TRANSPOSES, _permuted),
     **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default), _split),
     _ATEN.cat.default: _cat,
     _ATEN.stack.default: _stack,

@@ -83,6 +83,10 @@ class DequantizedWeights:
         found = self._source.described(names)
         return {n: t.to(torch.float32) if n in self._scales else t for n, t in found.items()}
 
+    def divides(self, name: str) -> bool:
+        """Tells whether rows are read without the others; scales are read whole with each box."""
+        return name not in self._scales and self._source.divides(name)
+
     def box(self, name: str, offsets: Sizes | None = None, sizes: Sizes | None = None) -> Tensor:
         """Returns a box of a tensor, or all of it; of the scales it reads those of the box."""
         codes = self._source.box(name, offsets, sizes)

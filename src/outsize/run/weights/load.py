@@ -29,7 +29,7 @@ from outsize.run.weights.dequantized import DequantizedWeights, insist_on_values
 from outsize.run.weights.freed import structure_of
 from outsize.run.weights.ownership import like, places, replace
 from outsize.run.weights.pretrained_names import PretrainedWeights, is_pretrained
-from outsize.run.weights.source import TensorPart, WeightSource, copy_weight, few
+from outsize.run.weights.source import TensorPart, WeightSource, copy_weight, few, have_one_value
 
 
 def source_for(model: nn.Module, files: WeightSource) -> WeightSource:
@@ -142,7 +142,7 @@ def _refuse_wrappers(tensors: Mapping[str, Tensor]) -> None:
 def _insist_on_one_value(files: WeightSource, names: list[str]) -> None:
     """Raises BadWeights for names of one tied weight that have different values in the files."""
     for other in names[1:]:
-        if not torch.equal(files.box(names[0]), files.box(other)):
+        if not have_one_value(files, names[0], other):
             raise BadWeights(
                 f"{names[0]} and {other} are one weight in the model and differ in {files.path}",
                 next_step="build the model without tying them (config.tie_word_embeddings=False)",

@@ -61,6 +61,10 @@ class PretrainedWeights:
         """Maps names to tensors on meta with their shapes and dtypes."""
         return {name: self._made[name].twin for name in names}
 
+    def divides(self, name: str) -> bool:
+        """Tells whether rows are read without the others."""
+        return self._made[name].divides
+
     def box(self, name: str, offsets: Sizes | None = None, sizes: Sizes | None = None) -> Tensor:
         """Returns a box of a weight, or all of it, on the CPU."""
         made = self._made[name]
@@ -76,7 +80,9 @@ def is_pretrained(model: nn.Module) -> bool:
 
 
 def _deferred(source: WeightSource, name: str, twin: Tensor) -> DeferredTensor:
-    return DeferredTensor(twin, lambda box: source.box(name, *box), frozenset((name,)))
+    return DeferredTensor(
+        twin, lambda box: source.box(name, *box), frozenset((name,)), divides=source.divides(name)
+    )
 
 
 def _loaded(model: Any, tensors: dict[str, DeferredTensor], source: WeightSource) -> dict[str, Tensor]:

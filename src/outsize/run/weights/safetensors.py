@@ -2,7 +2,7 @@
 
     model.safetensors        or        model.safetensors.index.json  {"weight_map": {name: file}}
 
-A file is mapped into memory only while one tensor is copied out of it: pages of a mapped file count as
+A file is mapped into memory only while one box is copied out of it: pages of a mapped file count as
 resident memory of the process until it is closed. Opening costs about 1 ms for a file of 2,000 tensors.
 """
 
@@ -69,6 +69,10 @@ class WeightFiles:
     def notes(self) -> tuple[str, ...]:
         """Returns nothing: the tensors are those of the files."""
         return ()
+
+    def divides(self, name: str) -> bool:
+        """Tells that rows are read without the others."""
+        return True
 
     def box(self, name: str, offsets: Sizes | None = None, sizes: Sizes | None = None) -> Tensor:
         """Returns a box of a tensor, or all of it, on the CPU."""

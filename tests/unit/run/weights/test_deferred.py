@@ -13,6 +13,10 @@ from outsize.run.weights.deferred import DeferredTensor, ReadBox
 
 SHAPE = (4, 6, 2)
 Make = Callable[[list[Any]], Any]
+NOT_BY_ROWS = (
+    *("every other", "transposed", "permuted", "a view of what was transposed"),
+    "any other operator",
+)
 CASES: dict[str, Make] = {
     "merged": lambda t: torch.cat([torch.stack([t[0], t[1]]), torch.stack([t[2], t[3]])], 1),
     "cat last": lambda t: torch.cat(t, -1),
@@ -79,3 +83,15 @@ def test_a_parameter_of_it_is_one_as_well() -> None:
     made = torch.nn.Parameter(deferred(torch.ones(SHAPE), "w", []))
     assert isinstance(made, DeferredTensor)
     assert torch.equal(made.read(made.whole()), torch.ones(SHAPE))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_read_alone_where_it_says_so(case: str) -> None:
+    read: list[tuple[str, int]] = []
+    plain = [deferred(torch.randn(SHAPE), str(n), read) for n in range(4)]
+    made = CASES[case]([DeferredTensor(t.twin, t.read, t.leaves, divides=True) for t in plain])
+    assert made.divides == (case not in NOT_BY_ROWS)
+    whole = made.whole()
+    made.read(ReadBox(whole.offsets, (1, *whole.sizes[1:])))
+    assert not made.divides or sum(elements for _, elements in read) == made.twin[:1].numel()
+    assert not CASES[case](plain).divides

@@ -99,6 +99,9 @@ class Counted:
     def described(self, names: Any) -> Any:
         return self._files.described(names)
 
+    def divides(self, name: str) -> bool:
+        return self._files.divides(name)
+
     def box(self, name: str, offsets: Any = None, sizes: Any = None) -> Any:
         found = self._files.box(name, offsets, sizes)
         self.read[name] = self.read.get(name, 0) + found.numel()

@@ -18,6 +18,7 @@ from outsize.errors import BadWeights
 from outsize.run.weights.load import load_weights
 from outsize.run.weights.safetensors import INDEX, SINGLE, WeightFiles
 from outsize.run.weights.save import ShardWriter, shards
+from outsize.run.weights.source import PIECE_BYTES, TensorPart, copy_weight, have_one_value
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -417,3 +418,90 @@ def test_buffers_with_values_are_kept_and_persistent_ones_are_read(tmp_path: Pat
     loaded(found, tmp_path)
     assert torch.equal(found.get_buffer("0.running_mean"), torch.full((3,), 7.0))
     assert torch.equal(found.get_buffer("1.table"), torch.arange(4.0))
+
+
+# -- in pieces -----------------------------------------------------------------------------------------
+
+
+@final
+class Boxes:
+    """Files that write down how large the boxes are that are read of them."""
+
+    def __init__(self, path: Path, *, divided: bool = True) -> None:
+        self._files, self._divided = WeightFiles(path), divided
+        self.path, self.names, self.notes = path, self._files.names, self._files.notes
+        self.bytes: list[int] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def described(self, names: Any) -> dict[str, Tensor]:
+        return self._files.described(names)
+
+    def divides(self, name: str) -> bool:
+        return self._divided
+
+    def box(self, name: str, offsets: Any = None, sizes: Any = None) -> Tensor:
+        found = self._files.box(name, offsets, sizes)
+        self.bytes.append(found.numel() * found.element_size())
+        return found
+
+
+ROWS, COLUMNS = 5000, 1024  # 20 MiB
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, Path]:
+    values = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+    other = values.clone()
+    other[-1, -1] = 0
+    few = {"few": torch.ones(3, 4), "scalar": torch.tensor(2.0)}
+    folder = tmp_path_factory.mktemp("pieces")
+    written(folder, {"weight": values, "again": values.clone(), "other": other, **few})
+    return values, folder
+
+
+def test_a_large_tensor_is_copied_piece_by_piece(large: tuple[Tensor, Path]) -> None:
+    values, folder = large
+    files, into = Boxes(folder), torch.empty(ROWS, COLUMNS)
+    copy_weight(files, "weight", into)
+    assert torch.equal(into, values)
+    assert sum(files.bytes) == values.numel() * 4
+    assert max(files.bytes) <= PIECE_BYTES
+
+
+def test_a_part_of_a_large_tensor_is_copied_piece_by_piece(large: tuple[Tensor, Path]) -> None:
+    values, folder = large
+    rows, columns = Boxes(folder), Boxes(folder)
+    half = torch.empty(ROWS // 2, COLUMNS, dtype=torch.float64)
+    copy_weight(rows, "weight", half, TensorPart(0, ROWS, [(1, 2001), (4500, 5000)]))
+    assert torch.equal(half, torch.cat([values[1:2001], values[4500:]]).double())
+    wide = torch.empty(ROWS, 700)
+    copy_weight(columns, "weight", wide, TensorPart(1, COLUMNS, [(0, 600), (900, 1000)]))
+    assert torch.equal(wide, torch.cat([values[:, :600], values[:, 900:1000]], 1))
+    assert max(rows.bytes + columns.bytes) <= PIECE_BYTES
+
+
+def test_what_its_source_does_not_divide_is_read_at_once(large: tuple[Tensor, Path]) -> None:
+    values, folder = large
+    files, into = Boxes(folder, divided=False), torch.empty(ROWS, COLUMNS)
+    copy_weight(files, "weight", into)
+    assert torch.equal(into, values)
+    assert files.bytes == [values.numel() * 4]
+
+
+@pytest.mark.parametrize("name", ["few", "scalar"])
+def test_a_small_tensor_is_read_at_once(large: tuple[Tensor, Path], name: str) -> None:
+    files = Boxes(large[1])
+    into = torch.empty_like(files.described([name])[name], device="cpu")
+    copy_weight(files, name, into)
+    assert torch.equal(into, load_file(large[1] / SINGLE)[name])
+    assert len(files.bytes) == 1
+
+
+def test_tied_names_are_compared_piece_by_piece(large: tuple[Tensor, Path]) -> None:
+    files = Boxes(large[1])
+    assert have_one_value(files, "weight", "again")
+    assert not have_one_value(files, "weight", "other")
+    assert not have_one_value(files, "weight", "few")
+    assert max(files.bytes[:-2]) <= PIECE_BYTES
