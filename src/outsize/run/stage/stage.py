@@ -44,6 +44,8 @@ from outsize.run.stage.unchanged_weights import UnchangedWeights
 Root = Tensor | GradientEdge
 Roots = dict[int, Any]  # The key is a boundary, the value is where a backward begins.
 _GONE: Final = (None,)
+_STRIDED: Final = torch.strided
+_use_count: Final = torch._C._storage_Use_Count
 _IN_PLACE: Final = nullcontext()
 
 
@@ -53,11 +55,11 @@ def _shares_storage(tensor: Tensor) -> bool:
 
     A sparse tensor has no storage of its own, so the answer is False.
     """
-    return tensor.layout is torch.strided and _holders(tensor) > _holders_of_a_new_tensor()
+    return tensor.layout is _STRIDED and _holders(tensor) > _holders_of_a_new_tensor()
 
 
 def _holders(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return _use_count(tensor.untyped_storage()._cdata)
 
 
 @cache
@@ -259,13 +261,19 @@ class StageExecutor(RunnableStage):
     def begin(self, grad_scale: Tensor | None = None) -> None:
         self._grad_scale = grad_scale
         self._grad, self._casts = torch.is_grad_enabled(), bool(casting_devices())
-        trained = [entry for entry in self._weights if entry.tensor.requires_grad and entry.tensor.is_leaf]
         if self.outer is not None:
             self.outer.begin(is_cast=self._casts)
             self.forget_casts()
             return
-        self._without_gradient = [entry for entry in trained if entry.tensor.grad is None]
-        self._unchanged.begin(entry.tensor for entry in trained if self._grad and entry not in self._written)
+        # Every weight of the stage is looked at in each step, so each is looked up once.
+        held = [(entry, entry.table[entry.key]) for entry in self._weights]
+        trained = [(entry, tensor) for entry, tensor in held if tensor.requires_grad and tensor.is_leaf]
+        self._without_gradient = [entry for entry, tensor in trained if tensor.grad is None]
+        if not self._grad:
+            trained = []
+        elif self._written:
+            trained = [(entry, tensor) for entry, tensor in trained if entry not in self._written]
+        self._unchanged.begin([tensor for _, tensor in trained])
 
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], received: Sequence[Tensor], seed: Seed
@@ -386,11 +394,12 @@ class StageExecutor(RunnableStage):
             return
         waiting = []
         for entry in self._without_gradient:
-            parameter = entry.tensor
-            if parameter.grad is None:
+            parameter = entry.table[entry.key]
+            gradient = parameter.grad
+            if gradient is None:
                 waiting.append(entry)
-            elif type(parameter.grad) is Tensor and _shares_storage(parameter.grad):
-                parameter.grad = parameter.grad.clone()
+            elif type(gradient) is Tensor and _shares_storage(gradient):
+                parameter.grad = gradient.clone()
         self._without_gradient = waiting
 
     def _roots(

@@ -18,8 +18,9 @@ Oracle: tests/parity/test_optimizers_in_the_backward.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Final, final
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from outsize.errors import BadOption
 from outsize.program.values.tensor_bits import dense
 
+_VERSION: Final = attrgetter("_version")
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,16 +43,16 @@ class UnchangedWeights:
         """
         self._model, self._stage = model, stage
         self._summed_stages = set[int]() if summed is None else summed
-        self._weights: list[Tensor] = []
+        self._weights: Sequence[Tensor] = ()
         self._summed: list[Tensor] = []  # Their bits are compared around the next backward.
         self._changed: list[Tensor] = []
 
-    def begin(self, weights: Iterable[Tensor]) -> None:
+    def begin(self, weights: Sequence[Tensor]) -> None:
         """Begins a step."""
-        self._weights, self._changed = list(weights), []
-        plain = (w for w in self._weights if type(w) in (Tensor, nn.Parameter) and not w.is_meta)
+        self._weights, self._changed = weights, []
         is_first = self._stage not in self._summed_stages
-        self._summed = [weight for weight in plain if is_first or _is_hooked(weight)]
+        summed = weights if is_first else filter(_is_hooked, weights)
+        self._summed = [w for w in summed if type(w) in (Tensor, nn.Parameter) and not w.is_meta]
 
     def insist(self) -> None:
         """Raises BadOption where the backward of a microbatch before this one has changed a weight."""
@@ -84,7 +86,7 @@ class UnchangedWeights:
 
 
 def _versions(weights: Sequence[Tensor]) -> list[int]:
-    return [weight._version for weight in weights]
+    return list(map(_VERSION, weights))
 
 
 def _bits(weights: Sequence[Tensor]) -> list[int]:

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from outsize.train.batch.samples import (
 
 Dims = tuple[int | PackedRows | None, ...]
 _HIDDEN = Scope(functions=True)
+_STRIDED: Final = torch.strided
 
 
 @final
@@ -69,9 +70,19 @@ class Batch:
         """Returns all arguments in the order in which the tape counts its inputs."""
         return (self.args, self.kwargs, self.target)
 
+    def plain(self) -> list[Tensor] | None:
+        """Returns the arguments in the order of `tree` where each of them is a plain tensor; else None.
+
+        A step asks a dozen times what is in a batch, and of most batches a walk would say nothing more.
+        """
+        values = [*self.args, *self.kwargs.values(), *self.target]
+        is_plain = all(type(v) is Tensor and v.layout is _STRIDED and not v.is_nested for v in values)
+        return values if is_plain else None
+
     def tensors(self) -> list[Tensor]:
         """Returns the tensors of the batch, which are the tape's inputs."""
-        return tensors_in(self.tree())
+        plain = self.plain()
+        return tensors_in(self.tree()) if plain is None else plain
 
     def owner(self, steps: Steps) -> str | int:
         """Returns the argument that a part is in: its position or name, or "target"."""
@@ -86,7 +97,8 @@ class Batch:
         """Returns `listed`, or the steps to what divides itself and to what looks like lists of samples."""
         if self.listed is not None:
             return self.listed
-        return _recognised(self.tree()) if self.dims is None else ()
+        is_known = self.dims is not None or self.plain() is not None
+        return () if is_known else _recognised(self.tree())
 
     def listed_parts(self) -> list[tuple[Steps, Any]]:
         """Returns the parts that `in_lists` leads to, with the steps to each."""
@@ -96,6 +108,9 @@ class Batch:
     def is_inside(self) -> list[bool]:
         """Returns, for each of the batch's tensors, whether it is in one of the listed parts."""
         wholes = self.in_lists()
+        plain = None if wholes else self.plain()
+        if plain is not None:
+            return [False] * len(plain)
         found: list[bool] = []
         # A tensor in a list of samples has no dim of the batch: its first dim may be a length.
         for steps, part in self._parts(wholes):
@@ -152,6 +167,9 @@ class Batch:
     def take(self, rows: Rows) -> Batch:
         """Returns a batch of the samples `rows`. Raises BadOption for a part that cannot be split."""
         wholes, size = self.in_lists(), self.size
+        plain = None if wholes else self.plain()
+        if plain is not None:
+            return self._taken(plain, rows)
         dims, taken = iter(self.batch_dims()), list[int | PackedRows | None]()
 
         def part(steps: Steps, value: Any) -> Any:
@@ -167,13 +185,18 @@ class Batch:
             _insist_on_splittable(steps, value, size)
             dim = next(dims)
             taken.append(dim.taken(rows) if isinstance(dim, PackedRows) else dim)
-            if isinstance(dim, PackedRows):
-                return value[dim.rows_of(rows).to(value.device)]
-            # A slice gives a view: a microbatch of the user's tensors takes no memory.
-            return value if dim is None else value[(slice(None),) * dim + (rows,)]
+            return _rows_of(value, dim, rows)
 
         args, kwargs, target = map_parts(part, self.tree(), lambda steps, _: steps in wholes)
         return Batch(args, kwargs, target, tuple(taken), wholes)
+
+    def _taken(self, plain: list[Tensor], rows: Rows) -> Batch:
+        """Returns what `take` does, of a batch whose arguments are these tensors."""
+        dims = self.batch_dims()
+        values = iter([_rows_of(value, dim, rows) for value, dim in zip(plain, dims, strict=True)])
+        args, kwargs = tuple(next(values) for _ in self.args), {name: next(values) for name in self.kwargs}
+        taken = tuple(dim.taken(rows) if isinstance(dim, PackedRows) else dim for dim in dims)
+        return Batch(args, kwargs, tuple(values), taken, ())
 
     def copied(self) -> Batch:
         """Returns the batch with copies of its tensors, for a model that may write into them."""
@@ -213,6 +236,9 @@ class Batch:
         It holds shapes, strides, dtypes, devices and the plain Python values, and objects that cannot be
         looked into.
         """
+        plain = self.plain()
+        if plain is not None:
+            return len(self.args), *self.kwargs, len(self.target), *map(_kind_of, plain)
         return key_of(self.tree(), _kind_of)
 
     def mapped(self, part: Callable[[Any], Any]) -> Batch:
@@ -229,6 +255,15 @@ def _kind_of(tensor: Tensor) -> Hashable:
     if tensor.is_nested:
         return how, tuple((row.shape, row.stride()) for row in tensor.unbind())
     return how, tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
+
+
+def _rows_of(tensor: Tensor, dim: int | PackedRows | None, rows: Rows) -> Tensor:
+    """Returns the samples `rows` of a tensor. A slice gives a view: a microbatch of the user's tensors takes
+    no memory.
+    """
+    if isinstance(dim, PackedRows):
+        return tensor[dim.rows_of(rows).to(tensor.device)]
+    return tensor if dim is None else tensor[(slice(None),) * dim + (rows,)]
 
 
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

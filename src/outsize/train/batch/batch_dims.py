@@ -161,6 +161,8 @@ def _with_all_lists(batch: Batch, asked: Asked) -> list[Batch]:
 
 def _lists_without_tensors(batch: Batch) -> list[tuple[Steps, Any]]:
     """Returns the lists and tuples that are not yet taken apart, and hold anything but tensors."""
+    if batch.plain() is not None:
+        return []
     found = lists_in(batch.tree(), batch.in_lists())
     return [(steps, value) for steps, value in found if not tensors_in(value)]
 
@@ -178,7 +180,8 @@ def _kind_of(batch: Batch) -> Hashable:
     """Returns what is equal for batches whose samples lie in the same places."""
     pairs = zip(batch.tensors(), batch.is_inside(), strict=True)
     ranks_and_dtypes = tuple((t.ndim, t.dtype) for t, inside in pairs if not inside)
-    lists = tuple(steps for steps, v in lists_in(batch.tree()) if not tensors_in(v))
+    walked = lists_in(batch.tree()) if batch.plain() is None else []
+    lists = tuple(steps for steps, v in walked if not tensors_in(v))
     return ranks_and_dtypes, lists, tuple(steps for steps in batch.in_lists() if steps not in lists)
 
 

@@ -169,7 +169,7 @@ class ByModules(Executor):
     ) -> tuple[Tensor | None, tuple[tuple[int, Tensor], ...], list[Any]]:
         total: Tensor | None = None
         losses, outputs, shares = [], [], list[float]()
-        trained = (p for p in self._model.parameters() if p.requires_grad and torch.is_grad_enabled())
+        trained = [p for p in self._model.parameters() if p.requires_grad and torch.is_grad_enabled()]
         self._unchanged.begin(trained)
         for at, piece in enumerate(pieces):
             part, number = parts[piece.part].mapped(self._crew.here), piece.number
