@@ -114,6 +114,27 @@ class OfSequences(nn.Module):
         return self.second(self.middle(self, torch.tanh(self.first(x)))).mean(1)
 
 
+def by_positions(model: OfSequences, x: Tensor) -> Tensor:
+    """Decides on positions, which follow from the length alone, as models do that look for packed samples."""
+    positions = torch.arange(x.shape[1]).expand(x.shape[0], -1)
+    if bool((positions.diff(dim=1) != 1).any()):
+        return x * 0
+    return x + model.table[positions[0]]
+
+
+def by_sums_of_positions(model: OfSequences, x: Tensor) -> Tensor:
+    """Decides on positions otherwise for some lengths."""
+    positions = torch.arange(x.shape[1])
+    if bool(positions.sum() % 5 == 0):
+        x = x * 0.5
+    return x + model.table[positions]
+
+
+def by_last_positions(model: OfSequences, x: Tensor) -> Tensor:
+    """Computes with a number that follows from positions."""
+    return x * (1 + int(torch.arange(x.shape[1]).max()) / 100) + model.table[: x.shape[1]]
+
+
 class Reversed(torch.autograd.Function):
     """Adds up a sequence from its end, in pieces whose number follows from its length."""
 
@@ -167,6 +188,7 @@ FOLLOWED: dict[str, Callable[[OfSequences, Tensor], Tensor]] = {
     "positions": positions,
     "halves": halves,
     "scaled": scaled,
+    "decided on positions": by_positions,
     "pieces": lambda _, x: Reversed.apply(x),
     "resized": lambda _, x: F.interpolate(x.transpose(1, 2), size=2 * x.shape[1]).transpose(1, 2),
     "blocks": lambda _, x: F.pad(x, (0, 0, 0, 3)).unfold(1, 4, 1).mean(-1),
@@ -229,6 +251,8 @@ DECIDED: dict[str, Callable[[OfSequences, Tensor], Tensor]] = {
     "bytes": by_bytes,
     "table": by_table,
     "range": counted,
+    "sums of positions": by_sums_of_positions,
+    "last positions": by_last_positions,
     "padded": lambda _, x: Padded.apply(x),
 }
 
@@ -266,6 +290,16 @@ def test_language_models_at_each_length(name: str, recordings: Recordings) -> No
             outsize.microbatch(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
         )
     trained(fresh(name), batches)
+    assert recordings.followed == 1
+    assert recordings.plain <= 4, "one sample of the example twice, then two lengths"
+
+
+def test_a_language_model_without_masks_decides_on_its_positions_at_each_length(
+    recordings: Recordings,
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    every = [torch.randint(3, 40, (2, n), generator=draw) for n in (12, 9, 14, 7, 11, 15)]
+    trained(fresh("llama"), [outsize.microbatch(input_ids=ids, labels=ids.clone()) for ids in every])
     assert recordings.followed == 1
     assert recordings.plain <= 4, "one sample of the example twice, then two lengths"
 

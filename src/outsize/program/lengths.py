@@ -86,7 +86,8 @@ class LengthTape:
         instructions = list(self._tape.instructions)
         for index in self._changing:
             instructions[index] = with_lengths(instructions[index], lengths)
-        return replace(self._tape, instructions=tuple(instructions), metas=self._metas(lengths), decisions=())
+        metas = self._metas(lengths)
+        return replace(self._tape, instructions=tuple(instructions), metas=metas, decisions=(), of_lengths=())
 
     def _metas(self, lengths: Lengths) -> tuple[Meta, ...]:
         metas, known = list(self._tape.metas), dict[_Layout, tuple[Any, Any]]()
@@ -130,9 +131,10 @@ class FormAtLengths:
 def with_lengths(instruction: Instruction, lengths: Lengths) -> Instruction:
     """Returns an instruction with lengths put in."""
 
-    def number(leaf: Any) -> Any:
-        return leaf.value(lengths) if is_length(leaf) else leaf
+    args, kwargs = put_in((instruction.args, instruction.kwargs), lengths)
+    return replace(instruction, args=args, kwargs=kwargs)
 
-    return replace(
-        instruction, args=map_leaves(number, instruction.args), kwargs=map_leaves(number, instruction.kwargs)
-    )
+
+def put_in(arguments: Any, lengths: Lengths) -> Any:
+    """Returns arguments with lengths put in."""
+    return map_leaves(lambda leaf: leaf.value(lengths) if is_length(leaf) else leaf, arguments)

@@ -243,6 +243,8 @@ class Tape:
     # What Python decided on numbers that are inputs of the program (NumberInput); it is valid only while they
     # fall the same way.
     decisions: tuple[NumberDecision, ...] = ()
+    # Of a tape whose lengths are followed: decisions on values that follow from lengths alone.
+    of_lengths: tuple[Guard, ...] = ()
     # Modules that retries made leaves, and LOSS: what only they read is read again at each replay.
     live: frozenset[str] = frozenset()
     # Leaves that set attributes, write outside of modules or draw from a generator of their own: their calls

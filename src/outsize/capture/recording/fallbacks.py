@@ -412,6 +412,7 @@ def _tape(recorder: Recorder, inputs: list[int], output: Any, loss: Any, rule: L
         constants=recorder.slots.constants,
         loss=loss_ref if isinstance(loss_ref, Ref) else None,
         guards=tuple(recorder.guards),
+        of_lengths=tuple(recorder.decider.of_lengths),
         modes=modes,
         opaque=tuple(notes),
     )

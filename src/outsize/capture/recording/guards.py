@@ -81,6 +81,8 @@ class Decider:
         self._instructions, self._slots, self._guards = instructions, slots, guards
         self._inputs, self._weights = inputs, weights
         self.drew = False
+        # Decisions on values that follow from lengths alone, which are asked again for other lengths.
+        self.of_lengths: list[Guard] = []
         # The list holds the weights that decisions have read, and where.
         self.weights: list[tuple[Weight, str]] = []
         # The line of each decision on values that nobody knows, and how it was taken.
@@ -121,25 +123,30 @@ class Decider:
         self.drew = not torch.equal(before, torch.get_rng_state())  # what it needs draws nothing
         weights = self._weights_in(needs, args, kwargs)
         self.weights += [(weight, where) for weight in weights]
-        if name not in _FIXED and (weights or self._depends_on_inputs(needs, reads)):
+        is_asked_again = weights or self._depends_on_inputs(needs, reads)
+        if name not in _FIXED and (is_asked_again or self._numbers_in(needs, (args, kwargs))):
             if any(isinstance(leaf, np.ndarray) for leaf in leaves(out)):
                 raise LookupError("values of an input as a NumPy array, with which other code computes")
-            self._guards.append(Guard(fn, args, kwargs, signature_of(out), where))
+            guard = Guard(fn, args, kwargs, signature_of(out), where)
+            (self._guards if is_asked_again else self.of_lengths).append(guard)
         return map_leaves(lambda x: fake_like(x, fakes.mode) if isinstance(x, Tensor) else x, out)
 
     def insist_on_fixed_numbers(self, numbers: PlantedNumbers, call: Any) -> None:
         """Checks that no number on which a decision depends is an input of the program, but for lengths where
-        the decision becomes a guard, which is asked again for each batch. Raises Unfollowed.
+        the decision is asked again, for each batch or for each length. Raises Unfollowed.
         """
         reads = [leaf.slot for leaf in leaves(call) if isinstance(leaf, Ref)]
         needs = backward_slice(self._instructions, self._slots.metas, reads)
-        arguments = [leaf for i in needs for leaf in leaves(_arguments(self._instructions[i]))]
-        inputs = [leaf for leaf in (*arguments, *leaves(call)) if isinstance(leaf, NumberInput)]
-        is_guard = self._depends_on_inputs(needs, reads)
-        places = [place for number in inputs for place in number.places()]
-        fixed = [place for place in places if not is_guard or isinstance(place, ValuePlace)]
+        is_asked_again = self._depends_on_inputs(needs, reads) or not self._weights_in(needs, *call)
+        places = [place for number in self._numbers_in(needs, call) for place in number.places()]
+        fixed = [place for place in places if not is_asked_again or isinstance(place, ValuePlace)]
         if fixed:
             numbers.refuse(fixed)
+
+    def _numbers_in(self, needs: list[int], call: Any) -> list[NumberInput]:
+        """Returns the numbers from which a decision follows that are inputs of the program."""
+        arguments = (leaf for i in needs for leaf in leaves(_arguments(self._instructions[i])))
+        return [leaf for leaf in (*arguments, *leaves(call)) if isinstance(leaf, NumberInput)]
 
     def numbers_of(self, fn: Callable[..., Any], call: Any, where: str, fakes: FakeModel) -> Any:
         """Returns the arguments with numbers in place of the tensors that give the shape of the result; None

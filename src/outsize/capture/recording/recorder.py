@@ -202,6 +202,7 @@ class Recorder(Watcher):
         """
         counts = (
             len(self.guards),
+            len(self.decider.of_lengths),
             len(self.decider.weights),
             self.argument_objects.leaf_count(),
             self.references.loose_count(),

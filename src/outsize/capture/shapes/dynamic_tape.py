@@ -8,16 +8,20 @@ at n = 1                                      None: it has to be recorded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, final
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from outsize.capture.costs.real_runs import TooLarge, limited
+from outsize.capture.recording.guards import signature_of
 from outsize.capture.shapes.opaque_calls import OpaqueCalls
 from outsize.capture.shapes.symbolic_shapes import InputSymbols, Sizes, SymbolicShapes, symbolic_shapes
-from outsize.program.lengths import Lengths, LengthTape
+from outsize.program.lengths import Lengths, LengthTape, put_in
 from outsize.program.python_reads import SizeOf
-from outsize.program.tape import Tape
+from outsize.program.replaying.replay import evaluate, resolve
+from outsize.program.tape import Guard, Ref, Tape, backward_slice
+from outsize.program.tree import leaves
 
 _KINDS: Final[tuple[tuple[Literal["size", "stride"], str], ...]] = (("size", "shape"), ("stride", "stride"))
 
@@ -106,4 +110,20 @@ class DynamicTape:
         if not all(decision.holds(lengths) for decision in self.followed.decisions):  # pyright: ignore[reportArgumentType]
             return None
         tape = self._form.at(lengths)
+        if not all(_falls_alike(guard, tape, lengths) for guard in self.followed.of_lengths):
+            return None
         return TapeAtLengths(tape, lengths) if self._opaque.hold(tape) else None
+
+
+def _falls_alike(guard: Guard, tape: Tape, lengths: Lengths) -> bool:
+    """Returns whether a decision on values that follow from lengths alone falls with these as it did."""
+    args, kwargs = put_in((guard.args, guard.kwargs), lengths)
+    reads = [leaf.slot for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)]
+    needs, values = backward_slice(tape.instructions, tape.metas, reads), dict[int, Any]()
+    try:
+        with limited(), torch.no_grad():
+            evaluate([tape.instructions[i] for i in needs], values, {})
+            out = guard.target(*resolve(args, values, {}), **resolve(kwargs, values, {}))
+    except TooLarge:
+        return False
+    return bool(signature_of(out) == guard.value)
