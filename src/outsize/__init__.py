@@ -158,7 +158,8 @@ def __getattr__(name: str) -> Any:
         # Loaded where a name is missing alone, as everything here.
         names = importlib.import_module("outsize.errors.names")
         raise AttributeError(names.missing("module 'outsize'", name, names.PACKAGE))
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    with importlib.import_module("outsize.program.garbage").uncollected():
+        value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

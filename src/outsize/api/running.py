@@ -27,6 +27,7 @@ from outsize.capture.models.planned_precision import warn_of_precision
 from outsize.capture.recording.fallbacks import insist_on_module
 from outsize.device.accelerators import CPU, device_type, is_accelerator
 from outsize.errors import BadOption
+from outsize.errors.interruptions import suppressed
 from outsize.ir.answers.compilation import GraphUse
 from outsize.ir.answers.request import LayoutOptions, PlanRequest
 from outsize.ir.answers.verdict import Verdict
@@ -114,7 +115,8 @@ def parallelize(
     with warnings.catch_warnings():
         if world.rank:
             warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
-        case = replace(case_of(model, args, kwargs, asked.example), in_loop=bool(asked.request.loop))
+        case = case_of(model, args, kwargs, asked.example)
+    case = replace(case, in_loop=bool(asked.request.loop), reads=True)
     share = MemoryShare.of(ranks.memory_share, world)
     whole = partial(_cluster_here, asked, world, kind, named, case.batch.size)
     room = _memory_room(asked, world, whole)
@@ -122,11 +124,12 @@ def parallelize(
     if plan is None:
         before = given or (None if saved is None else Plan.of_document(saved.values["plan"]))
         elastic = _elastic_run(world, kind, asked, before) if world.sizes and group is not None else None
+        ahead = partial(_record_ahead, case, asked)
         if elastic is None:
-            plan = agreed(host, lambda: _made_plan(case, asked, _within(room, whole()), group is None))
+            plan = agreed(host, lambda: _made_plan(case, asked, _within(room, whole()), group is None), ahead)
         else:
             elastic = elastic.within(lambda cluster: _within(room, share.of_cluster(cluster)))
-            plan = agreed(host, lambda: _elastic_plan(case, asked.request, elastic, given))
+            plan = agreed(host, lambda: _elastic_plan(case, asked.request, elastic, given), ahead)
     case = case.in_pieces(plan.loss_pieces, plan.module_pieces)
     warn_of_precision(plan, model, speaks=not world.rank)
     if plan.shards and group is not None:
@@ -137,6 +140,7 @@ def parallelize(
         group,
         replace(
             _decided(engine_options, asked, case, plan),
+            known=case.known_tapes(),
             on_out_of_memory=None if room is None else partial(room.shrink, plan),
         ),
         RankOptions(
@@ -444,6 +448,15 @@ def _made_plan(case: TrainingCase, asked: AskedRun, cluster: Cluster, alone: boo
     if alone and not (request.has_group_axes or layout.get("axes")):
         request = request.model_copy(update={"exact": True})
     return plan_case(case, request, cluster, Profiler.of(asked.request)).plan
+
+
+def _record_ahead(case: TrainingCase, asked: AskedRun) -> None:
+    """Records the microbatch that a rank is likely to run, while another one plans."""
+    with suppressed():  # What is wrong is said by the rank that plans.
+        size = case.batch.size
+        count = request_of(asked.request.layout, size).total_microbatches
+        if count is not None and 0 < count <= size:
+            case.record_ahead(-(-size // count))
 
 
 def _request_to_check(options: CheckOptions, batch_size: int) -> PlanRequest:

@@ -39,7 +39,8 @@ the report."""
 class Record(BaseModel, ABC):
     """Is an immutable value that round-trips through JSON; unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Validators are built where a class is first used: a process uses few of all records.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     def to_json(self) -> str:
         """Returns the record as indented JSON; equal records give equal text."""

@@ -50,6 +50,7 @@ from outsize.capture.recording.recorder import Recorder
 from outsize.capture.recording.weight_cache import own_weight_cache
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
 from outsize.errors.interruptions import raise_interruption
+from outsize.program.garbage import uncollected
 from outsize.program.objects import snapshot
 from outsize.program.python_reads import LOSS
 from outsize.program.replaying.modes import Modes, current_modes
@@ -136,7 +137,7 @@ def record(
     call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes(), origins)
     _insist_on_plain_inputs(call)
     attempts = 0
-    with restored_generators(), own_weight_cache(), self_seeding() as seeded:
+    with uncollected(), restored_generators(), own_weight_cache(), self_seeding() as seeded:
         while True:
             attempts += 1
             try:

@@ -133,7 +133,7 @@ class RepeatedBlocks:
         candidates = self._blocks.setdefault(call.key, [])
         block = next((b for b in candidates if self._reads(fqn, b.reads) == b.reads), None)
         repeats = block is not None and (block.proven or block.call.fqn in self._rule.blocks.repeated)
-        again = block if repeats else self._rule.blocks.recorded.get(_call_of(call))
+        again = block if repeats else self._recorded_before(call)
         if again is not None:
             try:
                 with torch._C.DisableTorchFunction():
@@ -146,6 +146,10 @@ class RepeatedBlocks:
         if recorded is not None:
             self._know(recorded, block, candidates)
         return out
+
+    def _recorded_before(self, call: BlockCall) -> RecordedBlock | None:
+        """Returns what an earlier recording has of a call; its reads are gone, so not where these count."""
+        return None if self._rule.guards_reads else self._rule.blocks.recorded.get(_call_of(call))
 
     def _know(
         self, recorded: RecordedBlock, block: RecordedBlock | None, candidates: list[RecordedBlock]

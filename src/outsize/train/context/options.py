@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, final, get_args
 
@@ -26,6 +26,7 @@ from outsize.train.batch.batch_dims import Asked
 from outsize.train.batch.checks import insist_on_norm
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting
 from outsize.train.context.callback import Callback
+from outsize.train.variants.known_tapes import KnownTapes
 from outsize.train.variants.variant import KEPT
 
 Clipping = Literal["exact", "speculative"]
@@ -45,6 +46,7 @@ class EngineOptions:
     decided: then a stage that cannot be compiled runs as it is. `device_graphs` says whether stages are
     recorded as graphs of their devices, and why. `on_out_of_memory` is called where a device
     has no memory for a step, and returns what follows, which the error says. `callbacks` are told of steps.
+    `known` are tapes of the model that were recorded for its plan.
     """
 
     loss_fn: LossFn | None = None
@@ -63,6 +65,7 @@ class EngineOptions:
     device_graphs: GraphUse | None = None
     on_out_of_memory: Callable[[], str] | None = None
     callbacks: Sequence[Callback] = ()
+    known: KnownTapes = field(default_factory=KnownTapes, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raises BadOption for values with which nothing could be trained, or nothing would stay."""

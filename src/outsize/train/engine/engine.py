@@ -108,7 +108,9 @@ class Engine:
         self.state = EngineState(run, crew, held, self._update, self._callbacks)
         self.weights = EngineWeights(run, crew, ownership, tensor, self.state.checkpoints)
         context = context_ranks(whole, plan, run.mesh, compiled=is_compiled)
-        recording = RecordingOptions(options.counting, home, tensor, context, options.captures)
+        recording = RecordingOptions(
+            options.counting, home, tensor, context, most=options.captures, known=options.known
+        )
         if plan.form == "modules":
             self._executor: Executor = ByModules(run, crew, ownership)
             self.calls = ByModuleCalls(run, ownership, self.by_modules)

@@ -107,14 +107,19 @@ def _insist_on_local_replicas(plan: Plan, places: tuple[str, ...]) -> None:
         )
 
 
-def agreed(group: dist.ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
-    """Returns the plan that rank 0 makes, on all ranks, so that they cannot disagree (measured times differ).
+def agreed(
+    group: dist.ProcessGroup | None, make: Callable[[], Plan], meanwhile: Callable[[], object] | None = None
+) -> Plan:
+    """Returns the plan that rank 0 makes, on all ranks, so that they cannot disagree (measured times differ);
+    `meanwhile` is what the others do until it is there.
 
     An error of outsize is raised on all of them, too.
     """
     if group is None:
         return make()
     made = _made(make) if group.rank() == 0 else None
+    if made is None and meanwhile is not None:
+        meanwhile()
     is_error = isinstance(made, OutsizeError)
     known = broadcast_json(made.fields() if is_error else made and made.model_dump_json(), group)
     if made is None:

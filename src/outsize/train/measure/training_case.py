@@ -18,6 +18,7 @@ from outsize.capture.graph.build import Captured, build_graph, multiplied_in, on
 from outsize.capture.graph.by_modules import captured_by_modules
 from outsize.capture.graph.scaled import ScaledSizes
 from outsize.capture.graph.shortened import SizedGraphs, Stacks
+from outsize.capture.guards.check import ReadGuards
 from outsize.capture.kept.store import KeptModel
 from outsize.capture.models.generation import cache_bytes, forward_arguments, generates
 from outsize.capture.models.output_shapes import output_on_meta
@@ -44,6 +45,7 @@ from outsize.run.stage.to_device import device_of_model
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, rejection, warn_of_tables
 from outsize.train.batch.wrapped_models import insist_on_unwrapped
+from outsize.train.variants.known_tapes import KnownTape, KnownTapes
 
 Recorded = TypeVar("Recorded")
 Answer = TypeVar("Answer")
@@ -66,7 +68,8 @@ class TrainingCase:
     `accelerated` says that its costs are those of accelerators, which have kernels that a CPU lacks.
     `inference` says that its weights are frozen and its forward has no loss. `in_loop` says that the loop is
     the user's own, which computes the loss (`outsize.split`). `loss_pieces` and `module_pieces` are those of
-    its plans (Plan). `kept` has the answers about recordings that an earlier process has kept.
+    its plans (Plan). `reads` says that its tapes tell which Python values they depend on, as an engine wants
+    them. `kept` has the answers about recordings that an earlier process has kept.
     """
 
     module: nn.Module
@@ -76,6 +79,7 @@ class TrainingCase:
     accelerated: bool = False
     inference: bool = False
     in_loop: bool = False
+    reads: bool = False
     loss_pieces: int = 1
     module_pieces: int = 1
     recordings: _Recordings = field(default_factory=dict, repr=False, compare=False)
@@ -88,6 +92,7 @@ class TrainingCase:
         default_factory=dict, repr=False, compare=False
     )
     known_caches: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
+    read_guards: dict[int, ReadGuards] = field(default_factory=dict, repr=False, compare=False)
     kept: KeptModel | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -175,6 +180,7 @@ class TrainingCase:
         loss = _copied(self.loss_fn, device) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
         module = _copied(self.module, device)
         recorded = ("recordings", "short_recordings", "blocks", "known", "known_short", "known_scaled")
+        recorded += ("read_guards",)
         empty: dict[str, Any] = {name: {} for name in recorded}
         return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, kept=None, **empty)
 
@@ -255,11 +261,31 @@ class TrainingCase:
 
     def _newly_recorded(self, samples: int) -> Tape | Captured:
         batch = self.batch.resized(samples)
-        options = TapeOptions(blocks=self.blocks.setdefault(self.precision, KnownBlocks()))
+        blocks = self.blocks.setdefault(self.precision, KnownBlocks())
+        options = TapeOptions(live=() if self.reads else None, blocks=blocks)
         try:
-            return record(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, options)
+            tape = record(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, options)
+            if self.reads:
+                self.read_guards[id(tape)] = ReadGuards(tape.reads, tape.decisions)
+            return tape
         except NotCapturable as refusal:
             return captured_by_modules(self.module, batch.args, batch.kwargs, samples, refusal)
+
+    def record_ahead(self, samples: int) -> None:
+        """Records the model at a size that is likely to run. Raises as `record`."""
+        self._recorded(samples)
+
+    def known_tapes(self) -> KnownTapes:
+        """Returns the tapes of the model as it is that tell what they depend on, for its engine."""
+        if not self.reads or self.precision != FP32.name:
+            return KnownTapes()
+        recorded = [
+            KnownTape(self.batch.resized(samples), tape, self.read_guards[id(tape)])
+            for (precision, is_accelerators, samples), tape in self.recordings.items()
+            if isinstance(tape, Tape) and (precision, is_accelerators) == (FP32.name, False)
+        ]
+        blocks = self.blocks.get(FP32.name, KnownBlocks())
+        return KnownTapes(recorded, blocks.repeated)
 
     def sized_graphs(
         self, graph_of: Callable[[Captured], ModelGraph], sizes: Sequence[int] = (), *, adds: bool = False
@@ -270,7 +296,9 @@ class TrainingCase:
         the graph that was captured. Of `sizes`, which will be asked for, some are derived from others.
         """
         stacks = Stacks.in_model(self.module)
-        short_case = dataclasses.replace(self, recordings=self.short_recordings, known=self.known_short)
+        short_case = dataclasses.replace(
+            self, reads=False, recordings=self.short_recordings, known=self.known_short
+        )
         # The example may have one tensor in two places, which has no other size.
         row = [size for size in sizes if size != self.batch.size] if _in_one_piece(self) else []
         at_whole = ScaledSizes(self.captured, partial(_built, self, self.known_scaled), row).at

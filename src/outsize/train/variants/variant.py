@@ -24,7 +24,9 @@ from outsize.capture.graph.build import Captured, build_graph
 from outsize.capture.guards.check import ChangedRead, ReadGuards
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers, is_number
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
+from outsize.capture.recording.leaf_rule import KnownBlocks
 from outsize.ir.plan import Plan
+from outsize.program.garbage import uncollected
 from outsize.program.lengths import Lengths
 from outsize.program.loss_in_pieces.rewrite import in_pieces
 from outsize.program.python_reads import LOSS, PythonRead
@@ -45,6 +47,7 @@ from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.dynamic_shapes import DynamicShapes, FoundTape
 from outsize.train.variants.input_guards import InputGuards
 from outsize.train.variants.instruction_owners import PlacedWeights, instruction_owners
+from outsize.train.variants.known_tapes import KnownTapes
 from outsize.train.variants.lru import LruCache
 from outsize.train.variants.number_inputs import another_number, with_number_inputs
 
@@ -103,7 +106,8 @@ class RecordingOptions:
 
     `counting` says by what a microbatch weighs: samples, tokens, or 1. `home` says which device
     tapes are made for, where stages have others. `tensor` has this rank's part of the weights under tensor
-    parallelism, `context` its rows of sequences under context parallelism. `most` variants stay.
+    parallelism, `context` its rows of sequences under context parallelism. `most` variants stay. `known` are
+    tapes that were recorded before.
     """
 
     counting: Counting = FROM_LOSS
@@ -111,6 +115,7 @@ class RecordingOptions:
     tensor: DividedWeights | None = None
     context: ContextRanks | None = None
     most: int = KEPT
+    known: KnownTapes = field(default_factory=KnownTapes)
 
 
 _DEFAULTS: Final = RecordingOptions()
@@ -174,6 +179,7 @@ class Variants:
         self._last: Variant | None = None
         self._shapes = DynamicShapes(self._model)
         self._forms = LruCache[Hashable, _Form](_FORMS)
+        self._blocks = LruCache[Hashable, KnownBlocks](_FORMS)  # Which blocks are copies of each other.
         self._state = ""  # of the model, in the call that looks for variants
         self._counts: dict[bool, int] = {}  # microbatches of the last step, and of the last evaluation
 
@@ -196,6 +202,7 @@ class Variants:
         self._counts[outputs] = len(parts)
         found = [self._find(part, f"{state}{outputs}", checked, outputs=outputs) for part in parts]
         self._last = found[-1] if found else self._last
+        self._options.known.drop()
         self.change.live = self.changes.live
         return found
 
@@ -219,7 +226,8 @@ class Variants:
         self._note_change(stale or self._last)
         if stale is not None:
             self.changes.note(stale.reads.changed(), partial(self._stages_of, stale.captured))
-        variant = self._make(part, outputs)
+        with uncollected():
+            variant = self._make(part, outputs)
         same.insert(0, variant)
         return variant
 
@@ -256,12 +264,36 @@ class Variants:
 
     def _tape(self, part: Batch, loss_fn: LossFn | None) -> FoundTape:
         """Returns the tape of a microbatch: recorded, or that of other lengths with its lengths put in."""
-        kind = self._model.training, self._state, current_modes(), id(loss_fn), self.changes.live
-        return self._shapes.tape(part, kind, self._home(), partial(self._record, part, loss_fn))
+        return self._shapes.tape(
+            part, self._kind(loss_fn), self._home(), partial(self._record, part, loss_fn)
+        )
+
+    def _kind(self, loss_fn: LossFn | None) -> Hashable:
+        """Returns what a recording depends on besides the batch and the values that are read."""
+        return self._model.training, self._state, current_modes(), id(loss_fn), self.changes.live
 
     def _record(self, part: Batch, loss_fn: LossFn | None, numbers: PlantedNumbers | None = None) -> Tape:
-        options = TapeOptions(self._home(), self.changes.live, numbers)
-        return record(self._model, part.args, part.kwargs, loss_fn, part.target, options)
+        kind = self._kind(loss_fn)
+        known = self._known_tape(part, loss_fn) if numbers is None else None
+        if known is not None:
+            self._blocks.put(kind, self._options.known.blocks)
+            return known
+        blocks = self._blocks.get(kind, KnownBlocks)
+        options = TapeOptions(self._home(), self.changes.live, numbers, blocks=blocks)
+        try:
+            return record(self._model, part.args, part.kwargs, loss_fn, part.target, options)
+        finally:
+            blocks.recorded.clear()  # Their reads are gone, so no recording of an engine uses them.
+
+    def _known_tape(self, part: Batch, loss_fn: LossFn | None) -> Tape | None:
+        """Returns the tape of a microbatch that was recorded before; None where this rank's would be another
+        one, or there is none.
+        """
+        options = self._options
+        is_whole = options.tensor is None and options.context is None
+        if not is_whole or self._home() is not None or self.changes.live or loss_fn is not self._loss_fn:
+            return None
+        return options.known.take(part, self._model)
 
     def output_shapes(self, part: Batch) -> list[torch.Size]:
         """The shapes of the model's outputs for a microbatch, which is recorded for them alone."""
