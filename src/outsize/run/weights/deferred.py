@@ -48,14 +48,12 @@ class DeferredTensor(Tensor):
     divides: bool
 
     @staticmethod
-    def __new__(
-        cls: Any, twin: Tensor, read: Read, leaves: frozenset[str], *, divides: bool = False
-    ) -> DeferredTensor:
+    def __new__(cls: Any, twin: Tensor, read: Read, leaves: frozenset[str]) -> DeferredTensor:
         """Makes the tensor; `leaves` are the names of the tensors from which it is computed."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=torch.device("cpu")
         )
-        made.twin, made.read, made.leaves, made.divides = twin, read, leaves, divides
+        made.twin, made.read, made.leaves, made.divides = twin, read, leaves, False
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -99,8 +97,9 @@ class _DeferredCall:
             return _cut(values if at is None else values[at], box)
 
         leaves = frozenset[str]().union(*(tensor.leaves for tensor in inputs))
-        divides = self._keeps_rows() and all(tensor.divides for tensor in inputs)
-        return DeferredTensor(twin, read, leaves, divides=divides)
+        made = DeferredTensor(twin, read, leaves)
+        made.divides = self._keeps_rows() and all(tensor.divides for tensor in inputs)
+        return made
 
     def _keeps_rows(self) -> bool:
         """Returns whether rows of the result are rows of the inputs, and not columns of all rows."""
@@ -112,7 +111,9 @@ def _is_deferred(value: Any) -> bool:
 
 
 def _same(tensor: DeferredTensor) -> DeferredTensor:
-    return DeferredTensor(tensor.twin, tensor.read, tensor.leaves, divides=tensor.divides)
+    made = DeferredTensor(tensor.twin, tensor.read, tensor.leaves)
+    made.divides = tensor.divides
+    return made
 
 
 def _twins(tree: Any) -> Any:

@@ -80,9 +80,9 @@ def is_pretrained(model: nn.Module) -> bool:
 
 
 def _deferred(source: WeightSource, name: str, twin: Tensor) -> DeferredTensor:
-    return DeferredTensor(
-        twin, lambda box: source.box(name, *box), frozenset((name,)), divides=source.divides(name)
-    )
+    made = DeferredTensor(twin, lambda box: source.box(name, *box), frozenset((name,)))
+    made.divides = source.divides(name)
+    return made
 
 
 def _loaded(model: Any, tensors: dict[str, DeferredTensor], source: WeightSource) -> dict[str, Tensor]:

@@ -89,7 +89,10 @@ def test_a_parameter_of_it_is_one_as_well() -> None:
 def test_rows_are_read_alone_where_it_says_so(case: str) -> None:
     read: list[tuple[str, int]] = []
     plain = [deferred(torch.randn(SHAPE), str(n), read) for n in range(4)]
-    made = CASES[case]([DeferredTensor(t.twin, t.read, t.leaves, divides=True) for t in plain])
+    by_rows = [deferred(torch.randn(SHAPE), str(n), read) for n in range(4)]
+    for tensor in by_rows:
+        tensor.divides = True
+    made = CASES[case](by_rows)
     assert made.divides == (case not in NOT_BY_ROWS)
     whole = made.whole()
     made.read(ReadBox(whole.offsets, (1, *whole.sizes[1:])))
