@@ -30,7 +30,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
 from outsize.run.stage.rng import seeder
-from outsize.train.measure.round_trip import make_wire
+from outsize.train.measure.round_trip import TimedWire
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
 
@@ -93,7 +93,7 @@ def measured_cluster(world: World) -> Cluster:
     """Two CPU processes with the link between them as it is."""
     assert world.group is not None
     return agreed(
-        measure_links(world.group, make_wire(world.group, torch.device("cpu"))).cluster("measured"), world
+        measure_links(world.group, TimedWire(world.group, torch.device("cpu"))).cluster("measured"), world
     )
 
 

@@ -38,7 +38,7 @@ from outsize.train.context.options import EngineOptions
 from outsize.train.crew import hosted
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.loss_watch import LossWatch
-from outsize.train.measure.round_trip import make_wire
+from outsize.train.measure.round_trip import TimedWire
 from outsize.train.world.world import World
 
 ORDERS: Final = ("lazy", "seed1", "seed2", "seed3", "seed4")
@@ -382,9 +382,9 @@ def measured_links(world: World) -> Values:
             torch.zeros(1, device=device)
         return time.perf_counter()
 
-    measure_links(group, make_wire(group, device), device, sizes=(4096,), repeats=2, clock=clock)
-    wire, sent = make_wire(group, device), torch.full((64,), float(world.rank), device=device)
-    wire(sent)()
+    measure_links(group, TimedWire(group, device), device, sizes=(4096,), repeats=2, clock=clock)
+    wire, sent = TimedWire(group, device), torch.full((64,), float(world.rank), device=device)
+    wire.round_trip(sent)()
     dist.barrier(group)
     return [torch.tensor(left)]
 

@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
-from typing import Final, Literal, final
+from typing import Final, Literal, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,46 @@ from outsize.ir.hardware.collectives import RING_ALL_REDUCE
 
 Kind = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 Exchange = Callable[[], None]
-Wire = Callable[[Tensor], Exchange]
-"""The wire turns a tensor into a function that sends it from the first rank to the last and back."""
 SIZES: Final = tuple(4**k * 1024 for k in range(8))
 """The sizes are 1 KiB to 16 MiB."""
 WARM_UP: Final = 3
+
+
+class Begun(Protocol):
+    """A collective that has begun."""
+
+    def wait(self) -> object:
+        """Waits until it has ended."""
+        ...
+
+
+class Collectives(Protocol):
+    """Collectives of all ranks as steps run them; `begin_...` returns at once."""
+
+    def begin_all_reduce(self, x: Tensor) -> Begun:
+        """Adds up all ranks' x, in place."""
+        ...
+
+    def begin_all_gather(self, out: Tensor, own: Tensor) -> Begun:
+        """Puts all ranks' tensors into `out`."""
+        ...
+
+    def begin_reduce_scatter(self, out: Tensor, x: Tensor) -> Begun:
+        """Puts the sum of all ranks' parts for this rank into `out`."""
+        ...
+
+
+class Wire(Protocol):
+    """Messages and collectives as steps send them."""
+
+    @property
+    def collectives(self) -> Collectives:
+        """Returns those of all ranks."""
+        ...
+
+    def round_trip(self, tensor: Tensor) -> Exchange:
+        """Returns a function that sends a tensor from the first rank to the last and back."""
+        ...
 
 
 @final
@@ -182,22 +217,14 @@ def _exchange(kind: Kind, group: dist.ProcessGroup, wire: Wire, size: int, devic
     whole = torch.zeros(max(1, size // 4 // ranks) * ranks, device=device)
     part = torch.zeros(len(whole) // ranks, device=device)
     if kind == "all_reduce":
-        return lambda: _done(dist.all_reduce(whole, group=group, async_op=True))
+        return lambda: _done(wire.collectives.begin_all_reduce(whole))
     if kind == "all_gather":
-        return lambda: _done(_named("all_gather")(whole, part, group=group, async_op=True))
+        return lambda: _done(wire.collectives.begin_all_gather(whole, part))
     if kind == "reduce_scatter":
-        return lambda: _done(_named("reduce_scatter")(part, whole, group=group, async_op=True))
-    return wire(whole)
+        return lambda: _done(wire.collectives.begin_reduce_scatter(part, whole))
+    return wire.round_trip(whole)
 
 
-def _named(kind: str) -> Callable[..., dist.Work | None]:
-    """Returns the collective on one tensor, by its name in torch 2.13 or that of earlier versions."""
-    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-    new = f"{kind}_single"
-    return getattr(dist, new if hasattr(dist, new) else old[kind])
-
-
-def _done(work: dist.Work | None) -> None:
-    assert work is not None
+def _done(work: Begun) -> None:
     # Not simulated: the lap waits for the whole device behind it. On the CPU the collective ends here.
     work.wait()

@@ -45,7 +45,7 @@ def main(folder: Path, repeats: int) -> None:
 
     from outsize.capture.measure.links import measure_links
     from outsize.device.accelerators import CPU, current_device, device_count, device_type
-    from outsize.train.measure.round_trip import make_wire
+    from outsize.train.measure.round_trip import TimedWire
     from outsize.train.world.join import join
     from outsize.train.world.world import leave
 
@@ -53,7 +53,7 @@ def main(folder: Path, repeats: int) -> None:
     world = join(device_type() if has_devices else CPU)
     assert world.group is not None
     device = current_device() if has_devices else torch.device(CPU)
-    measured = measure_links(world.group, make_wire(world.group, device), device, repeats=4 * repeats)
+    measured = measure_links(world.group, TimedWire(world.group, device), device, repeats=4 * repeats)
     if world.rank == 0:
         (folder / "links.json").write_text(measured.to_json(), encoding="utf-8")
     leave(world)

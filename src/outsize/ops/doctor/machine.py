@@ -13,7 +13,7 @@ import torch
 from outsize.capture.measure.links import measure_links
 from outsize.device.accelerators import all_devices, synchronize
 from outsize.ops.doctor.check_place import LAPS, CheckAnswer, CheckPlace
-from outsize.train.measure.round_trip import make_wire
+from outsize.train.measure.round_trip import TimedWire
 
 LAUNCHES: Final = 500
 IN_A_ROW: Final = 4
@@ -110,7 +110,7 @@ def links(place: CheckPlace) -> CheckAnswer:
     """Measures messages from the first rank to the last, and collectives of all: a line for each kind."""
     group = place.world.group
     assert group is not None
-    measured = measure_links(group, make_wire(group, place.device), place.device)
+    measured = measure_links(group, TimedWire(group, place.device), place.device)
     figures = dict[str, float]()
     for kind in measured.kinds():
         link = measured.link(kind)

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +37,7 @@ from outsize.program.sharding.expert_parallel.expert_tape import ExpertCall
 from outsize.program.sharding.expert_parallel.experts import counting
 from outsize.program.sharding.share import Share
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup, named_collective
+from outsize.run.transport.rank_collectives import RankCollectives
 
 
 @final
@@ -84,7 +84,7 @@ class ExpertParallelGroup(AxisGroup):
         """
         self._ends_graphs = ends_graphs
         self.group, self._alike = TensorParallelGroup(mesh), alike
-        self.place, self._ranks = self.group.place, mesh.get_group()
+        self.place, self._ranks = self.group.place, RankCollectives.of(mesh.get_group())
         self.sent: Counter[str] = self.group.collectives.sent
         self.counts: dict[str, RowCounts] = {}
         self._load = [0] * self.place.ranks
@@ -145,9 +145,7 @@ class ExpertParallelGroup(AxisGroup):
         if len(x) < most:
             own = torch.cat([own, own.new_full((most - len(x), *x.shape[1:]), fill)])
         out = own.new_empty(self.place.ranks * most, *x.shape[1:])
-        # The first name is that of torch 2.13, the second that of earlier versions.
-        send = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        send(out, own, group=self._ranks)
+        self._ranks.all_gather(out, own)
         self.sent["all_gather"] += out.numel() * out.element_size()
         return out
 
@@ -155,9 +153,7 @@ class ExpertParallelGroup(AxisGroup):
         """Returns the sum of all ranks' rows of this rank, of which it has `own`."""
         x = x.detach().contiguous()
         out = x.new_empty(len(x) // self.place.ranks, *x.shape[1:])
-        # The first name is that of torch 2.13, the second that of earlier versions.
-        send = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        send(out, x, group=self._ranks)
+        self._ranks.reduce_scatter(out, x)
         self.sent["reduce_scatter"] += x.numel() * x.element_size()
         return out[:own]
 
@@ -180,8 +176,7 @@ class ExpertParallelGroup(AxisGroup):
     def exchange(self, x: Tensor, there: Sequence[int], back: Sequence[int]) -> Tensor:
         """Sends `there[r]` rows to each rank r, in the order of ranks; returns the `back[r]` that come."""
         own, out = x.detach().contiguous(), x.new_empty(sum(back), *x.shape[1:])
-        # The first name is that of torch 2.13, the second that of earlier versions.
-        dist.all_to_all_single(out, own, list(back), list(there), group=self._ranks)
+        self._ranks.all_to_all(out, own, back, there)
         self.sent["all_to_all"] += own.numel() * own.element_size()
         return out
 

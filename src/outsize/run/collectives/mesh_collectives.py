@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.run.collectives.functions import InFlight
+from outsize.run.transport.rank_collectives import RankCollectives
 
 
 @final
@@ -35,13 +36,13 @@ class MeshCollectives:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.place = RankPosition(mesh.get_local_rank(), mesh.size())
         self.sent: Counter[str] = Counter()
-        self._group = mesh.get_group()
+        self._ranks = RankCollectives.of(mesh.get_group())
 
     def total(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Returns the sum (or reduction by `op`) of all ranks' x, without gradients."""
         x = x.detach().clone(memory_format=torch.contiguous_format)
         self.sent["all_reduce"] += x.numel() * x.element_size()
-        dist.all_reduce(x, op, self._group)
+        self._ranks.all_reduce(x, op)
         return x
 
     def largest(self, x: Tensor) -> Tensor:
@@ -62,9 +63,7 @@ class MeshCollectives:
         if not is_even:
             mine.narrow(share.dim, 0, x.shape[share.dim]).copy_(x.detach())
         parts = x.new_empty([len(places) * shape[0], *shape[1:]])
-        # The first name is that of torch 2.13, the second that of earlier versions.
-        send = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        send(parts, mine, group=self._group)
+        self._ranks.all_gather(parts, mine)
         shape[share.dim] = share.size
         self.sent["all_gather"] += math.prod(shape) * x.element_size()
         if is_even and share.dim == 0 and len(share.parts) == 1:  # the ranks' parts in a row
@@ -85,7 +84,7 @@ class MeshCollectives:
     def begin_total(self, x: Tensor) -> InFlight:
         """Begins to add up all ranks' x, in place."""
         self.sent["all_reduce"] += x.numel() * x.element_size()
-        return InFlight(dist.all_reduce(x, group=self._group, async_op=True), (x,), x)
+        return InFlight(self._ranks.begin_all_reduce(x), (x,), x)
 
     def begin_total_part(self, x: Tensor, share: Share) -> InFlight:
         """Begins to add up all ranks' x, of which this rank gets its shard."""
@@ -95,9 +94,10 @@ class MeshCollectives:
         parts = self._in_rows(x.detach(), share)
         self.sent["reduce_scatter"] += x.numel() * x.element_size()
         mine = torch.empty_like(parts[0])
-        # The first name is that of torch 2.13, the second that of earlier versions.
-        send = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work = send(mine, parts.flatten(0, 1), group=self._group, async_op=is_async)
+        flat = parts.flatten(0, 1)
+        work = self._ranks.begin_reduce_scatter(mine, flat) if is_async else None
+        if work is None:
+            self._ranks.reduce_scatter(mine, flat)
         return InFlight(work, (parts, mine), mine.narrow(share.dim, 0, self.place.size(share)))
 
     def _in_rows(self, x: Tensor, share: Share) -> Tensor:

@@ -51,6 +51,7 @@ from outsize.run.collectives.attention import by_heads, one_mask
 from outsize.run.collectives.functions import ColumnProducts, Entry, Paired, lowered
 from outsize.run.collectives.mesh_collectives import MeshCollectives, part_of
 from outsize.run.collectives.scaled_products import ScaledLayer, scaled_product
+from outsize.run.transport.rank_collectives import RankCollectives
 
 
 @final
@@ -450,7 +451,7 @@ def norms_of_shards(norms: Sequence[Tensor], gradients: Sequence[Tensor | None])
 
 
 def _total_over(group: dist.ProcessGroup, squares: Tensor) -> Tensor:
-    dist.all_reduce(squares, group=group)
+    RankCollectives.of(group).all_reduce(squares)
     return squares
 
 

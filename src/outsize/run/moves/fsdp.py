@@ -22,6 +22,7 @@ tests/unit/run/moves/test_fsdp.py, tests/dist/test_sharded_processes.py: the num
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from outsize.device.accelerators import is_accelerator
 from outsize.device.readback import launched_to
 from outsize.errors import BadOption
 from outsize.ir.schedule import Action, Kind, Schedule
@@ -41,6 +44,7 @@ from outsize.program.weights.beside import insist_on_codes_once
 from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.outer_graph import GatheredWeights
+from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.schedules.sharded import with_gathers, with_gathers_of_call
 
 Fill = Callable[[Collection[str]], None]
@@ -211,7 +215,7 @@ class ShardedWeights(Moves):
         here = [made for group in groups for made in group.finish()]
         made = launched_to(mesh.device_type, torch.tensor(here, dtype=torch.uint8))
         for dim in range(mesh.ndim):
-            dist.all_reduce(made, dist.ReduceOp.MAX, mesh.get_group(dim))
+            RankCollectives.of(mesh.get_group(dim)).all_reduce(made, dist.ReduceOp.MAX)
         # What this replica has made, some replica has: the host reads the device only for what it lacks.
         anywhere = iter(here if all(here) else made.tolist())
         for group in groups:
@@ -253,6 +257,49 @@ class _OfCall(Moves):
 
 
 @final
+class _HostGather(AllGather):
+    """Gathers weights of FSDP2 in memory that ranks share, where they share some."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks = RankCollectives.of(group)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory of this size for whole weights, of which this rank's are a part."""
+        return self._ranks.buffer(math.prod(size), dtype, device).view(*size)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Begins to gather, or gathers."""
+        if async_op:
+            return self._ranks.begin_all_gather(output_tensor, input_tensor)
+        return self._ranks.all_gather(output_tensor, input_tensor)
+
+
+@final
+class _HostReduceScatter(ReduceScatter):
+    """Adds up gradients of FSDP2 in memory that ranks share, where they share some."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks = RankCollectives.of(group)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory of this size for gradients of all ranks' weights."""
+        return self._ranks.buffer(math.prod(size), dtype, device).view(*size)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Adds up; sums are what FSDP2 was set to."""
+        return self._ranks.reduce_scatter(output_tensor, input_tensor)
+
+
+@final
 class _FsdpGroup:
     """Drives FSDP2 for the weights of one dtype of one stage, over one mesh.
 
@@ -265,6 +312,9 @@ class _FsdpGroup:
         self._fsdp.set_gradient_divide_factor(1.0)
         self._fsdp.set_force_sum_reduction_for_comms(True)
         self._fsdp.set_reshard_after_backward(False)
+        if not is_accelerator(torch.device(mesh.device_type)):
+            self._fsdp.set_custom_all_gather(_HostGather(mesh.get_group(mesh.ndim - 1)))
+            self._fsdp.set_custom_reduce_scatter(_HostReduceScatter(mesh.get_group(mesh.ndim - 1)))
         self._pieces = _pieces(holder)
         self._coming: Any = None
         self._made: list[bool] = []

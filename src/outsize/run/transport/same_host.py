@@ -10,21 +10,18 @@ every rank of its machine has a core to itself.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Self, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
 from outsize.device import futex
-from outsize.device.cores import usable_cores
 from outsize.run.transport.base import CHANNELS, Pending, Transport
 from outsize.run.transport.control_messages import all_gather_json
+from outsize.run.transport.memory_offers import MemoryOffer, each_has_a_core
 from outsize.run.transport.process_group import ProcessTransport, TransportGroups, Wire
-from outsize.run.transport.shared_memory import SPIN_S, Arrival, Inbox, Outbox, SharedMemory, cookie_in
+from outsize.run.transport.shared_memory import SPIN_S, Arrival, Inbox, Outbox
 
 _SHARED: Final = -1  # The channel belongs to `share` and to no program.
 
@@ -121,8 +118,8 @@ def connect(
         return far
     rank, inboxes = groups.layouts.rank(), dict[int, Inbox]()
     outboxes, own = _offer(groups, lambda: any(box.has_unread() for box in inboxes.values()))
-    offers = list(map(_Offer.read, all_gather_json(own, groups.layouts, "shared memory")))
-    spin_s = SPIN_S if _each_has_a_core([offer for offer in offers if offer is not None], replicas) else 0.0
+    offers = list(map(MemoryOffer.read, all_gather_json(own, groups.layouts, "shared memory")))
+    spin_s = SPIN_S if each_has_a_core([offer for offer in offers if offer is not None], replicas) else 0.0
     for peer, offer in enumerate(offers):
         memory = offer.opened(rank) if offer is not None and peer in outboxes else None
         if offer is not None and memory is not None:
@@ -144,63 +141,10 @@ def _offer(
         return {}, {}
     try:
         boxes = {peer: Outbox(wanted) for peer in sorted(peers)}
-        return boxes, _Offer.of(boxes).written()
+        return boxes, MemoryOffer.of({peer: box.memory for peer, box in boxes.items()}).written()
     except OSError:
         return {}, {}
 
 
 def _timeout_s(groups: TransportGroups) -> float:
     return groups.layouts._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-
-@final
-@dataclass(frozen=True)
-class _Offer:
-    """Holds what a rank tells its peers: its rings (peer -> file descriptor) and the cookies written into
-    them.
-    """
-
-    machine: str
-    pid: int
-    cores: frozenset[int]
-    rings: dict[int, int]
-    cookies: dict[int, bytes]
-
-    @classmethod
-    def of(cls, boxes: Mapping[int, Outbox]) -> Self:
-        rings = {peer: box.memory.file for peer, box in boxes.items()}
-        cookies = {peer: cookie_in(box.memory) for peer, box in boxes.items()}
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
-        return cls(boot, os.getpid(), usable_cores(), rings, cookies)
-
-    def written(self) -> dict[str, Any]:
-        """Returns the offer as what JSON can hold."""
-        rings = [[peer, file, self.cookies[peer].hex()] for peer, file in self.rings.items()]
-        return {"machine": self.machine, "pid": self.pid, "cores": sorted(self.cores), "rings": rings}
-
-    @classmethod
-    def read(cls, known: Mapping[str, Any]) -> Self | None:
-        """Returns the offer that a rank has written; None where it has none."""
-        if not known:
-            return None
-        rings = {peer: file for peer, file, _ in known["rings"]}
-        cookies = {peer: bytes.fromhex(cookie) for peer, _, cookie in known["rings"]}
-        return cls(known["machine"], known["pid"], frozenset(known["cores"]), rings, cookies)
-
-    def opened(self, rank: int) -> SharedMemory | None:
-        """Opens the ring that was made for this rank; returns None where its memory cannot be read
-        from here.
-        """
-        try:
-            memory = SharedMemory.open(self.pid, self.rings[rank])
-        except OSError:
-            return None
-        return memory if cookie_in(memory) == self.cookies[rank] else None
-
-
-def _each_has_a_core(offers: Sequence[_Offer], replicas: int = 1) -> bool:
-    """Returns whether every machine has at least one core for each rank on it."""
-    machines: dict[str, list[frozenset[int]]] = {}
-    for offer in offers:
-        machines.setdefault(offer.machine, []).append(offer.cores)
-    return all(len(frozenset[int]().union(*cores)) >= len(cores) * replicas for cores in machines.values())

@@ -94,8 +94,52 @@ class SharedMemory:
 
 
 def cookie_in(ring: SharedMemory) -> bytes:
-    """Reads the cookie of a ring, which an Outbox wrote; whoever can read it shares the memory."""
+    """Reads the cookie of memory; whoever can read it shares the memory."""
     return bytes(ring.memory[_COOKIE : _COOKIE + _COOKIE_BYTES])
+
+
+def write_cookie(memory: SharedMemory) -> None:
+    """Writes a new cookie, by which others see that they read this memory and no other."""
+    memory.memory[_COOKIE : _COOKIE + _COOKIE_BYTES] = os.urandom(_COOKIE_BYTES)
+
+
+@final
+@dataclass(eq=False)
+class PeerBell:
+    """The first word of memory that another process writes, and rings by waking who sleeps on it.
+
+    `rest` polls for `spin_s` before it sleeps. It raises ConnectionResetError when process `pid` has gone.
+    """
+
+    rank: int
+    pid: int
+    memory: SharedMemory
+    spin_s: float
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._bell = Futex(memoryview(self.memory.memory))
+        self._words = self.memory.words
+
+    def rest(self, seen: int, until: float, about: Callable[[], str]) -> None:
+        """Waits until the word is not `seen`. Raises TimeoutError with what it is about once `until` is over,
+        a time of `monotonic`.
+        """
+        words, end = self._words, perf_counter() + self.spin_s
+        while self.spin_s and perf_counter() < end:
+            if words[0] != seen:
+                return
+            self._bell.yield_thread()
+        while words[0] == seen:
+            self._bell.wait(seen, _NAP_S)
+            if words[0] != seen:
+                return
+            if not _is_alive(self.pid):
+                raise ConnectionResetError(
+                    f"rank {self.rank} has gone (pid {self.pid}): Connection reset by peer"
+                )
+            if monotonic() > until:
+                raise TimeoutError(f"rank {self.rank} sent nothing in {self.timeout_s:.0f} s: {about()}")
 
 
 @final
@@ -176,7 +220,7 @@ class Outbox:
     _sent: int = 0
 
     def __post_init__(self) -> None:
-        self.memory.memory[_COOKIE : _COOKIE + _COOKIE_BYTES] = os.urandom(_COOKIE_BYTES)
+        write_cookie(self.memory)
         self._bell = Futex(memoryview(self.memory.memory))
 
     def send(self, channel: int, microbatch: int, tensor: Tensor | None) -> None:
@@ -262,7 +306,7 @@ class Inbox:
     _read: int = 0
 
     def __post_init__(self) -> None:
-        self._bell = Futex(memoryview(self.memory.memory))
+        self._peer = PeerBell(self.rank, self.pid, self.memory, self.spin_s, self.timeout_s)
         self._words = self.memory.words
 
     @property
@@ -325,30 +369,9 @@ class Inbox:
         while not self._come.get(key):
             if not self.look():
                 until = until or monotonic() + self.timeout_s
-                self._rest(key, until)
+                seen = self._read & _WORD
+                self._peer.rest(seen, until, lambda: f"channel {key[0]}, microbatch {key[1]}")
         return self._come[key]
-
-    def _rest(self, key: Key, until: float) -> None:
-        """Waits until the bell rings, first by polling and then asleep."""
-        words, seen = self._words, self._read & _WORD
-        end = perf_counter() + self.spin_s
-        while self.spin_s and perf_counter() < end:
-            if words[0] != seen:
-                return
-            self._bell.yield_thread()
-        while words[0] == seen:
-            self._bell.wait(seen, _NAP_S)
-            if words[0] == seen:
-                self._check(key, until)
-
-    def _check(self, key: Key, until: float) -> None:
-        if not _is_alive(self.pid):
-            raise ConnectionResetError(
-                f"rank {self.rank} has gone (pid {self.pid}): Connection reset by peer"
-            )
-        if monotonic() > until:
-            where = f"channel {key[0]}, microbatch {key[1]}"
-            raise TimeoutError(f"rank {self.rank} sent nothing in {self.timeout_s:.0f} s: {where}")
 
 
 @final

@@ -48,6 +48,7 @@ from outsize.run.stage.cut import Cut
 from outsize.run.transport.base import CHANNELS, Transport
 from outsize.run.transport.control_messages import all_gather_json, all_gather_values
 from outsize.run.transport.process_group import SENDS_AHEAD, TransportGroups
+from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.run.transport.same_host import connect
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
@@ -226,7 +227,7 @@ class Crew(ABC):
     def largest(self, value: Tensor) -> Tensor:
         """Returns the elementwise maximum over all processes of the run, in place."""
         if self.mesh is not None:
-            dist.all_reduce(value, dist.ReduceOp.MAX, self.mesh.group.of_tensor(value))
+            RankCollectives.of(self.mesh.group.of_tensor(value)).all_reduce(value, dist.ReduceOp.MAX)
         return value
 
     @abstractmethod
@@ -548,7 +549,7 @@ class ProcessCrew(Crew):
             self._transport.lift_bound()
 
     def sum(self, value: Tensor) -> Tensor:
-        dist.all_reduce(value, group=self._group.of_tensor(value))
+        RankCollectives.of(self._group.of_tensor(value)).all_reduce(value)
         return value
 
     def rank_of(self, stage: int) -> int:

@@ -22,11 +22,11 @@ from itertools import accumulate
 from typing import Any, Final, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.transport.groups import RankGroup
+from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.train.checkpoint.regions import Region
 
 _ALIGNMENT_BYTES: Final = 16  # of a box in a message, so that it can be read as any dtype
@@ -119,7 +119,7 @@ class WeightParts:
         )
         for tensor, place in _placed(outgoing, sends):
             place.copy_(tensor)
-        dist.all_to_all_single(incoming, outgoing, received_bytes, sent_bytes, group=self._group.device)
+        RankCollectives.of(self._group.device).all_to_all(incoming, outgoing, received_bytes, sent_bytes)
         for tensor, place in _placed(incoming, receives):
             tensor.copy_(place)
 

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -33,6 +32,7 @@ from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
 from outsize.run.transport.control_messages import all_gather_tensors
 from outsize.run.transport.groups import RankGroup
+from outsize.run.transport.rank_collectives import RankCollectives, SummedTerms
 from outsize.schedules.sharded import BUCKET_BYTES, with_reductions
 
 _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
@@ -211,8 +211,9 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: RankGroup) -> None:
         self.parameters, self.arrived, self._group = parameters, set[int](), group
-        self._work: Any = None
-        self._flat, self._is_whole = torch.empty(0), True
+        self._ranks = RankCollectives.of(group.device)
+        self._sum: SummedTerms | None = None
+        self._is_whole = True
 
     def complete(self, arrival_counts: Mapping[int, int]) -> bool:
         """Tells whether all gradients have arrived that will."""
@@ -223,30 +224,36 @@ class _Bucket:
         """Begins the all-reduce."""
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
-        self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        *places, there = self._flat.split([*sizes, len(sizes)])
-        for number, (place, parameter) in enumerate(zip(places, self.parameters, strict=True)):
-            if parameter.grad is not None:
+        flat = self._ranks.buffer(sum(sizes) + len(sizes), first.dtype, first.device)
+        *places, there = flat.split([*sizes, len(sizes)])
+        there.copy_(torch.tensor([parameter.grad is not None for parameter in self.parameters]))
+        for place, parameter in zip(places, self.parameters, strict=True):
+            if parameter.grad is None:
+                place.zero_()
+            else:
                 grad = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
                 place.view(parameter.shape).copy_(grad)
-                there[number] = 1
         self._is_whole = all(parameter.grad is not None for parameter in self.parameters)
-        self._work = dist.all_reduce(self._flat, group=self._group.device, async_op=True)
+        self._sum = self._ranks.begin_sum(flat)
 
     def received(self) -> list[Tensor]:
         """Waits; returns whether each gradient exists on any replica, unless all exist on this one."""
-        self._work.wait()
-        return [] if self._is_whole else [self._flat[-len(self.parameters) :]]
+        assert self._sum is not None
+        first, *others = (term[-len(self.parameters) :] for term in self._sum.terms())
+        return [] if self._is_whole else [reduce(torch.add, others, first)]
 
     def store(self, has_gradient: Iterator[float]) -> None:
         """Puts the sums where the optimizer looks for them; takes from the numbers what it has asked for."""
-        *places, _ = self._flat.split([*(p.numel() for p in self.parameters), len(self.parameters)])
-        for place, parameter in zip(places, self.parameters, strict=True):
+        assert self._sum is not None
+        sizes = [*(p.numel() for p in self.parameters), len(self.parameters)]
+        places = [term.split(sizes) for term in self._sum.terms()]
+        for parameter, *terms in zip(self.parameters, *places, strict=False):
             if self._is_whole or next(has_gradient):
                 if parameter.grad is None or parameter.grad.layout is not torch.strided:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(place.view(parameter.shape))
-        self._flat = torch.empty(0)
+                _add_up([term.view(parameter.shape) for term in terms], parameter.grad)
+        self._sum.close()
+        self._sum = None
 
 
 @final
@@ -277,6 +284,16 @@ class _Sparse:
         gradients = [part.to(self._parameter.device) for part in self._parts]
         if gradients:
             self._parameter.grad = reduce(torch.add, gradients)
+
+
+def _add_up(terms: Sequence[Tensor], out: Tensor) -> None:
+    """Puts the sum of the terms, in their order, into `out`."""
+    if len(terms) == 1:
+        out.copy_(terms[0])
+        return
+    torch.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        out.add_(term)
 
 
 def _buckets(parameters: Sequence[TrainedWeight], group: RankGroup) -> list[_Bucket | _Sparse]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from outsize.device.accelerators import widest_float
 from outsize.run.transport.control_messages import all_gather_values, gather_values
 from outsize.run.transport.groups import RankGroup
+from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.schedules.sharded import BUCKET_BYTES
 from outsize.train.batch.loss_weights import Counted, PartWeights, weights_of
 from outsize.train.ranks.gradient_allreduce import ByStage, GradientSum
@@ -159,7 +160,7 @@ class ReplicaGroup(Replicas):
 
     def total(self, value: Tensor) -> Tensor:
         wire = value.detach().to(widest_float(value.device), copy=True).reshape(1)
-        dist.all_reduce(wire, group=self.group.of_tensor(wire))
+        RankCollectives.of(self.group.of_tensor(wire)).all_reduce(wire)
         return wire[0].to(value.dtype)
 
     def on_first(self, values: Sequence[Any]) -> list[Any] | None:

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from outsize.errors import BadOption
 from outsize.run.stage.outer_graph import GatheredWeights
 from outsize.run.transport.groups import RankGroup
+from outsize.run.transport.rank_collectives import RankCollectives
 
 
 @final
@@ -73,7 +73,7 @@ class WholeSums:
     ) -> list[Tensor | None]:
         """Returns the sums, in one message for each dtype; None for a weight without a gradient anywhere."""
         present = torch.tensor([float(gradient is not None) for gradient in gradients])
-        dist.all_reduce(present, group=self._group.of_tensor(present))
+        RankCollectives.of(self._group.of_tensor(present)).all_reduce(present)
         pairs = list(zip(gradients, weights, present.tolist(), strict=True))
         own = [torch.zeros_like(weight) if g is None else g for g, weight, count in pairs if count]
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -81,7 +81,7 @@ class WholeSums:
             by_kind.setdefault((gradient.dtype, gradient.device), []).append(at)
         for places in by_kind.values():
             flat = torch.cat([own[at].reshape(-1) for at in places])
-            dist.all_reduce(flat, group=self._group.of_tensor(flat))
+            RankCollectives.of(self._group.of_tensor(flat)).all_reduce(flat)
             sums = flat.split([own[at].numel() for at in places])
             for at, total in zip(places, sums, strict=True):
                 own[at] = total.view(own[at].shape)

@@ -36,6 +36,7 @@ from outsize.run.collectives.tensor_parallel import (
 )
 from outsize.run.transport.control_messages import all_gather_json, all_gather_values
 from outsize.run.transport.groups import RankGroup
+from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.split.gradient_sums import BackwardArrivals
@@ -100,7 +101,7 @@ class RankGradients:
             return
         own = {name: weight.requires_grad for name, weight in self._ownership.own_parameters()}
         has_changed = torch.tensor([int(own != self._told)])
-        dist.all_reduce(has_changed, dist.ReduceOp.MAX, group=mesh.group.of_tensor(has_changed))
+        RankCollectives.of(mesh.group.of_tensor(has_changed)).all_reduce(has_changed, dist.ReduceOp.MAX)
         if not has_changed.item():
             return
         self._told = own

@@ -23,6 +23,7 @@ from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.sharded import UnshardedBytes, largest_adjacent_blocks
 from outsize.policies.weights import Weights
 from outsize.run.moves.fsdp import ShardedWeights
+from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch import Batch
@@ -134,8 +135,8 @@ def whole_bytes(engine: Engine) -> int:
     pieces = [p for own in moves._stages.values() for group in own for p in group._pieces]
     held = [out for piece in pieces for p in piece.fsdp_params for out in p.all_gather_outputs]
     coming = (piece._all_gather_result for piece in pieces)
-    held += [result.all_gather_output for result in coming if result is not None]
-    return sum(out.untyped_storage().size() for out in held)
+    on_their_way = [result.all_gather_output.nbytes for result in coming if result is not None]
+    return sum(out.untyped_storage().size() for out in held) + sum(on_their_way)
 
 
 def graded_bytes(engine: Engine) -> int:
@@ -144,17 +145,16 @@ def graded_bytes(engine: Engine) -> int:
     assert isinstance(moves, ShardedWeights)
     pieces = [p for own in moves._stages.values() for group in own for p in group._pieces]
     held = [p._unsharded_param.grad for piece in pieces for p in piece.fsdp_params]
-    held += [state.reduce_scatter_input for state in pieces[0].comm_ctx.reduce_scatter_states]
-    return sum(grad.untyped_storage().size() for grad in held if grad is not None)
+    on_their_way = [s.reduce_scatter_input.nbytes for s in pieces[0].comm_ctx.reduce_scatter_states]
+    return sum(grad.untyped_storage().size() for grad in held if grad is not None) + sum(on_their_way)
 
 
-def counting(sent: Counter[str], kind: str, call: Callable[..., Any], size: str) -> Callable[..., Any]:
-    """The collective, which also adds up bytes of the whole tensors."""
+def counting(sent: Counter[str], kind: str, call: Callable[..., Any], whole: int) -> Callable[..., Any]:
+    """The collective, which also adds up bytes of the whole tensors, its operand of this number."""
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        whole = args[0] if args else kwargs[size]
-        sent[kind] += whole.numel() * whole.element_size()
-        return call(*args, **kwargs)
+    def counted(*args: Any) -> Any:
+        sent[kind] += args[1 + whole].nbytes
+        return call(*args)
 
     return counted
 
@@ -168,9 +168,9 @@ def measured(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: 
 
     engine.step(batch[0], target=batch[1])
     with pytest.MonkeyPatch.context() as patch:
-        gather, scatter = dist.all_gather_single, dist.reduce_scatter_single
-        patch.setattr(dist, "all_gather_single", counting(sent, "all_gather", gather, "output_tensor"))
-        patch.setattr(dist, "reduce_scatter_single", counting(sent, "reduce_scatter", scatter, "input"))
+        gather, scatter = RankCollectives.begin_all_gather, RankCollectives.reduce_scatter
+        patch.setattr(RankCollectives, "begin_all_gather", counting(sent, "all_gather", gather, 0))
+        patch.setattr(RankCollectives, "reduce_scatter", counting(sent, "reduce_scatter", scatter, 1))
         for module in engine.model.modules():
             if isinstance(module, nn.Linear):
                 module.register_forward_hook(look)

@@ -19,6 +19,7 @@ from torch import Tensor
 from outsize.device import futex
 from outsize.device.futex import Futex
 from outsize.run.transport import same_host, shared_memory
+from outsize.run.transport.memory_offers import MemoryOffer, each_has_a_core
 from outsize.run.transport.shared_memory import DEPTH, Arrival, Inbox, Outbox, SharedMemory, cookie_in
 from outsize.run.transport.wire_layout import WireLayout
 
@@ -258,7 +259,7 @@ def test_a_sleeper_wakes_when_the_word_changes() -> None:
 
 def test_a_ring_that_is_not_the_one_offered_is_not_used() -> None:
     outbox = Outbox(lambda: False)
-    offer = same_host._Offer.of({1: outbox})
+    offer = MemoryOffer.of({1: outbox.memory})
     found = offer.opened(1)
     assert found is not None
     assert cookie_in(found) == cookie_in(outbox.memory)
@@ -269,13 +270,13 @@ def test_a_ring_that_is_not_the_one_offered_is_not_used() -> None:
 
 
 def test_who_has_no_core_of_its_own_does_not_look_before_it_sleeps() -> None:
-    def on(machine: str, *cores: int) -> same_host._Offer:
-        return same_host._Offer(machine, 1, frozenset(cores), {}, {})
+    def on(machine: str, *cores: int) -> MemoryOffer:
+        return MemoryOffer(machine, 1, frozenset(cores), {}, {})
 
-    assert same_host._each_has_a_core([on("a", 0, 1), on("a", 0, 1)])
-    assert not same_host._each_has_a_core([on("a", 0), on("a", 0)])
-    assert same_host._each_has_a_core([on("a", 0), on("b", 0)])
-    assert not same_host._each_has_a_core([on("a", 0, 1), on("a", 0), on("a", 1)])
+    assert each_has_a_core([on("a", 0, 1), on("a", 0, 1)])
+    assert not each_has_a_core([on("a", 0), on("a", 0)])
+    assert each_has_a_core([on("a", 0), on("b", 0)])
+    assert not each_has_a_core([on("a", 0, 1), on("a", 0), on("a", 1)])
 
 
 def test_a_value_is_shared_through_memory_and_is_the_receivers_own() -> None:

@@ -1,0 +1,188 @@
+"""One pinned rank of two: outsize and torch's own parallelism on the same model, a step of each in turn.
+
+    worker.py AXIS MODEL SHARE OUT ROUNDS
+
+The number of samples is the one at which communication takes SHARE of the peer's step, by three short
+measurements: the step without communication at two sizes, and the peer's step. Rank 0 writes JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import CASES, Case, loss_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import outsize
+from outsize.train.world.join import join
+from outsize.train.world.world import leave
+
+Step = Callable[[], None]
+WARM = 3
+MOST_SAMPLES = 64  # of a rank
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicas": {"axes": {"dp_replicate": 2}},
+    "shards": {"axes": {"dp_shard": 2}},
+    "tensor": {"axes": {"tp": 2}},
+}
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
+
+
+def made(case: Case) -> nn.Module:
+    """The model, of the same weights every time."""
+    torch.manual_seed(0)
+    return case.make()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Two states for each parameter."""
+    return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+
+
+def loop(model: nn.Module, batch: dict[str, Tensor]) -> Step:
+    """What a user writes."""
+    optimizer = adamw(model.parameters())
+
+    def step() -> None:
+        loss_of(model(**batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def rows_of(batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """A rank's half of the samples."""
+    return {name: tensor.chunk(2)[rank] for name, tensor in batch.items()}
+
+
+def peer(axis: str, case: Case, batch: dict[str, Tensor], rank: int) -> Step:
+    """torch's DDP, FSDP2 or tensor parallelism, as its documentation has them."""
+    model = made(case)
+    if axis == "replicas":
+        return loop(DistributedDataParallel(model), rows_of(batch, rank))
+    mesh = init_device_mesh("cpu", (2,))
+    if axis == "shards":
+        for block in case.blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return loop(model, rows_of(batch, rank))
+    for block in case.blocks(model):
+        layers = {name: name.rpartition(".")[2] for name, _ in block.named_modules()}
+        styles: dict[str, Any] = {name: ColwiseParallel() for name, last in layers.items() if last in COLUMNS}
+        styles |= {name: RowwiseParallel() for name, last in layers.items() if last in ROWS}
+        parallelize_module(block, mesh, styles)
+    return loop(model, batch)
+
+
+def ours(axis: str, case: Case, batch: dict[str, Tensor]) -> Step:
+    """outsize's engine; every rank has the whole batch."""
+    model = made(case)
+    samples = len(batch[case.name_of_input])
+    request = outsize.Request(cluster="2xcpu", batch_size=samples, stages=1, microbatches=1, **LAYOUTS[axis])
+    plan = outsize.plan(model, (), batch, request=request)
+    engine = outsize.parallelize(model, (), batch, plan=plan, optimizer=adamw)
+    return lambda: engine.step(**batch)
+
+
+def timed(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step of each in turn, between barriers, behind steps that warm up."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(WARM + rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            if turn >= WARM:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def samples_for(axis: str, case: Case, share: float, rank: int) -> int:
+    """So many samples in the batch that communication takes this share of the peer's step."""
+    small, large = 2, 8
+
+    def alone(samples: int) -> Step:
+        return computing(axis, case, case.batch(samples), rank)
+
+    steps = {"small": alone(small), "large": alone(large), "peer": peer(axis, case, case.batch(small), rank)}
+    medians = {name: statistics.median(times) for name, times in timed(steps, 3).items()}
+    sample_s = max(1e-6, (medians["large"] - medians["small"]) / (large - small))
+    fixed_s = max(0.0, medians["small"] - small * sample_s)
+    sent_s = max(1e-6, medians["peer"] - medians["small"])
+    wanted = (sent_s * (1 - share) / share - fixed_s) / sample_s
+    found = [int(max(2, min(2 * MOST_SAMPLES, 2 * round(wanted / 2))))]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def computing(axis: str, case: Case, batch: dict[str, Tensor], rank: int) -> Step:
+    """A rank's part of the computing without communication: its samples, or for tp half of the products."""
+    if axis != "tensor":
+        return loop(made(case), rows_of(batch, rank))
+    return loop(halved(made(case), case), batch)
+
+
+def halved(model: nn.Module, case: Case) -> nn.Module:
+    """The model with the products that one of two tensor parallel ranks has."""
+    for block in case.blocks(model):
+        for name, layer in list(block.named_modules()):
+            last, parent = name.rpartition(".")[2], block.get_submodule(name.rpartition(".")[0])
+            if last in COLUMNS:
+                setattr(parent, last, nn.Linear(layer.in_features, layer.out_features // 2, bias=False))
+            elif last in ROWS:
+                setattr(parent, last, nn.Linear(layer.in_features // 2, layer.out_features, bias=False))
+    return model
+
+
+def wire_s(model: nn.Module) -> float:
+    """Seconds to read the other rank's gradients and to add them up: what no replica gets around."""
+    grads = [torch.randn(p.shape) for p in model.parameters()]
+    others = [torch.randn(p.shape) for p in model.parameters()]
+    found = []
+    for _ in range(5):
+        dist.barrier()
+        start = time.perf_counter()
+        torch._foreach_add_(grads, others)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def main() -> None:
+    axis, name, share, out, rounds = sys.argv[1:6]
+    world = join()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
+    torch.set_num_threads(1)
+    case = CASES[name]
+    samples = samples_for(axis, case, float(share), world.rank)
+    batch = case.batch(samples)
+    steps = {
+        "outsize": ours(axis, case, batch),
+        "peer": peer(axis, case, batch, world.rank),
+        "computing": computing(axis, case, batch, world.rank),
+    }
+    times = timed(steps, int(rounds))
+    wire = wire_s(made(case)) if axis != "tensor" else 0.0
+    if world.rank == 0:
+        found = {"axis": axis, "model": name, "asked_share": float(share), "samples": samples}
+        Path(out).write_text(json.dumps(found | {"times_s": times, "wire_s": wire}))
+    leave(world)
+
+
+if __name__ == "__main__":
+    main()
