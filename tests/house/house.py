@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +21,15 @@ def sources(folder: Path = PACKAGE) -> list[Path]:
 
 
 def parse(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """The syntax tree of a file; of one of this project, which stays as it is, made once for all rules."""
+    return _kept(path) if path.is_relative_to(ROOT) else _parsed(path)
+
+
+def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+_kept = cache(_parsed)
 
 
 def spot(path: Path, node: ast.expr | ast.stmt) -> str:
