@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
 
 import pytest
@@ -26,7 +25,7 @@ from outsize.train.world.world import leave
 from split.bench import PlainBench, SplitBench, differences, noted, whole
 from split.cases import CASES, Case, Example, case
 from split.loops import LOOPS, Loop, loop
-from split.ranks import on_ranks
+from split.ranks import Launches, Run, launches
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 WITHIN = 1e-10
@@ -103,14 +102,24 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(scope="module")
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    def group(layout: Layout, each: Loop, model: Case) -> tuple[int, str]:
+        return layout.ranks, str(layout)
+
+    def run(layout: Layout, each: Loop, model: Case) -> Run:
+        return each, lambda: SplitBench(model, stages=layout.stages, axes=layout.axes)
+
+    test = test_each_rank_has_the_numbers_of_the_plain_model.__name__
+    return launches(request, tmp_path_factory, test, group=group, run=run)
+
+
 @pytest.mark.parametrize(("layout", "each", "model"), rows())
 def test_each_rank_has_the_numbers_of_the_plain_model(
-    tmp_path: Path, layout: Layout, each: Loop, model: Case
+    launched: Launches, layout: Layout, each: Loop, model: Case
 ) -> None:
     expected = noted(each.run, PlainBench(model))
-    found = on_ranks(
-        tmp_path, lambda: SplitBench(model, stages=layout.stages, axes=layout.axes), layout.ranks, each
-    )
+    found = launched.of(layout=layout, each=each, model=model)
     assert len({frozenset(bench.refused) for bench in found}) == 1
     assert differences(expected, found, WITHIN) == []
 

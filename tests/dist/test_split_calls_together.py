@@ -65,6 +65,11 @@ def gradients(module: Any) -> dict[str, Tensor]:
     return {n: whole(w.grad).clone() for n, w in module.named_parameters() if w.grad is not None}
 
 
+# Each layout with one number of calls, and numbers that two replicas do not divide with several.
+@pytest.mark.sample(
+    "1-axes0-mlp-3", "1-axes0-mlp-1", "1-axes1-gpt2-4", "1-axes2-mlp-3", "1-axes3-gpt2-4",
+    "1-axes4-mixtral-3", "2-axes5-gpt2-1",
+)  # fmt: skip
 @pytest.mark.parametrize("calls", [4, 3, 1])
 @pytest.mark.parametrize(("stages", "axes", "name"), LAYOUTS)
 def test_replicas_share_calls_out(stages: int, axes: dict[str, int], name: str, calls: int) -> None:

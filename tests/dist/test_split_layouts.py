@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import pytest
@@ -20,7 +19,7 @@ from outsize.ir.plan import Axes
 from split.bench import PlainBench, SplitBench, differences, noted
 from split.cases import Case, case
 from split.loops import LOOPS, Loop
-from split.ranks import on_ranks
+from split.ranks import Launches, Run, launches
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 
@@ -118,15 +117,25 @@ def in_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(scope="module")
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    def group(layout: Layout, each: Loop, model: Case) -> tuple[int, str]:
+        return layout.ranks, layout.name
+
+    def run(layout: Layout, each: Loop, model: Case) -> Run:
+        return each, lambda: SplitBench(model, stages=layout.stages, axes=layout.axes)
+
+    test = test_ranks_together_have_the_numbers_of_the_plain_model.__name__
+    return launches(request, tmp_path_factory, test, group=group, run=run)
+
+
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(("layout", "each", "model"), rows())
 def test_ranks_together_have_the_numbers_of_the_plain_model(
-    tmp_path: Path, layout: Layout, each: Loop, model: Case
+    launched: Launches, layout: Layout, each: Loop, model: Case
 ) -> None:
     expected = noted(each.run, PlainBench(model, replicas=layout.replicas))
-    found = on_ranks(
-        tmp_path, lambda: SplitBench(model, stages=layout.stages, axes=layout.axes), layout.ranks, each
-    )
+    found = launched.of(layout=layout, each=each, model=model)
     assert len({frozenset(bench.refused) for bench in found}) == 1
     within = WITHIN_IN_FLOAT32 if model.name in FLOAT32_INSIDE else WITHIN
     assert differences(expected, found, within) == []

@@ -1,21 +1,21 @@
 """Loops with a split model over two and four processes, each rank with its stage, against the plain model.
 
 Each rank runs the loop as it stands. What it notes has to be what the plain model in one process has noted
-under the same name, and together the ranks have all of it.
+under the same name, and together the ranks have all of it. So has one process with both stages.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
 
 from outsize.train.split.outputs import Outputs
-from split.bench import PlainBench, SplitBench, differences, noted
+from split.bench import Bench, PlainBench, SplitBench, differences, noted
 from split.cases import CASES, Case
 from split.loops import LOOPS, NOT_YET, Loop
-from split.ranks import on_ranks
+from split.ranks import Launches, Run, launches
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 
@@ -66,15 +66,36 @@ def rows(ranks: int, outputs: Outputs = "all", every: int = 1) -> list[Any]:
     return found
 
 
+@cache
+def here(model: Case, each: Loop, outputs: Outputs) -> tuple[Bench, Bench]:
+    """What the plain model has noted, and one process with both stages, whose recordings ranks share."""
+    return noted(each.run, PlainBench(model)), noted(each.run, SplitBench(model, outputs=outputs))
+
+
+@pytest.fixture(scope="module")
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    def group(ranks: int, outputs: Outputs, each: Loop, model: Case) -> tuple[int, Outputs]:
+        return ranks, outputs
+
+    def run(ranks: int, outputs: Outputs, each: Loop, model: Case) -> Run:
+        return each, lambda: SplitBench(model, stages=ranks, outputs=outputs)
+
+    def before(ranks: int, outputs: Outputs, each: Loop, model: Case) -> None:
+        here(model, each, outputs)
+
+    test = test_each_rank_has_the_bits_of_the_plain_model.__name__
+    return launches(request, tmp_path_factory, test, group=group, run=run, before=before)
+
+
 @pytest.mark.parametrize(
     ("ranks", "outputs", "each", "model"),
     [*rows(2), *rows(4), *rows(2, "last", every=6), *rows(4, "last")],
 )
 def test_each_rank_has_the_bits_of_the_plain_model(
-    tmp_path: Path, ranks: int, outputs: Outputs, each: Loop, model: Case
+    launched: Launches, ranks: int, outputs: Outputs, each: Loop, model: Case
 ) -> None:
-    expected = noted(each.run, PlainBench(model))
-    noted(each.run, SplitBench(model))  # What is recorded here is not recorded again by each rank.
-    found = on_ranks(tmp_path, lambda: SplitBench(model, stages=ranks, outputs=outputs), ranks, each)
+    found = launched.of(ranks=ranks, outputs=outputs, each=each, model=model)
+    expected, alone = here(model, each, outputs)
+    assert differences(expected, [alone]) == []
     assert len({frozenset(bench.refused) for bench in found}) == 1
     assert differences(expected, found) == []

@@ -1,6 +1,7 @@
 """Loops with a split model, all stages in this process, against the same loops with the plain model.
 
-`make test` runs each loop with one model and each model with the plain loop; `make parity` runs the product.
+`make test` runs each model with the plain loop, and with one model each loop that ranks cannot run: the
+others run in one process in tests/dist/test_split_processes.py. `make parity` runs the product.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def rows() -> list[Any]:
     for turn, each in enumerate(LOOPS):
         fitting = [model for model in CASES if each.fits(model)]
         for number, model in enumerate(fitting):
-            is_taken = each.name == "plain" or number == turn % len(fitting)
+            is_taken = each.name == "plain" or (not each.processes and number == turn % len(fitting))
             marks = [] if is_taken else [pytest.mark.full]
             if (each.name, model.name) in NOT_YET:
                 marks.append(pytest.mark.xfail(strict=True, reason=NOT_YET[each.name, model.name]))
