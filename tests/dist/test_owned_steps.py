@@ -54,13 +54,12 @@ def expected() -> dict[str, Found]:
 
 
 MORE = ("stages and tp", "shards and tp")
-# All meet shards; the other layouts, without --all, every sixth of each kind.
-WITH_ALL = ("shards", *MORE)
-SIXTH = {
-    name: make
-    for kind in (ELEMENTWISE, PER_WEIGHT, ALL_WEIGHTS, DRAWS)
-    for name, make in [*kind.items()][::6]
-}
+KINDS = (ELEMENTWISE, PER_WEIGHT, ALL_WEIGHTS, DRAWS)
+
+
+def each_of(every: int) -> dict[str, Make]:
+    """One of so many optimizers of each kind; test_coupling.py asks each which kind it is."""
+    return {name: make for kind in KINDS for name, make in [*kind.items()][::every]}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,8 @@ def test_numbers_of_one_process(
     pytestconfig: pytest.Config, tmp_path: Path, expected: dict[str, Found], layout: str
 ) -> None:
     """Bits but for tp, where gradients are rounded; also hyperparameters that a step changes, and draws."""
-    makes = EVERY if layout in WITH_ALL or pytestconfig.getoption("--all") else SIXTH
+    everything = layout in MORE or pytestconfig.getoption("--all")
+    makes = EVERY if everything else each_of(2 if layout == "shards" else 6)
     ranks, axes = LAYOUTS[layout]
     plan = plan_of(ranks, **axes)
     most = 2e-6 if "tp" in axes else 0.0
