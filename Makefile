@@ -40,7 +40,7 @@ test-integrations: $(STAMP) $(CLUSTERS)/installed $(OLDEST)/installed $(PACKAGES
 	command -v slurmctld munged >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
 	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
 	$(BIN)/python $(INSTALL) -c constraints.txt nbclient ipykernel hatchling
-	PYTHONPATH=$(CURDIR)/$(PACKAGES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+	PYTHONPATH=$(CURDIR)/$(PACKAGES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 # Frameworks that pin other versions of transformers, each in a venv of its own: 7 GB, so CI does not build them.
 test-trainers: $(STAMP) $(addsuffix /installed,$(TRAINERS))  ## test against LLaMA-Factory and Axolotl: 7 GB, a quarter of an hour
@@ -60,9 +60,10 @@ mutations: $(STAMP)  ## leave out each wait of device code in turn and see it fo
 	OMP_NUM_THREADS=1 $(BIN)/python -u tests/device/mutations/ordering_proof.py --page docs/waits.md
 
 PARITY := tests/parity/test_one_process.py tests/parity/test_coverage.py
-parity: $(STAMP)  ## run all models, of which `make test` runs a sample; writes docs/parity.md, docs/coverage.md
+parity: $(STAMP) $(PACKAGES)/installed  ## run all models, of which `make test` runs a sample; writes docs/parity.md, docs/coverage.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARITY) --all --update-golden
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m full --all $(PARITY:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m full --all $(PARITY:%=--ignore=%) --ignore tests/integrations
+	PYTHONPATH=$(CURDIR)/$(PACKAGES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations -m full --all
 
 check: style types house  ## check style, types, import contracts and house rules; --jobs 2 for two at a time
 

@@ -144,6 +144,14 @@ def saved(root: Path, group: Any = None, **options: Any) -> tuple[list[float], l
     return losses, [float(again.step(**batch(IDS)).loss) for _ in range(2)]
 
 
+@pytest.fixture(scope="module")
+def saved_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """The folder of one process, and its losses."""
+    folder = tmp_path_factory.mktemp("alone")
+    losses, _ = saved(folder)
+    return folder, losses
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp in a pipeline": (4, {"axes": {"tp": 2, "others": 1}, "stages": 2}),
     "dp_shard": (2, {"axes": {"dp_shard": 2, "others": 1}}),
@@ -151,11 +159,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample("tp in a pipeline", "dp_shard")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_are_saved_gone_on_with_and_merged(tmp_path: Path, layout: str) -> None:
-    alone, together = tmp_path / "alone", tmp_path / "together"
+def test_parts_are_saved_gone_on_with_and_merged(
+    tmp_path: Path, saved_alone: tuple[Path, list[float]], layout: str
+) -> None:
+    (alone, losses), together = saved_alone, tmp_path / "together"
     count, options = LAYOUTS[layout]
-    losses, _ = saved(alone)
     for after, again in on_ranks(tmp_path, count, lambda group: saved(together, group, **options)):
         assert after == again
         assert after == pytest.approx(losses, rel=2e-6)

@@ -70,12 +70,19 @@ def plain(name: str) -> dict[str, Any]:
     return run(JOBS[name], Path(mkdtemp()))
 
 
+# Without --all each module runs in one process or over two.
+@pytest.mark.sample(
+    "bfloat16, a dict, early stopping", "a step that reads the batch's number", "a step that reads its loss"
+)  # fmt: skip
 @pytest.mark.parametrize("name", JOBS)
 def test_a_split_module_has_the_digits_of_the_plain_one(name: str, tmp_path: Path) -> None:
     assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path) == plain(name)
 
 
 @pytest.mark.dist
+@pytest.mark.sample(
+    "accumulation, schedule, metrics", "manual, two optimizers", "a metric over an epoch of training"
+)  # fmt: skip
 @pytest.mark.parametrize("name", JOBS)
 def test_so_has_one_over_two_processes(name: str, tmp_path: Path) -> None:
     assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path, ranks=2) == plain(name)
@@ -87,6 +94,7 @@ def by_parts(name: str) -> dict[str, Any]:
     return run({**DIVIDED[name], "parts": 2}, Path(mkdtemp()))
 
 
+@pytest.mark.sample("two networks by hand-2", "a network that decides-1", "a loss over all pairs-2")
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.dist)])
 @pytest.mark.parametrize("name", DIVIDED)
 def test_divided_batches_have_the_digits_of_a_loop_by_parts(name: str, ranks: int, tmp_path: Path) -> None:

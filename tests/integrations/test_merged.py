@@ -74,6 +74,7 @@ def saved(name: str, folder: Path, layout: dict[str, Any]) -> None:
     engine.weights.save_merged(folder, shard_bytes=4_000_000)
 
 
+@pytest.mark.sample("16 bits-pp", "nf4-pp", "nf4-dp_shard", "int8-one", "hqq4-one")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -178,6 +178,7 @@ def insist_on_equal(found: dict[str, Any], kind: str) -> None:
     assert found["records"] is (kind in RECORDED)
 
 
+@pytest.mark.sample("two views", "smoothed labels of adapters")  # All kinds run over two processes.
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_has_the_numbers_of_the_plain_trainer(kind: str, tmp_path: Path) -> None:
     with split_trainers(stages=2):

@@ -17,6 +17,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "memory"
 
 
+@pytest.mark.sample("full")  # test_quantized_plans.py has steps without recompute.
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_two_processes_hold_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     """Messages lie in memory of both processes, which is counted where they are received."""

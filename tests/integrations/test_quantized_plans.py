@@ -137,6 +137,8 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             del sys.modules[name]
 
 
+# By turns.
+@pytest.mark.sample("1-nf4, one scale each", "1-fp4", "1-hqq4", "1-hqq8", "2-nf4", "2-int8", "2-fp8")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_memory_of_real_steps_is_that_of_a_plan_without_the_library(

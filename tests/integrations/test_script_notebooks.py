@@ -69,11 +69,17 @@ def test_the_examples_print_as_notebooks_what_they_print_as_scripts(tmp_path: Pa
         assert "".join(own) == (EXAMPLES / f"{name}.out").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("script", ["nanogpt", "lora", "diffusion"])
-def test_a_script_runs_as_a_notebook(script: str, tmp_path: Path) -> None:
-    """In a folder of its own, because it saves checkpoints."""
-    setup = SETUP + "from outsize.capture.models.imports import import_transformers; import_transformers()"
-    place, *codes = codes_of(f"{script}_outsize")
-    assert place == "%cd -q ../scripts"
-    assert len(codes) >= 3
-    assert are_alike("".join(executed([setup, *codes], tmp_path)), shown(script))
+def test_scripts_run_as_notebooks(tmp_path: Path) -> None:
+    """Each in a folder of its own, because it saves checkpoints; one kernel has them all, as above."""
+    codes = [SETUP + "from outsize.capture.models.imports import import_transformers; import_transformers()"]
+    begins = dict[str, int]()
+    for script in ("nanogpt", "lora", "diffusion"):
+        place, *cells = codes_of(f"{script}_outsize")
+        assert place == "%cd -q ../scripts"
+        assert len(cells) >= 3
+        (tmp_path / script).mkdir()
+        begins[script] = len(codes)
+        codes += [f"%cd -q {tmp_path / script}", *cells]
+    printed, ends = executed(codes, tmp_path), [*begins.values(), len(codes)][1:]
+    for (script, begin), end in zip(begins.items(), ends, strict=True):
+        assert are_alike("".join(printed[begin:end]), shown(script)), script

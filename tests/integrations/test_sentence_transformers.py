@@ -97,6 +97,7 @@ def same_weights(one: Path, two: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.sample("pairs", "cosine")  # In pieces over two processes.
 @pytest.mark.parametrize(("kind", "batches"), [("pairs", 2), ("pairs in pieces", 1), ("cosine", 1)])
 def test_a_split_encoder_has_the_digits_of_the_plain_one(
     kind: str, batches: int, bert: str, tmp_path: Path
@@ -108,6 +109,7 @@ def test_a_split_encoder_has_the_digits_of_the_plain_one(
 
 
 @pytest.mark.dist
+@pytest.mark.sample("pairs in pieces")
 @pytest.mark.parametrize("kind", ["pairs", "pairs in pieces"])
 def test_so_has_one_over_two_processes(kind: str, bert: str, tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -139,6 +139,7 @@ def ran(command: list[str], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked_python")
 def test_a_command_splits_the_trainers_of_a_script_or_a_module(tmp_path: Path) -> None:
     """No line of the program changes, in one process or over two."""
     (tmp_path / "plain").mkdir()

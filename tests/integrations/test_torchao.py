@@ -29,6 +29,7 @@ def fits(module: nn.Module, _: str) -> bool:
     return all(size % WIDTH == 0 for size in sizes)
 
 
+@pytest.mark.sample("llama", "vit")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
 def test_swapped_layers_keep_every_bit(name: str) -> None:
     found = case(name)
@@ -42,6 +43,7 @@ def test_swapped_layers_keep_every_bit(name: str) -> None:
     assert verdict.bit_equal, verdict
 
 
+@pytest.mark.sample("qwen3", "bert")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
 def test_products_of_plans_are_in_eight_bits(name: str) -> None:
     found = case(name)
@@ -64,6 +66,7 @@ def test_products_of_plans_are_in_eight_bits(name: str) -> None:
     assert not any(isinstance(module, float8.float8_linear.Float8Linear) for module in model.modules())
 
 
+@pytest.mark.sample("llama", "bert")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
 def test_what_a_plan_counts_is_what_layers_of_torchao_do(name: str) -> None:
     """FLOPs and kernels are equal; bytes but for those of scales, whose operands have one element.

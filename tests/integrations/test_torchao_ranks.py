@@ -22,6 +22,7 @@ import pytest
 from outsize.files.strict_json import parse_object
 
 pytest.importorskip("torchao.float8")
+pytestmark = pytest.mark.usefixtures("forked_python")  # Ranks that have torch and torchao already.
 DRIVER = "import sys; from outsize.ops.launch.launch import run_script; "
 DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 WORKER = Path(__file__).with_name("float8_worker.py")

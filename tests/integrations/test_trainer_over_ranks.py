@@ -51,6 +51,7 @@ def checked(folder: Path, name: str, **options: Any) -> list[Verdict]:
     return [Verdict.model_validate_json((folder / f"{number}.json").read_text()) for number in (0, 1)]
 
 
+@pytest.mark.sample("right", "scale", "draws")  # What divides by a count differs as what scales does.
 @pytest.mark.parametrize(
     ("name", "begins"),
     [
@@ -103,6 +104,7 @@ def asked(*words: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_the_command_takes_the_trainer_of_a_program() -> None:
     """One that nobody has split, over processes; it ends at the program's call of train, with 1 if one
     differs.

@@ -38,6 +38,7 @@ JOBS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# The others run in one process; with --all these do as well.
 OVER_PROCESSES = (
     "gpt2 in bfloat16", "gpt2 with LoRA", "a loss of the user's", "metrics by batches", "losses alone",
 )  # fmt: skip
@@ -65,16 +66,14 @@ def plain(name: str) -> dict[str, Any]:
     return run(JOBS[name], Path(mkdtemp()))
 
 
+@pytest.mark.sample("gpt2 in bfloat16", *(name for name in JOBS if name not in OVER_PROCESSES))
 @pytest.mark.parametrize("name", JOBS)
 def test_a_split_trainer_has_the_digits_of_the_plain_one(name: str, tmp_path: Path) -> None:
     assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path) == plain(name)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "name",
-    ["gpt2 in bfloat16", "gpt2 with LoRA", "a loss of the user's", "metrics by batches", "losses alone"],
-)
+@pytest.mark.parametrize("name", OVER_PROCESSES)
 def test_so_has_one_over_two_processes(name: str, tmp_path: Path) -> None:
     assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path, ranks=2) == plain(name)
 
