@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launches import record_run
+from launches import planned_once, record_run
 from recorded_once import recorded_once
 from tensor_models import MODELS, decoder, gpt2, t5, transformer
 from tensor_plan_worker import CASES, CLIP, SEED, STEPS, adamw, loss, loss_of, made, plain
@@ -113,7 +113,10 @@ def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
     }
     wishes |= {"microbatches": 2 // parts}
     request = outsize.Request(cluster=f"{ranks}xcpu", **wishes)
-    return outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch))
+    return planned_once(
+        f"cp {ranks} {text}",
+        lambda: outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch)),
+    )
 
 
 def dtype_of(text: str) -> torch.dtype:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from launches import record_run
+from launches import planned_once, record_run
 from recorded_once import recorded_once
 from tensor_models import SMALL, transformer
 from tensor_worker import all_in, worst
@@ -158,9 +158,22 @@ def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
     if "zb-h1" in marks:
         wishes["schedule"] = "zb-h1"
     request = outsize.Request(sequence_parallel="sequence" in marks or None)
-    plan = outsize.plan(model, batch.args, batch.kwargs, cluster=f"{ranks}xcpu", request=request, **wishes)
+    how: dict[str, Any] = {"cluster": f"{ranks}xcpu", "request": request, **wishes}
+    plan = planned_once(f"ep {ranks} {text}", lambda: outsize.plan(model, batch.args, batch.kwargs, **how))
     assert plan.sequence_parallel is ("sequence" in marks)
     return plan
+
+
+def plan_after(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
+    """That of a run which goes on from the checkpoint: replicas without ep, or with another (`to`)."""
+    _, axes, _ = axes_of(text)
+    stages, ep = axes.get("pp", 1), axes.get("to", 1)
+    mesh = {"ep": ep, "dp_replicate": ranks // stages // ep}
+    how: dict[str, Any] = {"cluster": f"{ranks}xcpu", "stages": stages, "microbatches": stages, "axes": mesh}
+    return planned_once(
+        f"ep {ranks} {text} after",
+        lambda: outsize.plan(copy.deepcopy(model), batch.args, batch.kwargs, **how),
+    )
 
 
 def dtype_of(text: str) -> torch.dtype:
@@ -168,13 +181,15 @@ def dtype_of(text: str) -> torch.dtype:
     return torch.float32 if name == "grouped" or "single" in marks else torch.float64
 
 
-def record_cases(texts: Iterable[str], ranks: int) -> None:
-    """Records what the ranks of a launch need, in the process that they are forks of."""
+def record_cases(texts: Iterable[str], ranks: int, resumed: Iterable[str]) -> None:
+    """Records and plans what the ranks of a launch need, in the process that they are forks of."""
     with recorded_once():
         for text in texts:
             with all_in(dtype_of(text)):
                 model, batch = made(text)
                 plan = plan_of(model, batch, text, ranks)
+                if text in resumed:
+                    plan_after(model, batch, text, ranks)
                 whole = BatchDims(rejection(model, None), None).of(batch)
                 record_run(model, whole.split(plan.microbatches * plan.axes.replicas), None)
 
@@ -258,7 +273,7 @@ def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return worst({n: found[n] for n in expected}, expected)
 
 
-def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
+def compared(text: str, world: World, folder: Path, *, resumes: bool) -> dict[str, Any]:
     model, batch = made(text)
     alone = copy.deepcopy(model)
     plan = plan_of(model, batch, text, world.world_size)
@@ -287,7 +302,7 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
         "gradients": far(grads, {n: g for n, g in real.items() if n in grads}),
         "lacking": [n for n in real if n not in grads] if plan.axes.pp == 1 else [],
         "trained": far(trained, expected) if trained else 0.0,
-        "resumed": resumed(alone, batch, text, world, place, trained),
+        "resumed": resumed(alone, batch, text, world, place, trained) if resumes else None,
         "state_elements": sum(local_of(s).numel() for s in states),
         "sent": dict(calls.sent),
         "balance": (balance.rows, balance.told),
@@ -299,22 +314,10 @@ def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
 def resumed(
     model: nn.Module, batch: Batch, text: str, world: World, place: Path, trained: dict[str, Tensor]
 ) -> float:
-    """How far a step after the checkpoint is, of replicas without ep or with another (`to`), from one of the
-    same plan.
-    """
+    """How far a step after the checkpoint is, with `plan_after`, from one of the same plan."""
     options = EngineOptions(optimizer=adamw, clip_norm=CLIP, seed=SEED)
     found: list[dict[str, Tensor]] = []
-    _, axes, _ = axes_of(text)
-    ep = axes.get("to", 1)
-    wishes: dict[str, Any] = {
-        "stages": axes.get("pp", 1),
-        "microbatches": axes.get("pp", 1),
-        "axes": {"ep": ep, "dp_replicate": world.world_size // axes.get("pp", 1) // ep},
-    }
-    other = outsize.plan(
-        copy.deepcopy(model), batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", **wishes
-    )
-    for plan in (plan_of(model, batch, text, world.world_size), other):
+    for plan in (make(model, batch, text, world.world_size) for make in (plan_of, plan_after)):
         engine = make_engine(copy.deepcopy(model), plan, world.group, options)
         engine.prepare(batch)
         engine.state.resume(place)
@@ -325,16 +328,16 @@ def resumed(
     return worst(*found) if found[0] else 0.0
 
 
-def main(folder: Path, cases: list[str]) -> None:
+def main(folder: Path, resuming: list[str], cases: list[str]) -> None:
     torch.set_num_threads(1)
     world = join()
     found: dict[str, Any] = {}
     for text in cases:
         with all_in(dtype_of(text)):
-            found[text] = compared(text, world, folder)
+            found[text] = compared(text, world, folder, resumes=text in resuming)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
     leave(world)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:])

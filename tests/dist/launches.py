@@ -7,7 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,7 @@ from recorded_once import recorded_once
 from torch import nn
 
 from outsize.capture.recording.fallbacks import LossFn, record
+from outsize.ir.plan import Plan
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.variants.results import evaluating
@@ -31,6 +32,7 @@ DRIVER = "import sys; from outsize.ops.launch.launch import run_script; "
 DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 
 Done = subprocess.CompletedProcess[str]
+_PLANS: dict[str, Plan] = {}
 
 
 def run(command: list[str]) -> Done:
@@ -73,6 +75,13 @@ def record_ahead(names: Iterable[str], microbatches: Iterable[int]) -> None:
         for name, count in product(names, microbatches):
             captured(name, count)
             BatchDims(rejection(fresh(name), case(name).loss)).of(batch_of(case(name)))
+
+
+def planned_once(name: str, make: Callable[[], Plan]) -> Plan:
+    """The plan of this name, which processes have that are forked after it was made."""
+    if name not in _PLANS:
+        _PLANS[name] = make()
+    return _PLANS[name]
 
 
 def record_run(model: nn.Module, parts: Sequence[Batch], loss_fn: LossFn | None) -> None:

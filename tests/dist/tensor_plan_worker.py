@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from launches import planned_once
 from recorded_once import recorded_once
 from safetensors.torch import save_file
 from tensor_models import MODELS, Made
@@ -130,8 +131,12 @@ def plan_of(model: nn.Module, batch: Batch, case: Case) -> Plan:
         recompute=case.recompute,
         sequence_parallel=case.sequence,
     )
-    plan = outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch))
-    return some_recomputed(plan, model, batch) if case.recompute == "selective" else plan
+
+    def make() -> Plan:
+        plan = outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch))
+        return some_recomputed(plan, model, batch) if case.recompute == "selective" else plan
+
+    return planned_once(f"tp {case}", make)
 
 
 def some_recomputed(plan: Plan, model: nn.Module, batch: Batch) -> Plan:

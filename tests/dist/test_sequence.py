@@ -19,7 +19,7 @@ OTHERS = ("attention", "rotated", "mlp", "qwen3", "mixtral eager", "adapters", "
 # With --all alone; the same models are in another row, or are divided as these are.
 RARE = {
     "ALONE": ("gpt2", "bert"),
-    "SINGLE": ("llama",),
+    "SINGLE": ("llama", "bert"),
     "PIPED": ("llama",),
     "OTHERS": ("mlp", "qwen3"),
 }

@@ -45,9 +45,9 @@ POD = Axis(
 
 
 def with_the_toy(folder: Path) -> Path:
-    """A copy of the package with one axis more, outside of dp_replicate."""
+    """A copy of the package, with its compiled files, with one axis more, outside of dp_replicate."""
     package = folder / "outsize"
-    shutil.copytree(Path(outsize.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(outsize.__file__).parent, package)
     (package / "axes" / "pod.py").write_text(POD, encoding="utf-8")
     registry = package / "axes" / "registry.py"
     text = registry.read_text(encoding="utf-8")
