@@ -75,8 +75,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, leaves out tests marked `full`, as are rows that `sample` does not name, and draws fewer
-    examples for properties. With --all those properties are marked `full`, too.
+    """Without --all, leaves out tests marked `full`, as are rows that `sample` does not name, and draws a
+    quarter of the examples of properties. With --all those properties are marked `full`, too.
 
     Workers of pytest-xdist take the longest files first, and before them those whose seconds are not known: a
     long one at the end would keep one worker busy alone. Tests of the simulated device have their time limits
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         for function in {getattr(item, "obj", None) for item in items if _examples(item) > FEWEST_EXAMPLES}:
             given: settings = getattr(function, _SETTINGS)
-            fewer = max(FEWEST_EXAMPLES, given.max_examples // 2)
+            fewer = max(FEWEST_EXAMPLES, given.max_examples // 4)
             setattr(function, _SETTINGS, settings(given, max_examples=fewer))
     for item in items:
         if item.get_closest_marker("sim") and not sim_process.is_child():
