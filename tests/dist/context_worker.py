@@ -115,6 +115,7 @@ def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
     request = outsize.Request(cluster=f"{ranks}xcpu", **wishes)
     return planned_once(
         f"cp {ranks} {text}",
+        model,
         lambda: outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch)),
     )
 

@@ -159,7 +159,9 @@ def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
         wishes["schedule"] = "zb-h1"
     request = outsize.Request(sequence_parallel="sequence" in marks or None)
     how: dict[str, Any] = {"cluster": f"{ranks}xcpu", "request": request, **wishes}
-    plan = planned_once(f"ep {ranks} {text}", lambda: outsize.plan(model, batch.args, batch.kwargs, **how))
+    plan = planned_once(
+        f"ep {ranks} {text}", model, lambda: outsize.plan(model, batch.args, batch.kwargs, **how)
+    )
     assert plan.sequence_parallel is ("sequence" in marks)
     return plan
 
@@ -172,6 +174,7 @@ def plan_after(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
     how: dict[str, Any] = {"cluster": f"{ranks}xcpu", "stages": stages, "microbatches": stages, "axes": mesh}
     return planned_once(
         f"ep {ranks} {text} after",
+        model,
         lambda: outsize.plan(copy.deepcopy(model), batch.args, batch.kwargs, **how),
     )
 

@@ -77,8 +77,11 @@ def record_ahead(names: Iterable[str], microbatches: Iterable[int]) -> None:
             BatchDims(rejection(fresh(name), case(name).loss)).of(batch_of(case(name)))
 
 
-def planned_once(name: str, make: Callable[[], Plan]) -> Plan:
-    """The plan of this name, which processes have that are forked after it was made."""
+def planned_once(name: str, model: nn.Module, make: Callable[[], Plan]) -> Plan:
+    """The plan of this name for a model of so many parameters, which processes have that are forked after it
+    was made.
+    """
+    name = f"{name} {type(model).__name__} {sum(p.numel() for p in model.parameters())}"
     if name not in _PLANS:
         _PLANS[name] = make()
     return _PLANS[name]

@@ -136,7 +136,7 @@ def plan_of(model: nn.Module, batch: Batch, case: Case) -> Plan:
         plan = outsize.plan(model, batch.args, batch.kwargs, request=request, **loss(batch))
         return some_recomputed(plan, model, batch) if case.recompute == "selective" else plan
 
-    return planned_once(f"tp {case}", make)
+    return planned_once(f"tp {case}", model, make)
 
 
 def some_recomputed(plan: Plan, model: nn.Module, batch: Batch) -> Plan:

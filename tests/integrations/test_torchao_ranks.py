@@ -10,7 +10,7 @@ that is 1e-7 larger.
 from __future__ import annotations
 
 import os
-import subprocess
+import runpy
 import sys
 from functools import cache
 from pathlib import Path
@@ -18,13 +18,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from forked import in_forks
+from patience import free_port
 
+from outsize.capture.models.imports import import_transformers
 from outsize.files.strict_json import parse_object
 
 pytest.importorskip("torchao.float8")
-pytestmark = pytest.mark.usefixtures("forked_python")  # Ranks that have torch and torchao already.
-DRIVER = "import sys; from outsize.ops.launch.launch import run_script; "
-DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 WORKER = Path(__file__).with_name("float8_worker.py")
 CASES = {
     2: (
@@ -41,12 +41,18 @@ CASES = {
 
 @cache
 def found(ranks: int) -> list[dict[str, Any]]:
-    """What each rank has said."""
+    """What each rank has said; ranks are forks, which have torch, transformers and torchao already."""
+    import_transformers()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", DRIVER, str(ranks), str(WORKER), folder, *CASES[ranks]]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+
+        def rank(number: int) -> None:
+            numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            os.environ.update(place | {name: str(value) for name, value in numbers.items()})
+            sys.argv = [str(WORKER), folder, *CASES[ranks]]
+            runpy.run_path(str(WORKER), run_name="__main__")
+
+        in_forks(Path(folder), ranks, rank)
         return [parse_object((Path(folder) / f"rank{r}.json").read_text()) for r in range(ranks)]
 
 
