@@ -188,6 +188,7 @@ def test_one_process_has_the_numbers_of_the_plain_trainer(kind: str, tmp_path: P
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_have_two_processes(kind: str, tmp_path: Path) -> None:
+    plain(kind)  # First: ranks are forks, which have imported by then what it imports.
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> None:
