@@ -22,8 +22,8 @@ SPLIT = "test_a_split_{}_has_the_digits_of_the_plain_one"
 TWO = "test_so_has_one_over_two_processes"
 ZOO = "tests/parity/test_coverage.py::test_the_zoo"
 LOADERS = "tests/unit/train/checkpoint/test_checkpoints.py::test_loaders_go_on_behind_what_was_used"
-# transformers, accelerate, peft; lightning; tensorboard, wandb, mlflow; matplotlib, pyyaml, highspy,
-# torchdata. Together, because each start imports torch, the packages and the tests.
+# transformers, accelerate, peft; lightning; tensorboard, wandb, mlflow; pyyaml, highspy, torchdata. Together,
+# because each start imports torch, the packages and the tests.
 OF_MOST = (
     f"{HERE}transformers_trainer.py::{SPLIT.format('trainer')}[gpt2 by epochs]",
     f"{HERE}transformers_trainer.py::{TWO}[gpt2 with LoRA]",
@@ -32,13 +32,16 @@ OF_MOST = (
     f"{HERE}lightning.py::{SPLIT.format('module')}[bfloat16, a dict, early stopping]",
     f"{HERE}lightning.py::{TWO}[manual, two optimizers]",
     f"{HERE}loggers.py",
-    "tests/unit/report/test_plots.py",
     "tests/unit/ops/jobs/test_published_fields.py",
     "tests/benchmarks/test_integer_program.py",
-    f"{LOADERS}[3-stateful]",
+    f"{LOADERS}[7-stateful]",
 )
-# torchvision, diffusers, timm; these models run with --all alone.
-OF_MODELS = ("--all", f"{ZOO}[timm_vit]", f"{ZOO}[diffusers_autoencoder]", f"{ZOO}[mobilenet_v2]")
+# matplotlib, without what imports pyplot; torchvision, diffusers, timm: these models run with --all alone.
+OF_MODELS = (
+    "--all",
+    "tests/unit/report/test_plots.py",
+    *(f"{ZOO}[{name}]" for name in ("timm_vit", "diffusers_autoencoder", "mobilenet_v2")),
+)
 AT_START = {**os.environ}
 """Before any test: the newest wandb leaves the address of its service there, which the oldest cannot read."""
 pytestmark = pytest.mark.skipif(
