@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -45,20 +46,15 @@ Root = Tensor | GradientEdge
 Roots = dict[int, Any]  # The key is a boundary, the value is where a backward begins.
 _GONE: Final = (None,)
 _STRIDED: Final = torch.strided
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+_IS_LEAF: Final = attrgetter("is_leaf")
+_GRADIENT: Final = attrgetter("grad")
 _use_count: Final = torch._C._storage_Use_Count
 _IN_PLACE: Final = nullcontext()
 
 
-def _shares_storage(tensor: Tensor) -> bool:
-    """Returns whether another live tensor, in Python or in the autograd engine, has the same storage, by
-    torch's count of its holders.
-
-    A sparse tensor has no storage of its own, so the answer is False.
-    """
-    return tensor.layout is _STRIDED and _holders(tensor) > _holders_of_a_new_tensor()
-
-
 def _holders(tensor: Tensor) -> int:
+    """Returns how many live tensors, in Python or in the autograd engine, have the storage of one."""
     return _use_count(tensor.untyped_storage()._cdata)
 
 
@@ -265,15 +261,20 @@ class StageExecutor(RunnableStage):
             self.outer.begin(is_cast=self._casts)
             self.forget_casts()
             return
-        # Every weight of the stage is looked at in each step, so each is looked up once.
-        held = [(entry, entry.table[entry.key]) for entry in self._weights]
-        trained = [(entry, tensor) for entry, tensor in held if tensor.requires_grad and tensor.is_leaf]
-        self._without_gradient = [entry for entry, tensor in trained if tensor.grad is None]
+        # Every weight of the stage is looked at in each step: in passes at C speed, as far as all are alike.
+        entries, tensors = self._weights, [entry.table[entry.key] for entry in self._weights]
+        if not (all(map(_REQUIRES_GRAD, tensors)) and all(map(_IS_LEAF, tensors))):
+            pairs = zip(entries, tensors, strict=True)
+            trained = [(entry, t) for entry, t in pairs if t.requires_grad and t.is_leaf]
+            entries, tensors = [entry for entry, _ in trained], [tensor for _, tensor in trained]
+        gradients = map(_GRADIENT, tensors)
+        self._without_gradient = [e for e, g in zip(entries, gradients, strict=True) if g is None]
         if not self._grad:
-            trained = []
+            tensors = []
         elif self._written:
-            trained = [(entry, tensor) for entry, tensor in trained if entry not in self._written]
-        self._unchanged.begin([tensor for _, tensor in trained])
+            pairs = zip(entries, tensors, strict=True)
+            tensors = [tensor for entry, tensor in pairs if entry not in self._written]
+        self._unchanged.begin(tensors)
 
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], received: Sequence[Tensor], seed: Seed
@@ -392,13 +393,14 @@ class StageExecutor(RunnableStage):
         """
         if not self._without_gradient:
             return
-        waiting = []
+        waiting, alone = [], _holders_of_a_new_tensor()
         for entry in self._without_gradient:
             parameter = entry.table[entry.key]
             gradient = parameter.grad
             if gradient is None:
                 waiting.append(entry)
-            elif type(gradient) is Tensor and _shares_storage(gradient):
+            # A sparse tensor has no storage of its own.
+            elif type(gradient) is Tensor and gradient.layout is _STRIDED and _holders(gradient) > alone:
                 parameter.grad = gradient.clone()
         self._without_gradient = waiting
 

@@ -30,6 +30,8 @@ from outsize.errors import BadOption
 from outsize.program.values.tensor_bits import dense
 
 _VERSION: Final = attrgetter("_version")
+_HOOKS: Final = attrgetter("_backward_hooks")
+_LATER_HOOKS: Final = attrgetter("_post_accumulate_grad_hooks")
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,7 +53,7 @@ class UnchangedWeights:
         """Begins a step."""
         self._weights, self._changed = weights, []
         is_first = self._stage not in self._summed_stages
-        summed = weights if is_first else filter(_is_hooked, weights)
+        summed = weights if is_first else _hooked(weights)
         self._summed = [w for w in summed if type(w) in (Tensor, nn.Parameter) and not w.is_meta]
 
     def insist(self) -> None:
@@ -106,6 +108,13 @@ def _integers(values: Tensor) -> Tensor:
     values = dense(values)
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.view(_INTEGERS[values.itemsize])
+
+
+def _hooked(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the weights with hooks on their gradients; a step asks for all of them, and few have any."""
+    if not (any(map(_HOOKS, weights)) or any(map(_LATER_HOOKS, weights))):
+        return []
+    return list(filter(_is_hooked, weights))
 
 
 def _is_hooked(weight: Tensor) -> bool:

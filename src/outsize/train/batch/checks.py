@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -232,7 +234,17 @@ def wants_closure(optimizer: Optimizer | None) -> bool:
     """Returns whether the optimizer's step cannot be called without a closure that evaluates the batch."""
     if optimizer is None:
         return False
-    parameter = inspect.signature(optimizer.step).parameters.get("closure")
+    step: Any = optimizer.step
+    function = getattr(step, "__func__", step)
+    return (
+        _needs_closure(function) if isinstance(function, FunctionType) else _needs_closure.__wrapped__(step)
+    )
+
+
+@lru_cache(maxsize=64)
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    """Reads the signature of a step, which every training step asks for, once for each function."""
+    parameter = inspect.signature(step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
