@@ -48,8 +48,10 @@ PRELOADED = (
     "numpy.random",
     "rich.table",
     "torch._dynamo",
+    "torch._inductor.sizevars",  # This and export are what the first symbol of a length imports: a second.
     "torch.distributed.run",
     "torch.distributed.tensor",
+    "torch.export._trace",
 )
 MOST_OPEN_FILES = 4096
 FORK = os.fork  # conftest.py counts calls of the one in `os`; the Popen is counted already
