@@ -49,8 +49,8 @@ def made(case: Case) -> nn.Module:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Two states for each parameter, in one pass over memory."""
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    """Two states for each parameter, in one pass over memory; torch takes no DTensors beside tensors so."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=sys.argv[1] != "tensor", foreach=False)
 
 
 def loop(model: nn.Module, batch: dict[str, Tensor]) -> Step:
