@@ -26,6 +26,7 @@ import errno
 import mmap
 import os
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, sleep
@@ -122,6 +123,8 @@ class SharedMemoryGroup:
         self._posted = self._ended = 0
         self._timeout_s = max(bell.timeout_s for _, bell in peers.values())
         self._under_way: deque[Callable[[], None]] = deque()
+        # Its memory would stay with the descriptor, of which nobody asks any more.
+        weakref.finalize(self, os.close, arena.file)
 
     # -- memory --------------------------------------------------------------------------------------------
 

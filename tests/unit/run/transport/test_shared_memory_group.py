@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -168,6 +169,16 @@ def test_a_rank_that_has_gone_or_posts_nothing_is_named() -> None:
         groups(2, pid=gone.pid)[0].broadcast(torch.ones(2), 1)
     with pytest.raises(TimeoutError, match="rank 1 sent nothing in 0 s: collective 1"):
         groups(2, timeout_s=0.1)[0].broadcast(torch.ones(2), 1)
+
+
+def test_memory_goes_with_the_group() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    ranks = groups(2)
+    ended(ranks, [rank.begin_all_reduce(torch.ones(10), torch.add) for rank in ranks])
+    assert len(os.listdir("/proc/self/fd")) > before
+    del ranks
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def every_collective(group: dist.ProcessGroup) -> dict[str, Any]:
