@@ -142,3 +142,53 @@ def test_a_backward_that_is_missing_is_told_on_every_rank() -> None:
 
     of_two_replicas(skipped)
     of_two_replicas(last)
+
+
+class Targets(torch.nn.Module):
+    """What it is asked for may be a target, which needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+        for weight in self.parameters():
+            weight.data = torch.randn(weight.shape, generator=draw, dtype=torch.float64) / 3
+
+    def forward(self, x: Tensor, is_target: bool = False) -> Tensor:
+        out = self.last(torch.tanh(self.first(x)))
+        return out.detach() if is_target else out
+
+
+@pytest.mark.parametrize(("stages", "axes", "targets"), [(1, {"dp_replicate": 2}, (0, 2)), (2, {}, (1,))])
+def test_a_call_that_needs_no_gradients_has_no_backward(
+    stages: int, axes: dict[str, int], targets: tuple[int, ...]
+) -> None:
+    """Where the first layer is frozen, no gradient travels between two stages either."""
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 6, generator=draw) for _ in range(3)]
+    calls: list[Any] = [((x,), {"is_target": True} if n in targets else {}) for n, x in enumerate(batches)]
+    plain = Targets()
+    plain.first.requires_grad_(False)
+    expected = [plain(*args, **kwargs).square().sum() for args, kwargs in calls]
+
+    def work() -> None:
+        net = Targets()
+        net.first.requires_grad_(False)
+        split = outsize.split(net, (batches[0],), stages=stages, microbatches=2, axes=axes)
+        for _ in range(2):
+            found = [each.square().sum() for each in split.engine.calls.together(calls)]
+            assert all(map(torch.equal, found, expected))
+            for n, loss in enumerate(found):
+                assert loss.requires_grad is (n not in targets)
+                if loss.requires_grad:
+                    loss.backward()
+        torch.optim.SGD(split.parameters(), lr=0.0).step()  # It insists on sums.
+        for name, gradient in gradients(split).items():
+            if gradient.numel():
+                assert is_near(gradient, 2 * others[name])
+
+    for n, loss in enumerate(expected):
+        if n not in targets:
+            loss.backward()
+    others = gradients(plain)
+    on_ranks(2, work)

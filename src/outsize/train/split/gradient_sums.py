@@ -25,25 +25,32 @@ from outsize.run.transport.rank_collectives import RankCollectives
 
 @final
 class BackwardArrivals:
-    """Knows of how many calls that have run together the backward has come."""
+    """Knows of which calls that have run together the backward has come.
+
+    A call whose outputs need no gradients, as those of a target, has none.
+    """
 
     def __init__(self, calls: int) -> None:
-        self._calls = calls
+        self._calls = list(range(calls))
         self._come = self._waiting = 0
+
+    def leave_out(self, call: int) -> None:
+        """Expects no backward of a call, by its place."""
+        self._calls.remove(call)
 
     def arrive(self, call: int) -> None:
         """Notes the backward of a call, by its place. Raises BadOption where one before it is missing."""
-        if call != self._come:
+        if call not in self._calls[self._come : self._come + 1]:
             raise BadOption(
                 "backwards of calls that have run together come in the order of the calls; one is missing",
-                numbers=f"call {call}, and {self._come} of {self._calls} have come",
+                numbers=f"call {call}, and {self._come} of {len(self._calls)} have come",
                 next_step="a backward of each call's loss, in their order",
             )
         self._come += 1
 
     def more_come(self) -> bool:
         """Tells whether a sum waits for further calls."""
-        waits = self._come < self._calls
+        waits = self._come < len(self._calls)
         self._waiting = self._come if waits else 0
         return waits
 
@@ -52,7 +59,7 @@ class BackwardArrivals:
         if self._waiting:
             raise BadOption(
                 "ranks have not added up their gradients, since the backward of a call is missing",
-                numbers=f"{self._waiting} of {self._calls} calls that have run together had one",
+                numbers=f"{self._waiting} of {len(self._calls)} calls that have run together had one",
                 next_step="a backward of each call's loss, in their order, before the optimizer steps",
             )
 

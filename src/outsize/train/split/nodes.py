@@ -133,6 +133,7 @@ class CallNodes:
         """Returns the outputs of the batch, with these values, in the user's graph."""
         outputs = list(wholes)
         if not self._trained:
+            summed.arrivals.leave_out(self._place)
             self._call.close()
             return outputs
         self._summed = summed

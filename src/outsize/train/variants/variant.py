@@ -92,11 +92,15 @@ class Variant:
 
     @cached_property
     def wiring(self) -> Hashable:
-        """What travels between which stages; variants that agree in it run in one schedule."""
+        """What travels between which stages, and whether a backward comes to the outputs; variants that agree
+        in it run in one schedule.
+        """
         boundaries = self.cut.boundaries
         tied = frozenset((b.weight, b.producer, b.consumers) for b in boundaries if b.weight is not None)
         loss = tuple(p.stage for p in self.cut.programs if p.has_loss)
-        return forward_edges(boundaries), backward_edges(boundaries), tied, loss, self.loss_dtype
+        outputs = (self.tape.metas[slot] for slot in self.cut.programs[-1].outputs)
+        edges = forward_edges(boundaries), backward_edges(boundaries)
+        return *edges, tied, loss, self.loss_dtype, any(meta.requires_grad for meta in outputs)
 
 
 @final
