@@ -3,11 +3,17 @@
 Torch computes with tensors on meta without a word, so `teacher.mul_(0.9).add_(student)` on a rank that has
 freed the teacher would do nothing. A freed weight is a tensor on meta that raises instead. What asks for no
 values works: sizes, `requires_grad`, `grad`, hooks, copies of a module, a state dict whose entries are freed
-as well, and loading into it, since the rank that has the weight loads the same.
+as well, and loading into it, since the rank that has the weight loads the same. Where code says that every
+rank runs it (`on_every_rank`), arithmetic of weights that one other rank has is left to that rank:
+
+    teacher.mul_(0.9).add_(student, alpha=0.1)     rank 1 has both and computes, the others go on
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, NoReturn, final
 
 import torch
@@ -46,8 +52,50 @@ _COMPARISONS: Final = frozenset((Tensor.__eq__, Tensor.__ne__))
 _ALIASES: Final = frozenset((Tensor.detach, vars(torch._C.TensorBase)["data"].__get__))
 
 
+_EVERY_RANK: Final = ContextVar("every rank", default=False)
+_OPERATORS: Final = "add radd sub rsub mul rmul truediv"
+_ARITHMETIC: Final = frozenset(
+    (
+        *(getattr(owner, name) for owner in (Tensor, torch) for name in ("add", "sub", "mul", "div", "lerp")),
+        *(getattr(Tensor, f"__{name}__") for name in _OPERATORS.split()),
+    )
+)
+# These change the first argument, and the rank that has it does so.
+_CHANGES: Final = frozenset(
+    (
+        *(getattr(Tensor, f"{name}_") for name in ("add", "sub", "mul", "div", "lerp", "copy")),
+        *(getattr(Tensor, f"__i{name}__") for name in ("add", "sub", "mul", "truediv")),
+        vars(torch._C.TensorBase)["data"].__set__,
+    )
+)
+
+
+@contextmanager
+def on_every_rank() -> Iterator[None]:
+    """Says that code is run by all ranks alike, as callbacks of a trainer are."""
+    before = _EVERY_RANK.set(True)
+    try:
+        yield
+    finally:
+        _EVERY_RANK.reset(before)
+
+
+def _is_elsewhere(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tells whether one other rank, which runs the same code, has all that this needs."""
+    if not _EVERY_RANK.get() or (func not in _CHANGES and func not in _ARITHMETIC):
+        return False
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    places = {value._where if isinstance(value, FreedWeight) else None for value in tensors}
+    return len(places) == 1 and None not in places
+
+
 def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Computes what needs no values; raises BadOption for everything else."""
+    if _is_elsewhere(func, args, kwargs):
+        if func in _CHANGES:
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return _freed(func(*args, **kwargs), FreedBuffer, next(_freed_in(args)))
     loads = func is Tensor.copy_ and not isinstance(args[1], FreedWeight)
     makes = func in _OF_THE_SHAPE and kwargs.get("device") is not None
     asks_for_none = func in _COMPARISONS and args[1] is None  # `weight == None`, `None in [weight]`
@@ -130,6 +178,17 @@ def freed(weight: Tensor, name: str, where: str, home: torch.device) -> Tensor:
     return made
 
 
+def empty_for_others(weight: nn.Parameter, stand_in: Tensor) -> None:
+    """Makes a parameter that has left its module one without values, too.
+
+    A list that was made before, such as that of an average of weights, still has it, and another rank trains
+    it on.
+    """
+    weight.data = weight.data.new_zeros(1).expand(weight.shape)
+    vars(weight).update(vars(stand_in))
+    weight.__class__ = FreedParameter
+
+
 def structure_of(weight: Tensor) -> WrapperStructure | None:
     """Returns how a weight is made of other tensors, freed or not; None for a plain one."""
     if isinstance(weight, FreedWeight):
@@ -159,7 +218,8 @@ def still_freed(weight: FreedWeight, values: Tensor) -> Tensor:
 def _freed(tensor: Tensor, kind: type[FreedWeight], like: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         requires_grad = issubclass(kind, nn.Parameter) and like.requires_grad
-        made = torch.Tensor._make_subclass(kind, tensor.detach().as_subclass(Tensor), requires_grad)
+        empty = tensor.detach().as_subclass(Tensor).to("meta")
+        made = torch.Tensor._make_subclass(kind, empty, requires_grad)
     vars(made).update(vars(like))
     return made
 

@@ -17,7 +17,7 @@ from outsize.program.tree import map_leaves
 from outsize.program.values.wrapper_tensors import is_wrapper
 from outsize.program.weights.beside import beside_weights, freed_beside
 from outsize.run.stage.cut import Cut
-from outsize.run.weights.freed import FreedWeight, freed, still_freed
+from outsize.run.weights.freed import FreedWeight, empty_for_others, freed, still_freed
 
 _HELD = ("_parameters", "_buffers", "_modules")
 Place = tuple[dict[str, Any], str, str]
@@ -36,7 +36,8 @@ def first_stages(cut: Cut, model: nn.Module) -> dict[str, int]:
 
 
 def free_foreign(model: nn.Module, foreign: Mapping[str, str], home: torch.device) -> None:
-    """Replaces these weights, and what is beside them, by stand-ins without values.
+    """Replaces these weights, and what is beside them, by stand-ins without values; who else holds one that
+    is trained has no values of it either.
 
     `foreign` maps names of weights to who has them; `home` is the device of this rank.
     """
@@ -44,7 +45,11 @@ def free_foreign(model: nn.Module, foreign: Mapping[str, str], home: torch.devic
         if found.owner in foreign and not isinstance(found.tensor, FreedWeight):
             found.put(freed(found.tensor, f"{found.owner} ({found.key})", foreign[found.owner], home))
     wanted = [(n, t) for n, t in _tensors(model).items() if n in foreign and not isinstance(t, FreedWeight)]
-    replace(model, {id(t): freed(t, n, foreign[n], home) for n, t in wanted})
+    stand_ins = {id(t): freed(t, n, foreign[n], home) for n, t in wanted}
+    replace(model, stand_ins)
+    for _, weight in wanted:
+        if type(weight) is nn.Parameter and weight.requires_grad:  # What is frozen stays what it was.
+            empty_for_others(weight, stand_ins[id(weight)])
 
 
 def move_weights(model: nn.Module, devices: Mapping[str, torch.device]) -> None:

@@ -12,7 +12,7 @@ from small_models import Written
 from torch import nn
 
 from outsize.errors import BadOption
-from outsize.run.weights.freed import FreedWeight
+from outsize.run.weights.freed import FreedWeight, on_every_rank
 from outsize.run.weights.ownership import free_foreign, like, move_weights, places, replace
 
 CPU = torch.device("cpu")
@@ -112,3 +112,38 @@ def test_what_is_beside_a_weight_moves_with_it_and_one_memory_stays_one() -> Non
     assert not stays.scales["absmax"].is_meta
     assert moved.scales["absmax"].is_meta
     assert moved.state["CB"].untyped_storage()._cdata == moved.weight.untyped_storage()._cdata
+
+
+def test_a_list_from_before_has_no_values_of_a_weight_that_another_rank_trains() -> None:
+    """An average of weights that was begun before the model was split would follow none of them."""
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    weight, bias = model.weight, model.bias
+    free_foreign(model, {"weight": "rank 1", "bias": "rank 1"}, CPU)
+    assert weight is not model.weight
+    assert weight.shape == (2, 2)
+    for use in (lambda: weight.detach().sum(), lambda: torch.zeros(2, 2).lerp_(weight, 0.1)):
+        with pytest.raises(BadOption, match="weight is a weight of rank 1 and has no values on this rank"):
+            use()
+    assert bool(bias.isfinite().all())  # What is frozen is the same on all ranks.
+
+
+def test_callbacks_of_all_ranks_leave_arithmetic_to_the_rank_that_has_all_of_it() -> None:
+    """A teacher that follows a student, as people write it."""
+    teacher, student = nn.Linear(2, 2), nn.Linear(2, 2)
+    for each, bias in ((teacher, "rank 1"), (student, "rank 2")):
+        free_foreign(each, {"weight": "rank 1", "bias": bias}, CPU)
+    with pytest.raises(BadOption, match="`mul_` uses them"):
+        teacher.weight.data.mul_(0.9)
+    with on_every_rank():
+        teacher.weight.data.mul_(0.9).add_(student.weight.data, alpha=0.1)
+        teacher.weight.data = teacher.weight.data * 0.9 + 0.1 * student.weight.data
+        torch.lerp(teacher.weight, student.weight, 0.1)
+        with pytest.raises(BadOption, match=r"bias is a weight of rank 1 .* `add_` uses them"):
+            teacher.bias.data.mul_(0.9).add_(student.bias.data, alpha=0.1)
+        with pytest.raises(BadOption, match="`add_` uses them"):
+            torch.zeros(2, 2).add_(student.weight.data)
+        with pytest.raises(BadOption, match="`sum` uses them"):
+            (teacher.weight * 0.9).sum()
+    assert teacher.weight.is_meta
+    assert isinstance(teacher.weight, FreedWeight)
