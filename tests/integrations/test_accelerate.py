@@ -15,6 +15,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.utils import broadcast, broadcast_object_list
 from forked import in_forks
 from patience import free_port
 from torch import nn
@@ -75,6 +76,9 @@ def trained(name: str, folder: Path, *, split: bool, precision: str = "no") -> d
     """What a training script logs, and the averaged and the last weights."""
     kind = Accelerator if split else accelerate.Accelerator
     accelerator = kind(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+    # What the main process alone knows reaches the others.
+    is_main = accelerator.is_main_process
+    told = [*broadcast_object_list([is_main]), bool(broadcast(torch.tensor(int(is_main))))]
     accelerate.utils.set_seed(0)
     model = MODELS[name]()
     images, labels = torch.randn(22, 1, 8, 8), torch.arange(22) % 10
@@ -117,7 +121,7 @@ def trained(name: str, folder: Path, *, split: bool, precision: str = "no") -> d
     averaged = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         torch.save({key.removeprefix("model."): value for key, value in averaged.items()}, folder / "ema.pt")
-    return {"logs": logs, "updates": average.optimization_step, "main": accelerator.is_main_process}
+    return {"logs": logs, "updates": average.optimization_step, "main": is_main, "told": told}
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ tensors is in a split run what it is in the plain one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import broadcast_object_list
 from forked import in_forks
 from patience import free_port
 from torch import nn
 from torch.nn import functional as F
 from trainer_worker import TIMES, transformers
 
+from outsize.errors import BadOption
 from outsize.integrations.trainers import split_trainers
 from outsize.integrations.transformers import Trainer
 
@@ -43,6 +46,14 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": answer if self.answers else index % 3}
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """The same, one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = Rows(12)
+        return (rows[n] for n in range(len(rows)))
+
+
 def bert(**more: Any) -> Any:
     config = transformers.BertConfig(
         vocab_size=60, num_labels=3, hidden_dropout_prob=0, attention_probs_dropout_prob=0, hidden_size=32,
@@ -51,15 +62,15 @@ def bert(**more: Any) -> Any:
     return transformers.BertForSequenceClassification(config)
 
 
-def trainer_of(folder: Path, kind: Any = None, model: Any = None, **more: Any) -> Any:
+def trainer_of(folder: Path, kind: Any = None, model: Any = None, data: Any = None, **more: Any) -> Any:
     kind = kind or transformers.Trainer
     arguments = transformers.Seq2SeqTrainingArguments(
         str(folder), **BATCH, max_steps=2, logging_steps=1, learning_rate=1e-2, report_to="none",
         use_cpu=True, save_strategy="no", disable_tqdm=True, remove_unused_columns=False, **more,
     )  # fmt: skip
     answers = issubclass(kind, transformers.Seq2SeqTrainer)
-    data = {"train_dataset": Rows(12, answers=answers), "eval_dataset": Rows(4, answers=answers)}
-    return kind(model=model or bert(), args=arguments, **data)
+    rows = {"train_dataset": data or Rows(12, answers=answers), "eval_dataset": Rows(4, answers=answers)}
+    return kind(model=model or bert(), args=arguments, **rows)
 
 
 class ClassWeights(transformers.Trainer):
@@ -104,6 +115,24 @@ class TwoViews(transformers.Trainer):
         return (loss, {"loss": loss, "logits": first}) if return_outputs else loss
 
 
+class Told(transformers.Trainer):
+    """Weighs losses by what the main process draws and tells the others."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        drawn = [random.random() if self.accelerator.is_main_process else 0.0]
+        outputs = model(**inputs)
+        loss = outputs.loss * (1 + broadcast_object_list(drawn)[0])
+        return (loss, outputs) if return_outputs else loss
+
+
+class CallsAPart(transformers.Trainer):
+    """Calls the encoder, and the head by its weights."""
+
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        pooled = model.bert(inputs["input_ids"]).pooler_output
+        return F.cross_entropy(F.linear(pooled, model.classifier.weight), inputs["labels"])
+
+
 class AsksForAdapters(transformers.Trainer):
     """Computes something else where the model has no adapters; that is all it asks."""
 
@@ -139,6 +168,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "asks for adapters": lambda folder: with_adapters(folder, AsksForAdapters),
     "smoothed labels of adapters": lambda folder: with_adapters(folder, label_smoothing_factor=0.1),
     "generates": generating,
+    "a stream, told": lambda folder: trainer_of(folder, Told, data=Stream()),
 }
 RECORDED = ("asks for adapters", "smoothed labels of adapters", "generates")
 
@@ -183,6 +213,14 @@ def insist_on_equal(found: dict[str, Any], kind: str) -> None:
 def test_one_process_has_the_numbers_of_the_plain_trainer(kind: str, tmp_path: Path) -> None:
     with split_trainers(stages=2):
         insist_on_equal(ran(kind, tmp_path), kind)
+
+
+def test_a_loss_that_calls_parts_of_the_model_is_told_of_it(tmp_path: Path) -> None:
+    wanted = (
+        r"the loss calls parts of the model .*2 losses of CallsAPart .* Next: outputs = model\(\*\*inputs"
+    )
+    with split_trainers(stages=2), pytest.raises(BadOption, match=wanted):
+        trainer_of(tmp_path, CallsAPart).train()
 
 
 @pytest.mark.dist

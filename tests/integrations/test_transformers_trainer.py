@@ -152,6 +152,15 @@ def test_evaluations_in_fewer_bits_are_refused_over_processes(
         trainer.create_accelerator_and_postprocess()
 
 
+def test_vllm_is_refused_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(tmp_path)
+    vars(trainer.args)["use_vllm"] = True  # as the arguments of TRL have it
+    trainer.create_accelerator_and_postprocess()
+    monkeypatch.setitem(type(trainer.args.distributed_state)._shared_state, "num_processes", 2)
+    with pytest.raises(BadOption, match=r"use_vllm=True .*; 2 processes\. Next: leave use_vllm out"):
+        trainer.create_accelerator_and_postprocess()
+
+
 def test_fp16_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=r"fp16=True scales losses .* Next: bf16=True"):
         trainer_of(tmp_path, arguments={"fp16": True})

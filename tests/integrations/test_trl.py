@@ -21,7 +21,7 @@ trl: Any = pytest.importorskip("trl", reason="TRL is not installed: make test-in
 TIMES = ("runtime", "per_second", "time")
 ALL = (
     "sft", "sft completion", "sft padding free", "sft packed", "sft packed wrapped",
-    "dpo", "dpo precomputed", "dpo lora", "reward", "kto", "grpo", "grpo kl lora", "rloo",
+    "dpo", "dpo precomputed", "dpo lora", "dpo followed", "reward", "kto", "grpo", "grpo kl lora", "rloo",
 )  # fmt: skip
 PREDICTING = ("sft", "sft packed", "dpo", "reward")
 # Without --all each kind runs in one process or over two: there what ranks do with reference models, with
@@ -112,6 +112,8 @@ def trainer_of(kind: str, folder: Path, split: dict[str, Any] | None) -> Any:
     elif kind.startswith(("dpo", "kto")):
         more["ref_model"] = copy.deepcopy(model)
         settings["precompute_ref_log_probs"] = "precomputed" in kind
+    if "followed" in kind:  # The reference follows the policy after each update.
+        settings |= {"sync_ref_model": True, "ref_model_sync_steps": 1}
     if split is not None:
         base = type("Split", (Trainer, base), {})
         more["outsize"] = split

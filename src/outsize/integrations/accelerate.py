@@ -8,31 +8,62 @@
 
 Accelerate knows one thing that processes may be: replicas, each with a part of the data and a whole model in
 DDP. Ranks of a split model all have the same batch, so it is told of one process for data; which one is the
-main process stays. `backward`, `clip_grad_norm_`, `accumulate` and autocast are Accelerate's own.
+main process stays, and what it alone has decided reaches the others by Accelerate's broadcasts. `backward`,
+`clip_grad_norm_`, `accumulate` and autocast are Accelerate's own.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, final
 
+import torch
 from torch import nn
 
+from outsize.capture.fakes.fake_model import is_fake
 from outsize.capture.models.imports import import_package
 from outsize.errors import BadOption
+from outsize.integrations.model_calls import AskedOfModel
 from outsize.train.split.module import SplitModule
 
 if TYPE_CHECKING:
     import accelerate
+    from accelerate.utils import operations
 else:
     accelerate = import_package("accelerate", extra="hf")
+    operations = import_package("accelerate.utils.operations", extra="hf")
+
+_AS_LAUNCHED: Final = "state_as_launched"
 
 
 def one_process_for_data(state: Any) -> int:
     """Tells Accelerate's state of one process, whose rank stays; returns how many there are."""
     processes: int = state.num_processes
+    if processes > 1:
+        _keep_broadcasts(SimpleNamespace(distributed_type=state.distributed_type, device=state.device))
     state.distributed_type, state.num_processes = accelerate.DistributedType.NO, 1
     return processes
+
+
+def _keep_broadcasts(state: object) -> None:
+    """Lets what one rank has drawn or read reach the others, as Accelerate broadcasts it from this state.
+
+    Ranks have gathered everything without a message, since each has all samples; a broadcast is none without
+    one. Code has both functions under names of its own, so they stay, and find the state by another name.
+    """
+
+    def state_now() -> object:
+        if is_fake(torch.empty(0)):
+            raise AskedOfModel("a broadcast of Accelerate's is no part of a recorded program")
+        return state
+
+    vars(operations)[_AS_LAUNCHED] = state_now
+    for function in map(inspect.unwrap, (operations.broadcast, operations.broadcast_object_list)):
+        code = function.__code__
+        names = tuple(_AS_LAUNCHED if name == "PartialState" else name for name in code.co_names)
+        function.__code__ = code.replace(co_names=names)
 
 
 @final

@@ -92,7 +92,7 @@ class ModelStandIn(nn.Module, ABC):
 
 @final
 class AskedOfModel(BaseException):
-    """Stops a loss that asks its model for more than an output, such as its weights."""
+    """Stops a loss that asks for more than its model's output, such as its weights, or a broadcast."""
 
 
 class OnlyCalled(ModelStandIn, ABC):

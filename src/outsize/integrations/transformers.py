@@ -44,6 +44,7 @@ from outsize.capture.models.imports import import_package
 from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.device.accelerators import device_type
 from outsize.errors import BadCheckpoint, BadOption, NotCapturable
+from outsize.integrations.accelerate import one_process_for_data
 from outsize.integrations.model_calls import (
     AskedOfModel,
     CallArguments,
@@ -62,7 +63,9 @@ from outsize.integrations.trainer_parts.called_models import (
     beside,
     called_engine,
     generating_over_ranks,
+    has_weights_of,
     models_beside,
+    planned,
     stages_in,
 )
 from outsize.integrations.trainer_parts.observed import watched
@@ -73,6 +76,7 @@ from outsize.ops.training import parallelize
 from outsize.program.python_reads import LOSS
 from outsize.run.stage.rng import borrowed_generators, generator_states, set_generator_states
 from outsize.run.transport.control_messages import all_gather_values
+from outsize.run.weights.freed import on_every_rank
 from outsize.train.batch.batch import Batch, microbatch
 from outsize.train.check.trainers import TrainerRun
 from outsize.train.engine.engine import Engine
@@ -88,8 +92,6 @@ else:
     utils = import_package("accelerate.utils", extra="hf")
 
 STATES: Final = "outsize"  # the folder in a checkpoint of the Trainer that has the optimizer's states
-OF_ALL_PROCESSES: Final = frozenset({"generation_batch_size"})
-"""Names the arguments that count all processes' samples when they are made, as if each had its own (TRL)."""
 
 
 @final
@@ -139,6 +141,7 @@ class Trainer(transformers.Trainer, ABC):
         super().__init__(*args, **kwargs)
         accelerator: Any = self.accelerator
         accelerator.go_on()
+        self.callback_handler.call_event = partial(_called_on_every_rank, self.callback_handler.call_event)
         if self._processes > 1:
             self._draw_alike()
 
@@ -186,35 +189,20 @@ class Trainer(transformers.Trainer, ABC):
         """Makes the accelerator, which is told of one process for data.
 
         Raises BadOption for another library that splits, for fp16, for a mode of torch.compile, and over
-        processes for evaluations in fewer bits.
+        processes for evaluations in fewer bits and for vLLM.
         """
         insist_on_one_split(vars(self.args))
-        if self.args.fp16:
-            raise BadOption(
-                "fp16=True scales losses inside of Accelerate, which sees no backward of a pipeline",
-                next_step="bf16=True, or your own loop with "
-                "parallelize(..., loss_fn=outsize.Loss(loss_fn, scaler=GradScaler()))",
-            )
-        if self.args.torch_compile_mode is not None:
-            raise BadOption(
-                "stages are compiled for a backend, and a mode of torch.compile is not passed to them",
-                numbers=f"torch_compile_mode={self.args.torch_compile_mode!r}",
-                next_step="torch_compile=True, or outsize={'compiled': 'auto'}",
-            )
         state: Any = self.args.distributed_state
         self._processes = state.num_processes
-        narrow = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(self.args, name)]
-        if narrow and self._processes > 1:
-            raise BadOption(
-                f"{narrow[0]}=True converts the whole model, and a rank has the weights of its stages",
-                numbers=f"{self._processes} processes",
-                next_step=f"leave {narrow[0]} out; bf16=True evaluates under autocast, as it trains",
-            )
-        state.distributed_type, state.num_processes = utils.DistributedType.NO, 1
+        _insist_on_arguments(self.args, self._processes)
+        one_process_for_data(state)
         self.args._n_gpu = min(1, self.args.n_gpu)  # Several devices of one process are the plan's.
-        for name in OF_ALL_PROCESSES & vars(self.args).keys():
-            vars(self.args)[name] //= self._processes
+        steps = getattr(self.args, "steps_per_generation", None)
+        if steps is not None:  # TRL has made another number of it, of the samples of all processes.
+            vars(self.args)["generation_batch_size"] = self.args.per_device_train_batch_size * steps
         super().create_accelerator_and_postprocess()
+        accelerator: Any = self.accelerator
+        accelerator.dataloader_config.dispatch_batches = False  # Every rank reads its batches itself.
         self.accelerator.__class__ = OneProcess
         self.accelerator.clip_grad_norm_ = self._clipped  # transformers 5.0 has no _clip_grad_norm
 
@@ -645,7 +633,8 @@ class Trainer(transformers.Trainer, ABC):
         with self.accelerator.autocast():
             if model is not self.model:
                 model.requires_grad_(False)
-                return called_engine(model, example, count, beside(options))
+                options = planned(options, self.engine.plan) if self.follows(model) else beside(options)
+                return called_engine(model, example, count, options)
             if self._engine is None or self._engine.model is not model:
                 makes = self._parts or self._own_optimizer
                 self._engine = called_engine(model, example, count, {**options, "optimizer": makes})
@@ -654,6 +643,12 @@ class Trainer(transformers.Trainer, ABC):
             self._engine.state.resume(self._resumes)
             self._resumes = None
         return self._engine
+
+    def follows(self, model: nn.Module) -> bool:
+        """Returns whether a model beside the trained one has its weights, by names and shapes: then pairs, of
+        which a callback may let one follow the other, are on one rank.
+        """
+        return model is not self.model and has_weights_of(model, self._whole_model)
 
     def microbatches_of_call(self) -> int:
         """Returns into how many microbatches a call is divided: those of the plan's replicas, among the
@@ -713,6 +708,40 @@ class Trainer(transformers.Trainer, ABC):
             else:
                 prepared = self.get_train_dataloader()
             return next(iter(DataLoader(prepared.dataset, batch_size=count, collate_fn=prepared.collate_fn)))
+
+
+def _insist_on_arguments(args: Any, processes: int) -> None:
+    """Raises BadOption for arguments that a split model does not follow."""
+    if args.fp16:
+        raise BadOption(
+            "fp16=True scales losses inside of Accelerate, which sees no backward of a pipeline",
+            next_step="bf16=True, or your own loop with "
+            "parallelize(..., loss_fn=outsize.Loss(loss_fn, scaler=GradScaler()))",
+        )
+    if args.torch_compile_mode is not None:
+        raise BadOption(
+            "stages are compiled for a backend, and a mode of torch.compile is not passed to them",
+            numbers=f"torch_compile_mode={args.torch_compile_mode!r}",
+            next_step="torch_compile=True, or outsize={'compiled': 'auto'}",
+        )
+    narrow = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)]
+    if narrow and processes > 1:
+        raise BadOption(
+            f"{narrow[0]}=True converts the whole model, and a rank has the weights of its stages",
+            numbers=f"{processes} processes",
+            next_step=f"leave {narrow[0]} out; bf16=True evaluates under autocast, as it trains",
+        )
+    if getattr(args, "use_vllm", False) and processes > 1:
+        raise BadOption(
+            "use_vllm=True gives vLLM the whole model, and a rank has the weights of its stages",
+            numbers=f"{processes} processes",
+            next_step="leave use_vllm out: the model generates where its stages are; or one process",
+        )
+
+
+def _called_on_every_rank(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with on_every_rank():
+        return call(*args, **kwargs)
 
 
 def _step_of(step: Callable[..., Tensor], model: nn.Module, items: Any, batch: Any) -> Tensor:

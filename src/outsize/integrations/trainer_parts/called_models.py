@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -24,6 +24,8 @@ from outsize.ops.training import parallelize
 from outsize.train.batch.batch import Batch
 from outsize.train.engine.engine import Engine
 from outsize.train.split.calls import insist_on_calls, tell_of_modules
+
+_DECIDED: Final = frozenset({"cluster", "stages", "microbatches", "axes"})
 
 
 def models_beside(trainer: object, trained: nn.Module, stages: int) -> list[nn.Module]:
@@ -58,6 +60,17 @@ def beside(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "plan"} | layout
 
 
+def has_weights_of(one: nn.Module, other: nn.Module) -> bool:
+    """Tells whether two models have weights of the same names, shapes and types."""
+    first, second = ([(n, w.shape, w.dtype) for n, w in each.named_parameters()] for each in (one, other))
+    return first == second
+
+
+def planned(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Returns options with a plan that has decided some of them."""
+    return {name: value for name, value in options.items() if name not in _DECIDED} | {"plan": plan}
+
+
 def called_engine(model: nn.Module, example: Batch, count: int, options: Mapping[str, Any]) -> Engine:
     """Returns the engine of a model that a loop calls `count` times for each update, each time with as many
     samples as the example has.
@@ -68,7 +81,9 @@ def called_engine(model: nn.Module, example: Batch, count: int, options: Mapping
     if not isinstance(own.get("plan"), Plan):
         own = split_into(own, batches_of_replica(own, count, example.size), samples)
         own["plan"] = replace(own["plan"], loop=True)
-    whole = example.resized(samples)
+    # Where others have other numbers of rows, as patches of images, `parallelize` finds the samples'.
+    is_plain = all(tensor.shape[:1] in ((), (example.size,)) for tensor in example.tensors())
+    whole = example.resized(samples) if is_plain else example
     engine = parallelize(model, whole.args, whole.kwargs, **own)
     insist_on_calls(engine.plan, engine.crew.local_replicas)
     tell_of_modules(engine.plan, engine.rank)

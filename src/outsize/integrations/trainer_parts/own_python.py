@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from outsize.errors import BadOption
 from outsize.integrations.trainer_parts.deferred_loss import DeferredLoss, value_of
 from outsize.integrations.trainer_parts.turns import PythonStates, Turns
 from outsize.train.engine.engine import Engine
@@ -49,6 +50,10 @@ class Splitting(Protocol):
 
     def engine_of(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:
         """Returns the engine of one of the models, which is built at its first call."""
+        ...
+
+    def follows(self, model: nn.Module) -> bool:
+        """Tells whether a model takes the plan of the trained one, which is split before it."""
         ...
 
     def microbatches_of_call(self) -> int:
@@ -83,35 +88,48 @@ class OwnPython:
         self, trainer: Any, step: Callable[[Any], Tensor], batches: Sequence[Any], device: torch.device
     ) -> list[Tensor]:
         """Returns what the trainer's step returns for each batch of an update, whose losses are computed in
-        turns once all of them have been asked for.
+        turns once all of them have been asked for. Raises BadOption for losses without a call of the model.
         """
         with self.active():
-            if len(batches) == 1:
-                return [step(batches[0])]
-            waiting: list[tuple[DeferredLoss, Callable[[], Tensor]]] = []
+            losses = self._trained(trainer, step, batches, device)
+        if id(self.trained_model) not in self._engines:
+            raise BadOption(
+                "the loss calls parts of the model or reads its weights, and a split model is called whole",
+                numbers=f"{len(batches)} losses of {type(trainer).__name__} without a call of its "
+                f"{type(self.trained_model).__name__}",
+                next_step="outputs = model(**inputs, output_hidden_states=True) has what its parts return",
+            )
+        return losses
 
-            def settle() -> None:
-                now = waiting.copy()
-                waiting.clear()
-                del vars(trainer)["compute_loss"]
-                try:
-                    self._turns.run([partial(_settled, loss, compute) for loss, compute in now])
-                finally:
-                    vars(trainer)["compute_loss"] = defer
+    def _trained(
+        self, trainer: Any, step: Callable[[Any], Tensor], batches: Sequence[Any], device: torch.device
+    ) -> list[Tensor]:
+        if len(batches) == 1:
+            return [step(batches[0])]
+        waiting: list[tuple[DeferredLoss, Callable[[], Tensor]]] = []
 
-            def defer(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-                deferred = DeferredLoss.on(device, settle)
-                compute = partial(type(trainer).compute_loss, trainer, model, inputs, *args, **kwargs)
-                waiting.append((deferred, compute))
-                return deferred
-
-            vars(trainer)["compute_loss"] = defer
+        def settle() -> None:
+            now = waiting.copy()
+            waiting.clear()
+            del vars(trainer)["compute_loss"]
             try:
-                returned = [step(batch) for batch in batches]
-                settle()
+                self._turns.run([partial(_settled, loss, compute) for loss, compute in now])
             finally:
-                del vars(trainer)["compute_loss"]
-            return [value_of(loss) for loss in returned]
+                vars(trainer)["compute_loss"] = defer
+
+        def defer(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            deferred = DeferredLoss.on(device, settle)
+            compute = partial(type(trainer).compute_loss, trainer, model, inputs, *args, **kwargs)
+            waiting.append((deferred, compute))
+            return deferred
+
+        vars(trainer)["compute_loss"] = defer
+        try:
+            returned = [step(batch) for batch in batches]
+            settle()
+        finally:
+            del vars(trainer)["compute_loss"]
+        return [value_of(loss) for loss in returned]
 
     def each(self, step: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
         """Returns what a step of an evaluation returns for each batch; they run in turns."""
@@ -195,6 +213,8 @@ class OwnPython:
     def _engine_of(self, call: ModelCall) -> Engine:
         key = id(call.model)
         if key not in self._engines:
+            if self._splitting.follows(call.model):
+                self._engine_of(call._replace(model=self.trained_model))
             # Code may have frozen or switched off a part of the model for this call; the plan is that of
             # the state in which the trainer has it.
             now = self._states.take()
