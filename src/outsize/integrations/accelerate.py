@@ -59,7 +59,7 @@ def _keep_broadcasts(state: object) -> None:
             raise AskedOfModel("a broadcast of Accelerate's is no part of a recorded program")
         return state
 
-    vars(operations)[_AS_LAUNCHED] = state_now
+    setattr(operations, _AS_LAUNCHED, state_now)
     for function in map(inspect.unwrap, (operations.broadcast, operations.broadcast_object_list)):
         code = function.__code__
         names = tuple(_AS_LAUNCHED if name == "PartialState" else name for name in code.co_names)
