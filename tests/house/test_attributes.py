@@ -35,6 +35,7 @@ OF_OTHERS = {
     "ops/doctor/models.py": {"weight"},
     "run/stage/batchnorm.py": {"forward"},
     "run/stage/seeded_draws.py": {"meta"},
+    "run/weights/freed.py": {"__class__"},
     "train/checkpoint/optimizers/optimizer_states.py": {"param_groups", "state"},
     "train/optimizers/owned_step.py": {"step"},
     "train/split/optimizers.py": {"param_groups"},
