@@ -65,6 +65,32 @@ def llama() -> nn.Module:
     return hf.LlamaForCausalLM(config).train()
 
 
+class LlamaHalf(nn.Module):
+    """What a user of torch's pipelines writes by hand: half of the layers, with the embedding or the head."""
+
+    def __init__(self, model: Any, *, first: bool) -> None:
+        super().__init__()
+        core, half = model.model, len(model.model.layers) // 2
+        self.layers = core.layers[:half] if first else core.layers[half:]
+        self.rotary = core.rotary_emb
+        self.embedding = core.embed_tokens if first else None
+        self.norm, self.head = (None, None) if first else (core.norm, model.lm_head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes tokens [samples, TOKENS] or values, returns values or logits."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        turned = self.rotary(x, torch.arange(x.shape[1])[None])
+        for layer in self.layers:
+            x = layer(x, position_embeddings=turned)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over tokens, as transformers computes it."""
+    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, WORDS), labels[:, 1:].reshape(-1))
+
+
 def gpt2() -> nn.Module:
     """Six layers of 512 units with dropout: 20 million parameters."""
     hf = import_transformers()

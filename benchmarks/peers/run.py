@@ -1,7 +1,7 @@
 """Question: is any axis slower than torch's own parallelism along it, and how far is each from its bound?
 
     python benchmarks/peers/run.py                                    # all; an idle machine of two cores
-    python benchmarks/peers/run.py --only replicas/llama shards       # some
+    python benchmarks/peers/run.py --only replicas/llama pipeline     # some
     python benchmarks/peers/run.py --before DIRECTORY                 # beside another checkout of outsize
     python benchmarks/peers/run.py --table                            # docs/speed.md from the results alone
 
@@ -29,18 +29,26 @@ PAGE: Final = HERE.parents[1] / "docs" / "speed.md"
 BEGIN: Final = "| axis | model | samples |"
 OUTSIZE: Final = "import sys; sys.argv[0] = 'outsize'; from outsize.cli import main; main()"
 SHARES: Final = (0.05, 0.3, 0.6)
+COUNTS: Final = (4.0, 8.0)
+ALL: Final = ("llama", "gpt2", "resnet50", "vit")
 MODELS: Final = {
-    "replicas": ("llama", "gpt2", "resnet50", "vit"),
-    "shards": ("llama", "gpt2", "resnet50", "vit"),
+    "replicas": ALL,
+    "shards": ALL,
     "tensor": ("llama",),
+    "pipeline": ("llama",),
+    "one process": ALL,
 }
+POINTS: Final = dict.fromkeys(("replicas", "shards", "tensor"), SHARES) | dict.fromkeys(
+    ("pipeline", "one process"), COUNTS
+)
+"""Shares of communication in the peer's step, or numbers of microbatches."""
 
 
-def launched(axis: str, model: str, share: float, rounds: int, source: Path) -> dict[str, Any]:
+def launched(axis: str, model: str, point: float, rounds: int, source: Path) -> dict[str, Any]:
     """One launch of two processes with this source of outsize."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        own = [str(HERE / "worker.py"), axis, model, str(share), str(out), str(rounds)]
+        own = [str(HERE / "worker.py"), axis, model, str(point), str(out), str(rounds)]
         command = [sys.executable, "-c", OUTSIZE, "run", "--nproc-per-node", "2", *own]
         settings = [f"PYTHONPATH={source / 'src'}:{HERE}", "OMP_NUM_THREADS=1"]
         done = subprocess.run(["env", *settings, *command], capture_output=True, text=True, check=False)
@@ -52,19 +60,22 @@ def launched(axis: str, model: str, share: float, rounds: int, source: Path) -> 
 def row(found: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
     """The figures of one launch: medians, and ratios round by round with their quartiles."""
     times = found.pop("times_s")
-    computing_s = statistics.median(times["computing"])
-    peer_s, ours_s = (statistics.median(times[name]) for name in ("peer", "outsize"))
-    bound_s = max(computing_s, found["wire_s"])
+    computing, ours = times.pop("computing", None), times.pop("outsize")
+    name = min(times, key=lambda each: statistics.median(times[each]))  # Of torch's schedules the faster one.
+    peer_s = statistics.median(times[name])
     result = found | {
-        "share": round(1 - computing_s / peer_s, 3),
-        "outsize_s": round(ours_s, 4),
+        "peer": name,
+        "outsize_s": round(statistics.median(ours), 4),
         "peer_s": round(peer_s, 4),
-        "bound_s": round(bound_s, 4),
-        "ratio": ratios(times["outsize"], times["peer"]),
+        "ratio": ratios(ours, times[name]),
     }
+    if computing is not None:
+        computing_s = statistics.median(computing)
+        bound_s = round(max(computing_s, found["wire_s"]), 4)
+        result |= {"share": round(1 - computing_s / peer_s, 3), "bound_s": bound_s}
     if before is not None:
         old = before["times_s"]
-        result["before_ratio"] = ratios(old["outsize"], old["peer"])
+        result["before_ratio"] = ratios(old["outsize"], old[name])
         result["before_samples"] = before["samples"]
     return result
 
@@ -96,8 +107,10 @@ def line_of(found: dict[str, Any]) -> str:
     ratio, before = found["ratio"], found.get("before_ratio")
     spread = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
     old = "" if before is None else f"{before['median']:.2f}"
-    bound = f"{found['bound_s'] / found['peer_s']:.2f}"
-    cells = [found["axis"], found["model"], str(found["samples"]), f"{found['share']:.0%}".replace("%", " %")]
+    point, bound = f"{found['point']:.0f} microbatches", ""
+    if "share" in found:
+        point, bound = f"{100 * found['share']:.0f} %", f"{found['bound_s'] / found['peer_s']:.2f}"
+    cells = [found["axis"], found["model"], str(found["samples"]), point]
     return f"| {' | '.join([*cells, old, spread, bound])} |"
 
 
@@ -115,7 +128,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(MODELS), metavar="AXIS[/MODEL]")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--before", type=Path)
-    parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
+    parser.add_argument("--points", nargs="+", type=float, help="shares, or numbers of microbatches")
     parser.add_argument("--table", action="store_true", help="write the page from the results alone")
     parser.add_argument("--dry", action="store_true", help="write no file")
     asked = parser.parse_args()
@@ -123,9 +136,9 @@ def main() -> None:
         axis, _, one = name.partition("/")
         for model in [one] if one else MODELS[axis]:
             rows = []
-            for share in asked.shares:
-                found = launched(axis, model, share, asked.rounds, HERE.parents[1])
-                old = asked.before and launched(axis, model, share, asked.rounds, asked.before)
+            for point in asked.points or POINTS[axis]:
+                found = launched(axis, model, point, asked.rounds, HERE.parents[1])
+                old = asked.before and launched(axis, model, point, asked.rounds, asked.before)
                 rows.append(row(found, old))
                 print(line_of(rows[-1]), flush=True)
             if not asked.dry:

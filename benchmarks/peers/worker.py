@@ -1,9 +1,10 @@
 """One pinned rank of two: outsize and torch's own parallelism on the same model, a step of each in turn.
 
-    worker.py AXIS MODEL SHARE OUT ROUNDS
+    worker.py AXIS MODEL POINT OUT ROUNDS
 
-The number of samples is the one at which communication takes SHARE of the peer's step, by three short
-measurements: the step without communication at two sizes, and the peer's step. Rank 0 writes JSON.
+POINT is a share: the number of samples is the one at which communication takes so much of the peer's step, by
+three short measurements, the step without communication at two sizes, and the peer's step. For pipelines and
+one process it is the number of microbatches. Rank 0 writes JSON.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import CASES, Case, loss_of
+from models import CASES, Case, LlamaHalf, loss_of, next_token_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import outsize
+from outsize.train.context.options import EngineOptions
+from outsize.train.engine.factory import make_engine
 from outsize.train.world.join import join
 from outsize.train.world.world import leave
 
@@ -38,6 +42,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shards": {"axes": {"dp_shard": 2}},
     "tensor": {"axes": {"tp": 2}},
 }
+CLIP_NORM = 1.0
+SAMPLES_OF_MICROBATCH = 4
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 
@@ -97,6 +103,58 @@ def ours(axis: str, case: Case, batch: dict[str, Tensor]) -> Step:
     plan = outsize.plan(model, (), batch, request=request)
     engine = outsize.parallelize(model, (), batch, plan=plan, optimizer=adamw)
     return lambda: engine.step(**batch)
+
+
+def pipelines(case: Case, batch: dict[str, Tensor], count: int, rank: int) -> dict[str, Step]:
+    """outsize's pipeline, planned, and torch's schedules on two halves cut by hand."""
+    model = made(case)
+    request = outsize.Request(cluster="2xcpu", batch_size=len(batch["labels"]), stages=2, microbatches=count)
+    plan = outsize.plan(model, (), batch, request=request)
+    engine = outsize.parallelize(model, (), batch, plan=plan, optimizer=adamw)
+    steps: dict[str, Step] = {"outsize": lambda: engine.step(**batch)}
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        half = LlamaHalf(made(case), first=rank == 0)
+        stage = PipelineStage(half, rank, 2, torch.device("cpu"))
+        steps[schedule.__name__] = pipelined(
+            schedule(stage, count, loss_fn=next_token_loss), half, batch, rank
+        )
+    return steps
+
+
+def pipelined(schedule: Any, half: nn.Module, batch: dict[str, Tensor], rank: int) -> Step:
+    """A step of one of torch's schedules."""
+    optimizer = adamw(half.parameters())
+
+    def step() -> None:
+        if rank == 0:
+            schedule.step(batch["input_ids"])
+        else:
+            schedule.step(target=batch["labels"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def alone(case: Case, batch: dict[str, Tensor], count: int, rank: int) -> dict[str, Step]:
+    """One process: the engine and the plain loop over the same microbatches, both with clipping."""
+    if rank:
+        return dict.fromkeys(("outsize", "peer"), lambda: None)
+    model, other = made(case), made(case)
+    request = outsize.Request(cluster="1xcpu", batch_size=len(batch["labels"]), microbatches=count)
+    plan = outsize.plan(model, (), batch, request=request)
+    engine = make_engine(model, plan, None, EngineOptions(optimizer=adamw, clip_norm=CLIP_NORM))
+    optimizer = adamw(other.parameters())
+
+    def plain() -> None:
+        for part in range(count):
+            loss = loss_of(other(**{name: tensor.chunk(count)[part] for name, tensor in batch.items()}))
+            (loss / count).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"outsize": lambda: engine.step(**batch), "peer": plain}
 
 
 def timed(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
@@ -164,22 +222,28 @@ def wire_s(model: nn.Module) -> float:
 
 
 def main() -> None:
-    axis, name, share, out, rounds = sys.argv[1:6]
+    axis, name, point, out, rounds = sys.argv[1:6]
     world = join()
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
     torch.set_num_threads(1)
-    case = CASES[name]
-    samples = samples_for(axis, case, float(share), world.rank)
-    batch = case.batch(samples)
-    steps = {
-        "outsize": ours(axis, case, batch),
-        "peer": peer(axis, case, batch, world.rank),
-        "computing": computing(axis, case, batch, world.rank),
-    }
+    case, rank = CASES[name], world.rank
+    by_count = {"pipeline": pipelines, "one process": alone}
+    if axis in by_count:
+        count = round(float(point))
+        samples = SAMPLES_OF_MICROBATCH * count
+        steps = by_count[axis](case, case.batch(samples), count, rank)
+    else:
+        samples = samples_for(axis, case, float(point), rank)
+        batch = case.batch(samples)
+        steps = {
+            "outsize": ours(axis, case, batch),
+            "peer": peer(axis, case, batch, rank),
+            "computing": computing(axis, case, batch, rank),
+        }
     times = timed(steps, int(rounds))
-    wire = wire_s(made(case)) if axis != "tensor" else 0.0
+    wire = wire_s(made(case)) if axis in ("replicas", "shards") else 0.0
     if world.rank == 0:
-        found = {"axis": axis, "model": name, "asked_share": float(share), "samples": samples}
+        found = {"axis": axis, "model": name, "point": float(point), "samples": samples}
         Path(out).write_text(json.dumps(found | {"times_s": times, "wire_s": wire}))
     leave(world)
 
