@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ OF_OTHERS = {
 }
 
 
+@cache
 def attributes_of_classes(tree: ast.Module) -> set[str]:
     """Returns the names of the attributes that objects of a file's classes have."""
     found = set[str]()
@@ -81,11 +83,12 @@ def set_from_outside(paths: Iterable[Path], of_others: Mapping[str, set[str]]) -
     trees = {path: parse(path) for path in paths}
     owned = {path: attributes_of_classes(tree) for path, tree in trees.items()}
     known = set[str]().union(*owned.values()) - OF_TENSORS
+    others = {path: known - own - of_others.get(relative(path), set()) for path, own in owned.items()}
     return [
         f"{relative(path)}:{node.lineno} {ast.unparse(node)}"
         for path, tree in trees.items()
         for node in sets_in(tree)
-        if node.attr in known - owned[path] - of_others.get(relative(path), set())
+        if node.attr in others[path]
         if ast.unparse(node.value) not in {"self", "cls", CONTEXT}
     ]
 
