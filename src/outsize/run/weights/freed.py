@@ -184,7 +184,7 @@ def empty_for_others(weight: nn.Parameter, stand_in: Tensor) -> None:
     A list that was made before, such as that of an average of weights, still has it, and another rank trains
     it on.
     """
-    weight.data = weight.data.new_zeros(1).expand(weight.shape)
+    weight.data = weight.data.new_zeros(()).expand(weight.shape)
     vars(weight).update(vars(stand_in))
     weight.__class__ = FreedParameter
 

@@ -118,10 +118,11 @@ def test_a_list_from_before_has_no_values_of_a_weight_that_another_rank_trains()
     """An average of weights that was begun before the model was split would follow none of them."""
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    weight, bias = model.weight, model.bias
-    free_foreign(model, {"weight": "rank 1", "bias": "rank 1"}, CPU)
+    weight, bias, scale = model.weight, model.bias, nn.Parameter(torch.ones(()))
+    model.register_parameter("scale", scale)
+    free_foreign(model, {"weight": "rank 1", "bias": "rank 1", "scale": "rank 1"}, CPU)
     assert weight is not model.weight
-    assert weight.shape == (2, 2)
+    assert (weight.shape, scale.shape) == ((2, 2), ())
     for use in (lambda: weight.detach().sum(), lambda: torch.zeros(2, 2).lerp_(weight, 0.1)):
         with pytest.raises(BadOption, match="weight is a weight of rank 1 and has no values on this rank"):
             use()
