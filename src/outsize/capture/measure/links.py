@@ -38,7 +38,7 @@ SIZES: Final = tuple(4**k * 1024 for k in range(8))
 WARM_UP: Final = 3
 
 
-class Begun(Protocol):
+class BegunLap(Protocol):
     """A collective that has begun."""
 
     def wait(self) -> object:
@@ -49,15 +49,15 @@ class Begun(Protocol):
 class Collectives(Protocol):
     """Collectives of all ranks as steps run them; `begin_...` returns at once."""
 
-    def begin_all_reduce(self, x: Tensor) -> Begun:
+    def begin_all_reduce(self, x: Tensor) -> BegunLap:
         """Adds up all ranks' x, in place."""
         ...
 
-    def begin_all_gather(self, out: Tensor, own: Tensor) -> Begun:
+    def begin_all_gather(self, out: Tensor, own: Tensor) -> BegunLap:
         """Puts all ranks' tensors into `out`."""
         ...
 
-    def begin_reduce_scatter(self, out: Tensor, x: Tensor) -> Begun:
+    def begin_reduce_scatter(self, out: Tensor, x: Tensor) -> BegunLap:
         """Puts the sum of all ranks' parts for this rank into `out`."""
         ...
 
@@ -225,6 +225,6 @@ def _exchange(kind: Kind, group: dist.ProcessGroup, wire: Wire, size: int, devic
     return wire.round_trip(whole)
 
 
-def _done(work: Begun) -> None:
+def _done(work: BegunLap) -> None:
     # Not simulated: the lap waits for the whole device behind it. On the CPU the collective ends here.
     work.wait()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outsize.run.transport.rank_collectives import Work
+from outsize.run.transport.rank_collectives import Begun
 
 Collective = Callable[..., Tensor]
 
@@ -34,7 +34,7 @@ Collective = Callable[..., Tensor]
 class InFlight:
     """Holds a collective that has begun, and its tensors; without `work` the caller's stream does it."""
 
-    def __init__(self, work: Work | None, tensors: Sequence[Tensor], result: Tensor) -> None:
+    def __init__(self, work: Begun | None, tensors: Sequence[Tensor], result: Tensor) -> None:
         self._work, self._tensors, self._result = work, tensors, result
 
     def wait(self) -> Tensor:

@@ -31,6 +31,7 @@ class MemoryOffer:
 
     @classmethod
     def of(cls, memories: Mapping[int, SharedMemory]) -> Self:
+        """Offers memory of this process, by a number for each piece."""
         files = {number: memory.file for number, memory in memories.items()}
         cookies = {number: cookie_in(memory) for number, memory in memories.items()}
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ _COMBINES: Final[dict[Any, Callable[..., Tensor]]] = {
 _READERS: Final = 4  # Each rank of an all-reduce reads what all have; with more ranks a ring is faster.
 
 
-class Work(Protocol):
+class Begun(Protocol):
     """A collective that has begun."""
 
     def wait(self) -> object:
@@ -44,7 +44,7 @@ class Work(Protocol):
 class SummedTerms:
     """A sum over ranks that has begun: `terms` add up to it, in their order, until `close`."""
 
-    def __init__(self, x: Tensor, work: Work | None, near: SharedMemoryGroup | None, number: int) -> None:
+    def __init__(self, x: Tensor, work: Begun | None, near: SharedMemoryGroup | None, number: int) -> None:
         self._x, self._work, self._near, self._number = x, work, near, number
 
     def terms(self) -> Sequence[Tensor]:
@@ -98,7 +98,7 @@ class RankCollectives:
         else:
             near.end(near.begin_all_reduce(x, _COMBINES[op]))
 
-    def begin_all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
+    def begin_all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Begun:
         """Begins to add up all ranks' x, or to reduce them by `op`, in place."""
         near = self._reader(x, op)
         if near is None:
@@ -120,7 +120,7 @@ class RankCollectives:
         else:
             near.end(near.begin_all_gather(out, own))
 
-    def begin_all_gather(self, out: Tensor, own: Tensor) -> Work:
+    def begin_all_gather(self, out: Tensor, own: Tensor) -> Begun:
         """Begins to put all ranks' tensors into `out`, in a row."""
         near = self._shared_by(own)
         if near is None:
@@ -135,7 +135,7 @@ class RankCollectives:
         else:
             near.end(near.begin_reduce_scatter(out, x))
 
-    def begin_reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+    def begin_reduce_scatter(self, out: Tensor, x: Tensor) -> Begun:
         """Begins to put the sum of all ranks' parts for this rank into `out`."""
         near = self._shared_by(x)
         if near is None:
@@ -181,18 +181,18 @@ class RankCollectives:
         return self._near
 
 
-def _all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Work | None:
+def _all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Begun | None:
     # The first name is that of torch 2.13, the second that of earlier versions; so below.
     send = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return send(out, own, group=group, async_op=async_op)
 
 
-def _reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Work | None:
+def _reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Begun | None:
     send = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return send(out, x, group=group, async_op=async_op)
 
 
-def _begun(work: Work | None) -> Work:
+def _begun(work: Begun | None) -> Begun:
     assert work is not None
     return work
 

@@ -69,7 +69,7 @@ class _Block:
 
 
 @final
-class _Place(NamedTuple):
+class _Operand(NamedTuple):
     """Where an operand begins in this rank's arena, and its block."""
 
     block: _Block
@@ -229,7 +229,7 @@ class SharedMemoryGroup:
                     start = self._peers[rank].tensor(number, 8 * self.rank, _NUMBER)
                     part.copy_(self._peers[rank].tensor(number, int(start), part))
 
-        number = self._post(_Place(block, block.start), read)
+        number = self._post(_Operand(block, block.start), read)
         self.end(number)
 
     def broadcast(self, x: Tensor, source: int) -> None:
@@ -256,7 +256,7 @@ class SharedMemoryGroup:
     # -- what operations do ---------------------------------------------------------------------------------
 
     def _post(
-        self, place: _Place | None, read: Callable[[], None], awaited: Sequence[int] | None = None
+        self, place: _Operand | None, read: Callable[[], None], awaited: Sequence[int] | None = None
     ) -> int:
         """Shows a place to the others; `read` reads theirs once the awaited ranks, or all, have posted."""
         number = self._posted + 1
@@ -293,17 +293,17 @@ class SharedMemoryGroup:
     def _is_read(self, number: int) -> bool:
         return number <= 0 or all(peer.has_read(number) for peer in self._peers.values())
 
-    def _place_of(self, x: Tensor) -> _Place:
+    def _place_of(self, x: Tensor) -> _Operand:
         """Returns where x lies in this rank's arena, into which it is copied unless it came from `buffer`."""
         block = self._by_place.get(x.untyped_storage()._cdata)
         if block is not None:
-            return _Place(block, block.start + x.data_ptr() - block.bytes.data_ptr())
+            return _Operand(block, block.start + x.data_ptr() - block.bytes.data_ptr())
         return self._copied(x)
 
-    def _copied(self, x: Tensor) -> _Place:
+    def _copied(self, x: Tensor) -> _Operand:
         block = self._block(x.numel() * x.element_size())
         _typed(block.bytes, 0, x).copy_(x)
-        return _Place(block, block.start)
+        return _Operand(block, block.start)
 
     def _of_ranks(self, number: int, own: Tensor, skipped_bytes: int = 0) -> list[Tensor]:
         """Returns the ranks' tensors of an operation, which are like this rank's `own`."""
