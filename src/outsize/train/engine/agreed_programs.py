@@ -7,11 +7,13 @@ of a module that one rank alone runs has changed there) would then wait on chann
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import lru_cache
 from hashlib import sha256
-from typing import Any, final
+from types import FunctionType
+from typing import Any, Final, final
 
 from outsize.ir.plan import Plan
 from outsize.program.python_reads import PythonRead
@@ -25,6 +27,9 @@ from outsize.train.variants.variant import ProgramChange, Variant
 from outsize.train.world.model_facts import text_of
 
 _SHOWN = 80
+_NUMBERED: Final = re.compile(r"value <\d+>")
+# Larger numbers may be addresses, which differ between processes (world/model_facts.py).
+_LEAST_ADDRESS: Final = 1 << 16
 
 
 @final
@@ -149,20 +154,50 @@ def _code_of(variants: Sequence[Variant], live: frozenset[str]) -> dict[str, str
 
 
 def _written(call: Instruction) -> tuple[str, str]:
-    """Returns the text of a call as its module makes it, and as the whole program does."""
-    name = call.target if isinstance(call.target, str) else text_of(call.target)
-    apart, numbered = (
-        text_of(map_leaves(partial(_argument, numbered=numbered), (call.args, call.kwargs)))
-        for numbered in (False, True)
-    )
-    return f"{name} {apart}", f"{name} {numbered} -> {call.out!r}"
+    """Returns the text of a call as its module makes it, and as the whole program does, where values have
+    numbers.
+    """
+    name = call.target if isinstance(call.target, str) else _target_text(call.target)
+    numbered = f"{name} {_argument_text((call.args, call.kwargs))}"
+    return _NUMBERED.sub("value", numbered), f"{numbered} -> {call.out!r}"
 
 
-def _argument(leaf: Any, *, numbered: bool) -> str:
-    """Returns the text of an argument; values of the program have numbers only within whole programs."""
-    if isinstance(leaf, Ref):
-        return f"value {leaf.slot}" if numbered else "value"
-    return leaf.name if isinstance(leaf, Weight) else text_of(leaf)
+def _target_text(target: Callable[..., Any]) -> str:
+    is_of_torch = isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] == "torch"
+    return _known_text(target) if is_of_torch else text_of(target)
+
+
+@lru_cache(maxsize=256)
+def _known_text(target: Callable[..., Any]) -> str:
+    """Returns the text of a function of torch's, whose code and closures nobody changes."""
+    return text_of(target)
+
+
+def _argument_text(value: Any) -> str:
+    """Returns the text of an argument. Every call of a program is written when one rank runs another, so what
+    most arguments are is written at once.
+    """
+    kind = type(value)
+    if kind is Ref:
+        return f"value <{value.slot}>"
+    if kind is Weight:
+        return str(value.name)
+    if value is None or kind is bool or kind is float or (kind is int and abs(value) < _LEAST_ADDRESS):
+        return repr(value)
+    if kind is tuple or kind is list:
+        texts = map(_argument_text, value)
+        # Lists of names are often made of sets, whose order differs between processes.
+        is_unordered = bool(value) and all(type(part) is str for part in value)
+        return f"{kind.__name__}({', '.join(sorted(texts) if is_unordered else texts)})"
+    if kind is dict:
+        return f"dict({', '.join(sorted(f'{key!r}: {_argument_text(part)}' for key, part in value.items()))})"
+    if kind is slice:
+        return f"slice{_argument_text((value.start, value.stop, value.step))}"
+    return text_of(map_leaves(_leaf_text, value))
+
+
+def _leaf_text(leaf: Any) -> Any:
+    return _argument_text(leaf) if isinstance(leaf, Ref | Weight) else leaf
 
 
 def _by_place(reads: Iterable[tuple[PythonRead, Any]]) -> dict[str, str]:
