@@ -62,7 +62,7 @@ from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_for, places_of
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import agreed, make_engine
-from outsize.train.measure.training_case import TrainingCase
+from outsize.train.measure.training_case import TrainingCase, known_tapes
 from outsize.train.ranks.divided_weights import insist_on_bits
 from outsize.train.world.handshake import shake_hands
 from outsize.train.world.join import join
@@ -140,7 +140,7 @@ def parallelize(
         group,
         replace(
             _decided(engine_options, asked, case, plan),
-            known=case.known_tapes(),
+            known=known_tapes(case),
             on_out_of_memory=None if room is None else partial(room.shrink, plan),
         ),
         RankOptions(
@@ -456,7 +456,7 @@ def _record_ahead(case: TrainingCase, asked: AskedRun) -> None:
         size = case.batch.size
         count = request_of(asked.request.layout, size).total_microbatches
         if count is not None and 0 < count <= size:
-            case.record_ahead(-(-size // count))
+            case.captured(-(-size // count))
 
 
 def _request_to_check(options: CheckOptions, batch_size: int) -> PlanRequest:

@@ -106,6 +106,13 @@ class _DeferredCall:
         return self.func in _RULES and self.func not in _TRANSPOSES and _step_of(self) == 1
 
 
+def deferred_file(twin: Tensor, read: Read, name: str, *, divides: bool) -> DeferredTensor:
+    """Returns a tensor of a file, by its name there; it `divides` where rows are read without the others."""
+    made = DeferredTensor(twin, read, frozenset((name,)))
+    made.divides = divides
+    return made
+
+
 def _is_deferred(value: Any) -> bool:
     return isinstance(value, DeferredTensor)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadWeights
-from outsize.run.weights.deferred import DeferredTensor, ReadBox
+from outsize.run.weights.deferred import DeferredTensor, ReadBox, deferred_file
 from outsize.run.weights.ownership import like, places
 from outsize.run.weights.source import Sizes, WeightSource
 
@@ -80,9 +80,7 @@ def is_pretrained(model: nn.Module) -> bool:
 
 
 def _deferred(source: WeightSource, name: str, twin: Tensor) -> DeferredTensor:
-    made = DeferredTensor(twin, lambda box: source.box(name, *box), frozenset((name,)))
-    made.divides = source.divides(name)
-    return made
+    return deferred_file(twin, lambda box: source.box(name, *box), name, divides=source.divides(name))
 
 
 def _loaded(model: Any, tensors: dict[str, DeferredTensor], source: WeightSource) -> dict[str, Tensor]:

@@ -271,22 +271,6 @@ class TrainingCase:
         except NotCapturable as refusal:
             return captured_by_modules(self.module, batch.args, batch.kwargs, samples, refusal)
 
-    def record_ahead(self, samples: int) -> None:
-        """Records the model at a size that is likely to run. Raises as `record`."""
-        self._recorded(samples)
-
-    def known_tapes(self) -> KnownTapes:
-        """Returns the tapes of the model as it is that tell what they depend on, for its engine."""
-        if not self.reads or self.precision != FP32.name:
-            return KnownTapes()
-        recorded = [
-            KnownTape(self.batch.resized(samples), tape, self.read_guards[id(tape)])
-            for (precision, is_accelerators, samples), tape in self.recordings.items()
-            if isinstance(tape, Tape) and (precision, is_accelerators) == (FP32.name, False)
-        ]
-        blocks = self.blocks.get(FP32.name, KnownBlocks())
-        return KnownTapes(recorded, blocks.repeated)
-
     def sized_graphs(
         self, graph_of: Callable[[Captured], ModelGraph], sizes: Sequence[int] = (), *, adds: bool = False
     ) -> SizedGraphs:
@@ -390,6 +374,19 @@ class TrainingCase:
         with suppressed():  # any other error is shown when the model is recorded
             return not _runs(self.module, batch)
         return False
+
+
+def known_tapes(case: TrainingCase) -> KnownTapes:
+    """Returns the recorded tapes of a case that tell what they depend on, for the engine of its model."""
+    if not case.reads or precision_policy(case.precision).weights is not None:
+        return KnownTapes()
+    recorded = [
+        KnownTape(case.batch.resized(samples), tape, case.read_guards[id(tape)])
+        for (precision, is_accelerators, samples), tape in case.recordings.items()
+        if isinstance(tape, Tape) and precision == case.precision and not is_accelerators
+    ]
+    blocks = case.blocks.get(case.precision, KnownBlocks())
+    return KnownTapes(recorded, blocks.repeated)
 
 
 def bare_graph(case: TrainingCase, samples: int) -> ModelGraph:
