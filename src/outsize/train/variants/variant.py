@@ -98,7 +98,7 @@ class Variant:
         boundaries = self.cut.boundaries
         tied = frozenset((b.weight, b.producer, b.consumers) for b in boundaries if b.weight is not None)
         loss = tuple(p.stage for p in self.cut.programs if p.has_loss)
-        outputs = (self.tape.metas[slot] for slot in self.cut.programs[-1].outputs)
+        outputs = (self.cut.tape.metas[slot] for slot in self.cut.programs[-1].outputs)
         edges = forward_edges(boundaries), backward_edges(boundaries)
         return *edges, tied, loss, self.loss_dtype, any(meta.requires_grad for meta in outputs)
 
