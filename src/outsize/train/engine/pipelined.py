@@ -224,7 +224,7 @@ class Pipelined(Executor):
             pieces, written = self._begin(step)
             self._adopt(variants)
             groups: list[OpenedGroup] = []
-            values: list[tuple[Tensor, ...]] = []
+            found: dict[int, tuple[Tensor, ...]] = {}  # By the number of the microbatch.
 
             def close() -> None:
                 for group in groups:
@@ -232,13 +232,16 @@ class Pipelined(Executor):
 
             try:
                 with self._collecting():
-                    for ((replica, members),) in self._rounds(variants, pieces):
+                    # A wiring has stages once, so all its microbatches run together, wherever they are.
+                    wirings = list(dict.fromkeys(variants[piece.part].wiring for piece in pieces))
+                    by_wiring = sorted(pieces, key=lambda piece: wirings.index(variants[piece.part].wiring))
+                    for ((replica, members),) in self._rounds(variants, by_wiring):
                         numbers = [piece.number for piece in members]
                         places = _backwards(members, order)
                         load = self._load(step, members, replica)._replace(seat=seat, order=places)
                         pipeline = self._crew.open(load, self._stage_of_call)
                         groups.append(OpenedGroup(numbers, pipeline))
-                        values += pipeline.forward().outputs
+                        found |= dict(zip(numbers, pipeline.forward().outputs, strict=False))
                 buffers = self._ownership.own(written) if written else ()
                 # By `data` the copies count as no change: graphs that wait have what they need of buffers.
                 self._crew.replicas.spread(buffer.data for buffer in buffers)
@@ -248,6 +251,7 @@ class Pipelined(Executor):
                     name_instruction(error)
                 raise
             self._end()
+        values = [found[piece.number] for piece in pieces] if found else []
         return OpenedCall(_call_outputs(step, pieces, values, self._crew.replicas), groups, close)
 
     def outputs(self, parts: Sequence[Batch], number: int) -> CallOutputs:
