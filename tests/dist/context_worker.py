@@ -67,20 +67,19 @@ def tokens_first_encoder() -> Any:
     return model.train(), (torch.randn(7, 4, 16),), {"src_key_padding_mask": padding}
 
 
-CASES.update(
-    {
-        "shallow": lambda: decoder("Llama", num_hidden_layers=1),
-        "gpt2 eager": lambda: eager(gpt2(0.2)),
-        "t5": lambda: eager(t5(0.2)),
-        "vit": vit,
-        "padded": padded,
-        "encoder": batch_first_encoder,
-        "tokens first": tokens_first_encoder,
-        "window": lambda: decoder("Mistral", sliding_window=4),
-        "gemma": lambda: decoder("Gemma2", head_dim=8, sliding_window=4),
-        "qwen3": MODELS["qwen3"],
-    }
-)
+OWN_CASES: dict[str, Any] = {
+    **CASES,
+    "shallow": lambda: decoder("Llama", num_hidden_layers=1),
+    "gpt2 eager": lambda: eager(gpt2(0.2)),
+    "t5": lambda: eager(t5(0.2)),
+    "vit": vit,
+    "padded": padded,
+    "encoder": batch_first_encoder,
+    "tokens first": tokens_first_encoder,
+    "window": lambda: decoder("Mistral", sliding_window=4),
+    "gemma": lambda: decoder("Gemma2", head_dim=8, sliding_window=4),
+    "qwen3": MODELS["qwen3"],
+}
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 SINGLE = {"mixtral"}  # torch's grouped matmul has no float64
 
@@ -130,7 +129,7 @@ def record_cases(texts: Iterable[str], ranks: int) -> None:
     with recorded_once():
         for text in texts:
             with all_in(dtype_of(text)):
-                model, batch = made(axes_of(text)[0], dtype_of(text))
+                model, batch = made(axes_of(text)[0], dtype_of(text), OWN_CASES)
                 plan_of(model, batch, text, ranks)
                 dims = BatchDims(rejection(model, loss_of), loss(batch)["batch_dims"])
                 record_run(model, dims.of(batch).split(2), loss_of)
@@ -165,7 +164,7 @@ def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def compared(text: str, world: World, folder: Path) -> dict[str, Any]:
-    model, batch = made(axes_of(text)[0], dtype_of(text))
+    model, batch = made(axes_of(text)[0], dtype_of(text), OWN_CASES)
     alone = copy.deepcopy(model)
     plan = plan_of(model, batch, text, world.world_size)
     compiled = "aot_eager" if "compiled" in text.split(":") else None

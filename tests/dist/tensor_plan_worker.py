@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -70,9 +70,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
 
 
-def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
+def made(name: str, dtype: torch.dtype, cases: Mapping[str, Any] = CASES) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
-    model, args, kwargs = CASES[name]()
+    model, args, kwargs = cases[name]()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.02 * torch.randn(p.shape)  # no bias of zeros, whose rounding Adam would blow up

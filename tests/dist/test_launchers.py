@@ -32,7 +32,7 @@ TRAIN = """
 import sys
 import torch
 import outsize
-from outsize.run.transport import same_host
+from outsize.run.transport import memory_offers
 from torch import nn
 
 if "beside" in sys.argv:  # waits until the other job is here too
@@ -44,7 +44,7 @@ if "beside" in sys.argv:  # waits until the other job is here too
 if "apart" in sys.argv:  # as between machines: no memory of the other rank can be opened
     def refuse(cls, pid, file):
         raise OSError("another machine")
-    same_host.SharedMemory.open = classmethod(refuse)
+    memory_offers.SharedMemory.open = classmethod(refuse)
 
 torch.manual_seed(0)
 model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())])
