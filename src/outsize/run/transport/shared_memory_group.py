@@ -82,7 +82,6 @@ class _Peer:
 
     def __init__(self, arena: SharedMemory, bell: PeerBell) -> None:
         self._arena, self._bell, self._timeout_s = arena, bell, bell.timeout_s
-        self._every = torch.frombuffer(arena.memory, dtype=torch.uint8)
 
     def has_read(self, number: int) -> bool:
         """Tells whether the rank has ended this operation."""
@@ -99,7 +98,14 @@ class _Peer:
         """Returns what the rank has posted for an operation, from this byte on, as a tensor like another."""
         known, start = _ENTRY.unpack_from(self._arena.memory, _entry(number))
         assert known == number, (known, number)
-        return _typed(self._every, start + skipped_bytes, like)
+        count = like.numel()
+        if not count:
+            return torch.empty_like(like)
+        # A tensor of its own, whose storage is as large as what it shows, and not the arena.
+        shown = torch.frombuffer(
+            self._arena.memory, dtype=like.dtype, offset=start + skipped_bytes, count=count
+        )
+        return shown.view(like.shape)
 
 
 @final

@@ -19,11 +19,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from outsize.errors import BadOption, OutsizeError
 from outsize.program.tape import Meta
-from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import shares_of
 from outsize.train.ranks.mesh import Mesh
@@ -92,7 +92,7 @@ class OutputJoin:
             if whole is None:
                 whole = torch.empty(_shape(joined), dtype=joined.dtype, device=joined.device)
             whole = whole.contiguous()
-            RankCollectives.of(self._group.of_tensor(whole)).broadcast(whole, self._last)
+            dist.broadcast(whole, group=self._group.of_tensor(whole), group_src=self._last)
         assert whole is not None
         return whole
 
@@ -109,7 +109,7 @@ class OutputJoin:
                 value = next(own).contiguous()
             else:
                 value = torch.empty(shape, dtype=joined.dtype, device=joined.device)
-            RankCollectives.of(group.of_tensor(value)).broadcast(value, replica)
+            dist.broadcast(value, group=group.of_tensor(value), group_src=replica)
             every.append(value)
         return _together(joined, every)
 
