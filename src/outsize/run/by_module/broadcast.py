@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from outsize.errors import BoundaryMismatch
 from outsize.run.transport.groups import RankGroup
+from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.run.transport.values import NotSendable, ValueReader, ValueWriter, described, layout_of
 from outsize.run.transport.wire_layout import WireLayout, pack
 
@@ -126,7 +127,7 @@ class Exchange:
 def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
     if flat.numel():
         # Sent as bytes, since not every backend knows every dtype.
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+        RankCollectives.of(group).broadcast(flat.view(torch.uint8), source)
     return flat
 
 
