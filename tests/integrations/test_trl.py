@@ -27,7 +27,7 @@ PREDICTING = ("sft", "sft packed", "dpo", "reward")
 # Without --all each kind runs in one process or over two: there what ranks do with reference models, with
 # adapters, heads and generated tokens, here other data for the same call, and a DPO in both.
 HERE = ("sft completion", "sft padding free", "sft packed wrapped", "dpo", "dpo precomputed", "grpo", "rloo")
-THERE = ("sft", "sft packed", "dpo", "dpo lora", "reward", "kto", "grpo kl lora")
+THERE = ("sft", "sft packed", "dpo", "dpo lora", "dpo followed", "reward", "kto", "grpo kl lora")
 
 
 def words(seed: int, count: int) -> str:
