@@ -10,7 +10,6 @@ A `Watcher` decides what to do; this file owns the fragile hooks into torch.
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -30,6 +29,8 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass_type,
 )
+
+from outsize.program.garbage import uncollected
 
 
 class Watcher(ABC):
@@ -161,7 +162,9 @@ def watching(watcher: Watcher, *, dispatch: bool = True, saved: bool = True) -> 
 
     with ExitStack() as stack:
         if dispatch:
-            stack.enter_context(_without_collections())
+            # The collector calls finalizers at moments of its own choice, so that two recordings of one model
+            # would not see the same calls.
+            stack.enter_context(uncollected())
         stack.enter_context(_patched_module_call(watcher))
         stack.enter_context(_patched_apply(watcher))
         stack.enter_context(_idle_conversions())
@@ -172,20 +175,6 @@ def watching(watcher: Watcher, *, dispatch: bool = True, saved: bool = True) -> 
             stack.enter_context(_DispatchMode(watcher))
         stack.enter_context(_FunctionMode(watcher))
         yield
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Lets Python's collector wait: it calls finalizers at moments of its own choice, so that two recordings
-    of one model would not see the same calls.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

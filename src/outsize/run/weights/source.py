@@ -18,7 +18,7 @@ from torch import Tensor
 Sizes = Sequence[int]
 
 PIECE_BYTES: Final = 8 << 20
-"""As much of a tensor is in memory twice while it is copied, where its source divides it."""
+"""Bounds how much of a tensor is in memory twice while it is copied, where its source divides it."""
 
 
 @final

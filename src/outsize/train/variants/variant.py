@@ -92,8 +92,8 @@ class Variant:
 
     @cached_property
     def wiring(self) -> Hashable:
-        """What travels between which stages, and whether a backward comes to the outputs; variants that agree
-        in it run in one schedule.
+        """Tells what travels between which stages, and whether a backward comes to the outputs; variants that
+        agree in it run in one schedule.
         """
         boundaries = self.cut.boundaries
         tied = frozenset((b.weight, b.producer, b.consumers) for b in boundaries if b.weight is not None)
