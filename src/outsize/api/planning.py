@@ -53,6 +53,7 @@ from outsize.planner.fit.from_plan import as_asked, with_plan
 from outsize.planner.search import evaluate_plan as pricing
 from outsize.planner.search.incumbents import Incumbents, Limits
 from outsize.planner.search.search import search
+from outsize.planner.search.sliced import search_in_slices
 from outsize.policies.precisions import FP32, precision_policy
 from outsize.run.stage.to_device import no_common_casts
 from outsize.train.measure.training_case import TrainingCase, as_batch, bare_graph
@@ -171,6 +172,7 @@ def _fastest_case(
     """Returns the plan with the shortest step."""
     cluster = kernel_stack(request.kernels).on(cluster)
     _insist_on_common_casts(request, cluster)
+    case = replace(case, slices=request.slices)
 
     def solve(case: TrainingCase, request: PlanRequest, loses_s: float = inf) -> SearchedPlan:
         if limits.incumbents.end_search():
@@ -180,6 +182,9 @@ def _fastest_case(
                 next_step="a longer time_limit_s (--time-limit)",
             )
         models = profiler.models(case, request, cluster)
+        if request.slices > 1:
+            plan = search_in_slices(request, models, cluster, search, pricing.price)
+            return SearchedPlan(plan, request, models)
         smallest = functools.partial(profiler.add_smallest, models, case, request, cluster)
         plan = search(request, models, cluster, smallest, replace(limits, loses_s=loses_s))
         return SearchedPlan(plan, request, models)
@@ -247,7 +252,8 @@ def fit(
     check_precision(asked.precision or FP32.name)
     case, cluster = adapted_case(model, args, kwargs, options, asked), asked_cluster(asked)
     request = asked_of(case, asked)
-    judged = _judged(case, request, cluster) if fitting.is_named_pipeline(request) else None
+    is_account = fitting.is_named_pipeline(request) and request.slices == 1
+    judged = _judged(case, request, cluster) if is_account else None
     if judged is not None and judged.fits:
         return judged
     try:
@@ -264,7 +270,7 @@ def asked_alone(case: TrainingCase, request: PlanRequest, cluster: Cluster, *, s
     Unless `searched`, a pipeline is judged by the quick account alone, which may say NO where the search
     finds a cut or an order of devices that fits.
     """
-    named = fitting.is_named_pipeline(request)
+    named = fitting.is_named_pipeline(request) and request.slices == 1
     judged = _judged(case, request, cluster, fitting.without_changes) if named else None
     # On one device the quick account knows the only cut.
     recomputes_all = request.activation_policy.recomputes_all
@@ -334,6 +340,7 @@ def _priced(chosen: Plan, case: TrainingCase, profiler: Profiler) -> Outlook:
     stack = kernel_stack(chosen.kernels, cluster.devices[0].kind)
     cluster = stack.on(cluster)
     case = case.under(chosen.precision).on(cluster).in_pieces(chosen.loss_pieces, chosen.module_pieces)
+    case = replace(case, slices=chosen.slices)
     captured = case.captured(chosen.microbatch_size)
     graph = stack.of_graph(styled(case, captured, chosen.axes))
     profile = profiler.profile(case, graph, cluster)

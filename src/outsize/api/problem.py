@@ -35,7 +35,9 @@ from outsize.planner.costs.context_parallel import LEAST_TOKENS
 from outsize.planner.costs.kernel_stacks import KernelStack, kernel_stack
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.policies.slices import SLICES
 from outsize.program.sharding.context_parallel.rows import by_rows
+from outsize.program.sharding.context_parallel.slices import in_slices
 from outsize.program.sharding.expert_parallel.experts import insist_on_experts
 from outsize.program.sharding.scaled_linear import insist_on_scales_of_tensors
 from outsize.program.sharding.stored_weight import insist_on_divided_codes, undivided_weights
@@ -92,7 +94,7 @@ class Profiler:
         parts = (1, 1, 1) if axes is None else (axes.product_parts, axes.expert_parts, axes.token_parts)
         adds = always or bool(axes is not None and axes.used_of(PARTS))
         recorded = functools.cache(lambda: case.sized_graphs(graph_of, sizes, adds=adds))
-        question = "styled", stack.to_json(), *parts, always
+        question = "styled", stack.to_json(), *parts, always, case.slices
 
         def at(samples: int) -> ModelGraph:
             def found() -> ModelGraph:
@@ -265,8 +267,11 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
     """
     tp, experts, tokens = axes.product_parts, axes.expert_parts, axes.token_parts
     if captured.graph.form == "modules":
-        _insist_on_whole_modules(captured.graph, axes)
+        _insist_on_whole_modules(captured.graph, axes, case.slices)
         return captured.graph
+    if case.slices > 1:
+        in_slices(captured.tape, case.whole, case.slices)
+        return with_rows(captured, case.whole, 2)
     if experts > 1:
         insist_on_experts(captured.tape, case.whole, experts * tp)
     if tokens > 1 or (always and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS):
@@ -290,9 +295,11 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
     return graph
 
 
-def _insist_on_whole_modules(graph: ModelGraph, axes: Axes) -> None:
-    """Raises BadOption for axes that give a device a part of a module, where the model runs by modules."""
-    divided = axes.used_of(PARTS)
+def _insist_on_whole_modules(graph: ModelGraph, axes: Axes, slices: int) -> None:
+    """Raises BadOption for axes that give a device a part of a module, and for slices of sequences, where the
+    model runs by modules.
+    """
+    divided = axes.used_of(PARTS) | ({SLICES.name: slices} if slices > 1 else {})
     if divided:
         raise BadOption(
             f"{graph.model} runs by modules, in its own Python, which has the sizes of one device in it",

@@ -285,7 +285,7 @@ def _decided(engine_options: EngineOptions, run: AskedRun, case: TrainingCase, p
     graph, device = case.captured(plan.microbatch_size).graph, cluster.devices[0]
     if asked[1] == AUTO:
         engine_options = replace(engine_options, device_graphs=graph_use_of(graph, plan, device))
-    if asked[0] != AUTO:
+    if asked[0] != AUTO or plan.slices > 1:
         return engine_options
     compilation = compilation_of(graph, plan, device)
     return replace(engine_options, compiled=compilation.backend, compilation=compilation)
@@ -445,7 +445,7 @@ def _made_plan(case: TrainingCase, asked: AskedRun, cluster: Cluster, alone: boo
         compiled, graphs = asked.compile.compiled, asked.compile.device_graphs
         stack = stack_of_run(compiled=compiled in (True, BACKEND), device_graphs=graphs is True)
         request = request.model_copy(update={"kernels": stack})
-    if alone and not (request.has_group_axes or layout.get("axes")):
+    if alone and not (request.has_group_axes or layout.get("axes") or request.slices > 1):
         request = request.model_copy(update={"exact": True})
     return plan_case(case, request, cluster, Profiler.of(asked.request)).plan
 

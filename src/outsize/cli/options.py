@@ -199,6 +199,14 @@ ModulePieces = Annotated[
         "(default: where nothing else fits).",
     ),
 ]
+Slices = Annotated[
+    int | None,
+    typer.Option(
+        "--slices",
+        min=1,
+        help="Slices in which the sequences of a microbatch go through the stages (causal attention).",
+    ),
+]
 WeightPlace = Annotated[
     weights.Weights | None,
     typer.Option(

@@ -405,6 +405,8 @@ class Plan(Record):
     sequence_parallel   values between layers that tp shards are sharded, too, along the tokens
     loss_pieces   in so many pieces of rows the loss is computed from the last product on, so that logits of
                 all rows never exist at once; 1: in one
+    slices      in so many slices the sequences of a microbatch go through the stages, which keep keys and
+                values for those that follow (policies/slices.py)
     module_pieces   the same of modules that work on each row and are wide inside, such as an MLP
     recompute   "full": a stage saves what it receives and recomputes the rest in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`; "offload":
@@ -434,6 +436,7 @@ class Plan(Record):
     sequence_parallel: bool = False
     loss_pieces: Count = 1
     module_pieces: Count = 1
+    slices: Count = 1
     recompute: Recompute = KEEP.name
     kernels: Kernels = "eager"
     bn: BatchNormMode = "micro"
@@ -586,12 +589,28 @@ class Plan(Record):
         """Returns what this version of outsize does not run of it, `dp_shard 4, tp 2`; empty for a plan that
         runs.
         """
-        return unsupported(self.axes, self.weights, self.form)
+        return unsupported(self.axes, self.weights, self.form) or self._beside_slices
+
+    @property
+    def _beside_slices(self) -> str:
+        """Returns what slices of sequences do not run with; empty where there is nothing, or one slice."""
+        beside = {
+            self.axes.beyond_pp: self.axes.group_size > 1,
+            f"weights {self.weights!r}": self.weight_policy.on_host or self.weight_policy.shards_weights,
+            "activations on the host": any(policy.offloads for policy in self.activation_policies),
+            "rows of a schedule": bool(self.actions),
+            f"form {self.form!r}": self.form != "tape",
+            f"bn {self.bn!r}": self.bn != "micro",
+        }
+        others = [what for what, is_used in beside.items() if is_used] if self.slices > 1 else []
+        return f"slices {self.slices} with {', '.join(others)}" if others else ""
 
     @property
     def bit_identical(self) -> bool:
-        """Returns whether its results are those of one device bit by bit: no replicas or tp ranks add up."""
-        return self.axes.keeps_bits
+        """Returns whether its results are those of one device bit by bit: no replicas or tp ranks add up, nor
+        slices of sequences.
+        """
+        return self.axes.keeps_bits and self.slices == 1
 
     @property
     def shards(self) -> bool:

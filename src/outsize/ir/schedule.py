@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Final, Protocol, Self, final
@@ -113,11 +113,17 @@ def _peer(stage: int, kind: Kind, named: str | None, text: str) -> int:
 @final
 @dataclass(frozen=True)
 class Schedule:
-    """Holds `actions[rank]` in execution order; `rank_of[stage]` is the rank of each stage."""
+    """Holds `actions[rank]` in execution order; `rank_of[stage]` is the rank of each stage.
+
+    With `slices` each microbatch's sequences go through the stages in so many slices: what actions count as
+    microbatches are then slices, `microbatches` of them, those of one microbatch one after the other. A slice
+    needs the keys and values of those before it, so forwards ascend, and backwards of a microbatch descend.
+    """
 
     name: str
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]
+    slices: int = 1
 
     @property
     def ranks(self) -> int:
@@ -136,8 +142,15 @@ class Schedule:
 
     def compute(self) -> Schedule:
         """Returns the schedule without transfers and residency actions."""
-        rows = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in self.actions)
-        return Schedule(self.name, self.microbatches, rows)
+        return self.with_rows(tuple(a for a in row if a.kind in COMPUTE) for row in self.actions)
+
+    def with_rows(self, rows: Iterable[tuple[Action, ...]]) -> Schedule:
+        """Returns the schedule of the same step with other rows."""
+        return replace(self, actions=tuple(rows))
+
+    def backward_place(self, microbatch: int) -> int:
+        """Returns the place of a microbatch, or of a slice, among the backwards of a stage."""
+        return last_slice_first(microbatch, self.slices)
 
     def to_csv(self) -> str:
         """Returns one line per rank, cells separated by commas."""
@@ -149,6 +162,13 @@ class Schedule:
         rows = tuple(parse_row(line) for line in text.splitlines() if line.strip())
         counts = {a.microbatch for row in rows for a in row if a.kind in COMPUTE}
         return cls(name, len(counts), rows)
+
+
+def last_slice_first(unit: int, slices: int) -> int:
+    """Returns the number that a slice has where the last slice of each microbatch comes first; it is its own
+    inverse.
+    """
+    return unit - unit % slices + slices - 1 - unit % slices
 
 
 def parse_row(line: str) -> tuple[Action, ...]:

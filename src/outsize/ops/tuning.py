@@ -88,6 +88,12 @@ def tune(
         keep_freed_memory()  # as engines do, so that a trial's one step does not pay for new pages
     case = case_of(model, args, kwargs, options)
     request = request_of(asked.layout, case.batch.size)
+    if request.slices > 1:
+        raise BadOption(
+            "tune tries schedules, cuts and microbatches, and none in slices of sequences",
+            numbers=f"slices={request.slices}",
+            next_step="outsize.plan(model, args, request=outsize.Request(slices=...)), which estimates them",
+        )
     if request.stages is None:
         request = request.model_copy(update={"stages": world.world_size})
     case = case.under(request.precision)

@@ -41,7 +41,8 @@ Cells = Mapping[Action, Cell]
 def check_compute(schedule: Schedule) -> None:
     """Checks that each stage, on one rank, runs F and then B, or F, I and W, of all microbatches in order.
 
-    Raises InvalidSchedule; transfers in the schedule are ignored.
+    Of a microbatch in slices, backwards come from the last slice to the first. Raises InvalidSchedule;
+    transfers in the schedule are ignored.
     """
     cells = _cells(schedule)
     _check_placement(schedule)
@@ -151,6 +152,10 @@ def _check_placement(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule, cells: Cells) -> None:
     rank_of = schedule.rank_of
+    if schedule.microbatches % schedule.slices:
+        what = f"a step of {schedule.microbatches} slices is none of whole microbatches"
+        numbers = f"{schedule.slices} slices in each"
+        raise _fault(schedule, Cell(0, 0), what, numbers, "add the missing slices of the last one")
     for stage in range(max(rank_of, default=-1) + 1):
         rank = rank_of.get(stage, schedule.ranks - 1)
         for microbatch in range(schedule.microbatches):
@@ -168,19 +173,27 @@ def _check_complete(schedule: Schedule, cells: Cells) -> None:
 
 def _check_order(schedule: Schedule, cells: Cells) -> None:
     last: dict[tuple[int, Kind], Action] = {}
+    why = "gradients accumulate in microbatch order"
+    if schedule.slices > 1:
+        why = f"the {schedule.slices} slices of a microbatch go forward in order, and back from the last one"
     for cell, action in _walk(schedule):
         if action.kind not in COMPUTE:
             continue
         for kind in _ORDERED[action.kind]:
             before = last.setdefault((action.stage, kind), action)
-            if before.microbatch > action.microbatch:
-                why = "gradients accumulate in microbatch order"
+            if _turn(schedule, before, kind) > _turn(schedule, action, kind):
                 raise _fault(schedule, cell, f"{action} runs after {before}", why, f"put it before {before}")
             last[action.stage, kind] = action
         first = Action(action.stage, _BEFORE[action.kind], action.microbatch)
         if cells.get(first, Cell(cell.rank, -1)) > cell:
             where = f"{first} is cell {cells[first].column + 1}"
             raise _fault(schedule, cell, f"{action} runs before {first}", where, f"put it after {first}")
+
+
+def _turn(schedule: Schedule, action: Action, kind: Kind) -> int:
+    """Returns the place of an action among those of this kind."""
+    is_forward = kind is Kind.F
+    return action.microbatch if is_forward else schedule.backward_place(action.microbatch)
 
 
 # The orders that an action is part of: B adds to weight gradients as W does, to input gradients as I does.

@@ -14,6 +14,10 @@
     custom       written by a person
     forward-only no backwards: what evaluation and generation run
 
+Sequences that go through the stages in slices (`Schedule.slices`) have rows of their own (SlimPipe, arXiv
+2504.14519): a slice is in flight where a microbatch was. Under 1f1b stage s holds n + p - s - 1 slices, of
+which n are a microbatch, so the first stage holds hardly more than one microbatch instead of p.
+
 Each has one record (family.py) with its row builder and all that the planner needs to know of it. To add a
 schedule, write both here and enter the record with `register`; then `make docs` writes its golden rows, and
 its picture goes into tests/unit/schedules/test_builders.py. The smallest example is TOY in
@@ -42,7 +46,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from outsize.errors import BadOption
-from outsize.ir.schedule import COMPOSED_NAME, CUSTOM_NAME, SCHEDULES, Action, Kind
+from outsize.ir.schedule import COMPOSED_NAME, CUSTOM_NAME, SCHEDULES, Action, Kind, last_slice_first
 from outsize.schedules.compose import IN_A_V, listed
 from outsize.schedules.family import ChainLaw, Family, StagePath
 from outsize.schedules.job import Job, StageCost
@@ -74,6 +78,11 @@ def families() -> tuple[Family, ...]:
 def built() -> tuple[str, ...]:
     """Returns the names of the training schedules that are built by their name alone."""
     return tuple(family.name for family in families() if family.row is not None and family.trains)
+
+
+def sliced() -> tuple[str, ...]:
+    """Returns the names of the schedules that know slices of sequences."""
+    return tuple(family.name for family in families() if family.sliced_row is not None)
 
 
 def offered() -> tuple[str, ...]:
@@ -152,6 +161,53 @@ def one_f_one_b_row(stage: int, stages: int, microbatches: int, ranks: int) -> I
         yield Action(stage, Kind.B, microbatch)
         if microbatch + in_flight < microbatches:
             yield Action(stage, Kind.F, microbatch + in_flight)
+
+
+def naive_sliced_row(rank: int, stages: int, microbatches: int, ranks: int, slices: int) -> Iterable[Action]:
+    """Yields the slices of a microbatch forward, and backward from the last one on, then the next microbatch.
+
+    time   0   1   2   3   4   5   6   7   8   9   10  11
+    rank 0 0F0 0F1 .   .   0B1 0B0 0F2 0F3 .   .   0B3 0B2
+    rank 1 .   1F0 1F1 1B1 1B0 .   .   1F2 1F3 1B3 1B2 .
+    """
+    own = range(rank, stages, ranks)
+    for first in range(0, microbatches * slices, slices):
+        units = range(first, first + slices)
+        yield from (Action(stage, Kind.F, unit) for unit in units for stage in own)
+        yield from (Action(stage, Kind.B, unit) for unit in reversed(units) for stage in reversed(own))
+
+
+def gpipe_sliced_row(rank: int, stages: int, microbatches: int, ranks: int, slices: int) -> Iterable[Action]:
+    """Yields all slices forward, then those of each microbatch backward, from its last one on.
+
+    time   0   1   2   3   4   5   6   7   8   9
+    rank 0 0F0 0F1 0F2 0F3 .   .   0B1 0B0 0B3 0B2
+    rank 1 .   1F0 1F1 1F2 1F3 1B1 1B0 1B3 1B2 .
+    """
+    own, units = range(rank, stages, ranks), range(microbatches * slices)
+    yield from (Action(stage, Kind.F, unit) for stage in own for unit in units)
+    order = [last_slice_first(unit, slices) for unit in units]
+    yield from (Action(stage, Kind.B, unit) for stage in reversed(own) for unit in order)
+
+
+def one_f_one_b_sliced_row(
+    stage: int, stages: int, microbatches: int, ranks: int, slices: int
+) -> Iterable[Action]:
+    """Yields n + p - s - 1 forwards, then one backward and one forward in turn, then the last backwards.
+
+    A backward may begin when the last slice of its microbatch has gone forward. Two slices, two microbatches:
+
+    time   0   1   2   3   4   5   6   7   8   9
+    rank 0 0F0 0F1 0F2 .   0B1 0F3 0B0 .   0B3 0B2
+    rank 1 .   1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2 .
+    """
+    count = microbatches * slices
+    in_flight = min(slices + stages - stage - 1, count)
+    yield from (Action(stage, Kind.F, unit) for unit in range(in_flight))
+    for at in range(count):
+        yield Action(stage, Kind.B, last_slice_first(at, slices))
+        if at + in_flight < count:
+            yield Action(stage, Kind.F, at + in_flight)
 
 
 def forward_row(rank: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
@@ -349,6 +405,7 @@ NAIVE: Final = register(
         name="naive",
         paper="gradient accumulation over a model that is spread on devices",
         row=naive_row,
+        sliced_row=naive_sliced_row,
         placement=round_robin,
         preference=2,
         in_flight=_one_in_flight,
@@ -368,6 +425,7 @@ GPIPE: Final = register(
         name="gpipe",
         paper="Huang et al., arXiv 1811.06965, sec. 2.3",
         row=gpipe_row,
+        sliced_row=gpipe_sliced_row,
         placement=round_robin,
         preference=1,
         in_flight=_all_in_flight,
@@ -387,6 +445,7 @@ ONE_F_ONE_B: Final = register(
         name="1f1b",
         paper="Narayanan et al., arXiv 2006.09503, sec. 3.2",
         row=one_f_one_b_row,
+        sliced_row=one_f_one_b_sliced_row,
         placement=round_robin,
         preference=0,
         in_flight=_depth_in_flight,

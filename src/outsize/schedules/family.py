@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, final
 
 from outsize.ir.schedule import Action
 
+SlicedRowBuilder = Callable[[int, int, int, int, int], Iterable[Action]]
+"""(rank, stages, microbatches, ranks, slices) -> the same, where actions are of slices of microbatches."""
 RowBuilder = Callable[[int, int, int, int], Iterable[Action]]
 """(rank, stages, microbatches, ranks) -> the compute actions of the rank in execution order."""
 ChunkCounts = Callable[[int, int], tuple[int, ...]]
@@ -93,6 +95,8 @@ class Family:
                         where weights cannot come from the host
     dominated_by        a schedule that never holds more memory and is as fast
     trains              it has backwards, as a training step wants
+    sliced_row          builds the row of a rank where sequences go through the stages in slices; None where
+                        the schedule does not know them
     """
 
     name: str
@@ -122,6 +126,7 @@ class Family:
     on_host_as: str | None = None
     dominated_by: str | None = None
     trains: bool = True
+    sliced_row: SlicedRowBuilder | None = None
 
     @property
     def plain(self) -> bool:

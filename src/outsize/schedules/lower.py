@@ -61,7 +61,7 @@ def lower(
     rows = [tuple(_lower_row(row, arriving, leaving)) for row in schedule.actions]
     sent = _wires(rows, rank_of)
     rows = [tuple(_in_order(row, rank_of, sent)) for row in rows]
-    return Schedule(schedule.name, schedule.microbatches, tuple(rows))
+    return schedule.with_rows(rows)
 
 
 def in_chain(row: Sequence[Action], stages: int) -> tuple[Action, ...]:

@@ -61,7 +61,7 @@ def with_loads(schedule: Schedule, room: int = ROOM) -> Schedule:
     loaded.
     """
     rows = tuple(tuple(_loaded(row, room)) for row in schedule.actions)
-    return Schedule(schedule.name, schedule.microbatches, rows)
+    return schedule.with_rows(rows)
 
 
 def with_activation_copies(schedule: Schedule, stages: Collection[int]) -> Schedule:
@@ -69,7 +69,7 @@ def with_activation_copies(schedule: Schedule, stages: Collection[int]) -> Sched
     without a backward save nothing.
     """
     rows = tuple(tuple(_with_activation_copies(row, stages)) for row in schedule.actions)
-    return Schedule(schedule.name, schedule.microbatches, rows)
+    return schedule.with_rows(rows)
 
 
 def with_value_copies(schedule: Schedule) -> Schedule:
@@ -77,7 +77,7 @@ def with_value_copies(schedule: Schedule) -> Schedule:
     one compute before the next one that needs anything.
     """
     rows = tuple(tuple(_with_value_copies(row)) for row in schedule.actions)
-    return Schedule(schedule.name, schedule.microbatches, rows)
+    return schedule.with_rows(rows)
 
 
 def computed(copy: Action) -> Action:

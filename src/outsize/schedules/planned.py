@@ -13,15 +13,17 @@ from outsize.schedules.builders import build
 from outsize.schedules.check import check_compute
 
 
-def planned(name: str, stages: int, microbatches: int, ranks: int, actions: tuple[str, ...] = ()) -> Schedule:
+def planned(
+    name: str, stages: int, microbatches: int, ranks: int, actions: tuple[str, ...] = (), slices: int = 1
+) -> Schedule:
     """Returns the compute-only schedule, as `build` makes it where there are no actions.
 
     Raises InvalidSchedule when the actions are no step of `stages` stages and `microbatches` microbatches on
     these ranks, BadOption as `build`.
     """
     if not actions:
-        return build(name, stages, microbatches, ranks)
-    whole = read(actions, name)
+        return build(name, stages, microbatches, ranks, slices)
+    whole = read(actions, name, slices)
     if (whole.stages, whole.ranks) != (stages, ranks) or whole.microbatches < microbatches:
         actual = f"{whole.stages} stages on {whole.ranks} ranks with {whole.microbatches} microbatches"
         raise InvalidSchedule(
@@ -32,8 +34,9 @@ def planned(name: str, stages: int, microbatches: int, ranks: int, actions: tupl
     return first(whole, microbatches)
 
 
-def read(rows: tuple[str, ...], name: str = CUSTOM_NAME) -> Schedule:
-    """Returns the schedule of these rows without sends and receives, which `lower` makes again.
+def read(rows: tuple[str, ...], name: str = CUSTOM_NAME, slices: int = 1) -> Schedule:
+    """Returns the schedule of these rows without sends and receives, which `lower` makes again; microbatches
+    of the rows are slices where each has several.
 
     Raises InvalidSchedule, which marks the cell.
     """
@@ -51,7 +54,7 @@ def read(rows: tuple[str, ...], name: str = CUSTOM_NAME) -> Schedule:
             ) from None
     actions = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in parsed)
     counts = [a.microbatch for row in actions for a in row]
-    schedule = Schedule(name, max(counts, default=-1) + 1, actions)
+    schedule = Schedule(name, max(counts, default=-1) + 1, actions, slices)
     check_compute(schedule)
     return schedule
 
@@ -59,7 +62,7 @@ def read(rows: tuple[str, ...], name: str = CUSTOM_NAME) -> Schedule:
 def first(schedule: Schedule, microbatches: int) -> Schedule:
     """Returns the schedule of the first `microbatches` microbatches."""
     rows = (tuple(a for a in row if a.microbatch < microbatches) for row in schedule.actions)
-    return Schedule(schedule.name, microbatches, tuple(rows))
+    return Schedule(schedule.name, microbatches, tuple(rows), schedule.slices)
 
 
 def written(schedule: Schedule) -> tuple[str, ...]:

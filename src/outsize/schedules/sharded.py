@@ -51,7 +51,7 @@ def with_gathers(schedule: Schedule, uses: Edges, *, once: bool = False) -> Sche
     """
     needs = _needs(schedule.rank_of, uses)
     rows = tuple(tuple(_row(row, needs, once)) for row in schedule.actions)
-    return Schedule(schedule.name, schedule.microbatches, rows)
+    return schedule.with_rows(rows)
 
 
 def _needs(rank_of: Mapping[int, int], uses: Edges) -> Needs:
@@ -86,7 +86,7 @@ def with_gathers_of_call(schedule: Schedule, uses: Edges, *, once: bool = False)
         tuple(a for half in halves for a in _row(half, needs, once) if a.kind is not Kind.REDUCE_GRAD)
         for halves in cuts
     )
-    return Schedule(schedule.name, schedule.microbatches, tuple(rows))
+    return schedule.with_rows(rows)
 
 
 def with_reductions(schedule: Schedule) -> Schedule:
@@ -94,7 +94,7 @@ def with_reductions(schedule: Schedule) -> Schedule:
     follow it.
     """
     rows = tuple(tuple(_reduced(row)) for row in schedule.actions)
-    return Schedule(schedule.name, schedule.microbatches, rows)
+    return schedule.with_rows(rows)
 
 
 def _reduced(row: Sequence[Action]) -> Iterator[Action]:

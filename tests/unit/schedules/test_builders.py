@@ -15,7 +15,7 @@ from outsize.ir.schedule import Action, Kind
 from outsize.schedules import families
 from outsize.schedules.builders import build
 from outsize.schedules.check import check, check_compute
-from outsize.schedules.families import built, family_of
+from outsize.schedules.families import built, family_of, sliced
 from outsize.schedules.grid import draw
 from outsize.schedules.lower import lower
 
@@ -45,6 +45,46 @@ def test_docstring_picture_of_two_stages_on_a_rank(
 ) -> None:
     picture = draw(build(name, 4, microbatches, ranks=2))
     assert dedent(picture) in (inspect.getdoc(row) or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("naive", families.naive_sliced_row),
+        ("gpipe", families.gpipe_sliced_row),
+        ("1f1b", families.one_f_one_b_sliced_row),
+    ],
+)
+def test_docstring_picture_of_slices(name: str, row: Callable[..., Any]) -> None:
+    picture = draw(build(name, 2, 2, slices=2))
+    assert dedent(picture) in (inspect.getdoc(row) or "")
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3, 8])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+@pytest.mark.parametrize("name", sliced())
+def test_slices_are_a_step_that_ends(name: str, stages: int, microbatches: int, slices: int) -> None:
+    schedule = build(name, stages, microbatches, slices=slices)
+    chain = range(stages)
+    down, up = frozenset(pairwise(chain)), frozenset(pairwise(reversed(chain)))
+    check(lower(schedule, down, up), down, up)
+    if slices == 1:
+        assert schedule == build(name, stages, microbatches)
+
+
+@pytest.mark.parametrize(("stages", "slices"), [(4, 4), (4, 16), (8, 8)])
+def test_slices_in_flight_are_hardly_more_than_a_microbatch(stages: int, slices: int) -> None:
+    for stage, row in enumerate(build("1f1b", stages, 8, slices=slices).actions):
+        held = most = 0
+        for action in row:
+            held += 1 if action.kind is Kind.F else -1
+            most = max(most, held)
+        assert most == slices + stages - stage - 1
+
+
+def test_a_schedule_without_slices_says_which_ones_have_them() -> None:
+    with pytest.raises(BadOption, match="knows no slices of sequences; slices=2; schedules that do: naive"):
+        build("interleaved", 2, 2, slices=2)
 
 
 def test_docstring_picture_of_a_v() -> None:

@@ -77,6 +77,28 @@ def test_whole_message() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        ("0F0,0F1,0F2,0F3,0B1,0B0,0B3,0B2", ""),
+        ("0F0,0F1,0B1,0F2,0B0,0F3,0B3,0B2", ""),
+        ("0F0,0F1,0F2,0F3,0B0,0B1,0B3,0B2", "0B1 runs after 0B0"),
+        ("0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0", "0B1 runs after 0B2"),
+        ("0F1,0F0,0F2,0F3,0B1,0B0,0B3,0B2", "0F0 runs after 0F1"),
+        ("0F0,0B0,0F1,0B1,0F2,0F3,0B3,0B2", "0B1 runs after 0B0"),
+        ("0F0,0F1,0F2,0B1,0B0,0B2", "none of whole microbatches"),
+    ],
+)
+def test_slices_go_back_from_the_last_one_of_their_microbatch(rows: str, what: str) -> None:
+    found = Schedule.from_csv(rows)
+    schedule = Schedule("custom", found.microbatches, found.actions, slices=2)
+    if not what:
+        check_compute(schedule)
+        return
+    with pytest.raises(InvalidSchedule, match=what):
+        check_compute(schedule)
+
+
 def test_deadlock_names_every_wait() -> None:
     circle = (
         "0RECV_B0,0F0,0B0,0SEND_F0\n"  # sends its activations only behind its backward

@@ -82,6 +82,7 @@ def plan(
     sequence_parallel: options.SequenceParallel = None,
     loss_pieces: options.LossPieces = None,
     module_pieces: options.ModulePieces = None,
+    slices: options.Slices = None,
     weights: options.WeightPlace = None,
     inference: options.Inference = False,
     loop: options.Loop = False,
@@ -120,6 +121,7 @@ def plan(
         sequence_parallel=sequence_parallel,
         loss_pieces=loss_pieces,
         module_pieces=module_pieces,
+        slices=slices,
         weights=weights,
         objective=None if objective == "time" else objective,
     )

@@ -24,6 +24,7 @@ from outsize.ir.plan import Axes, BatchNormMode, Count, Kernels, Precision, Sche
 from outsize.ir.schedule import Schedule
 from outsize.policies.activations import KEEP, ActivationPolicy, Recompute, activation_policy
 from outsize.policies.precisions import FP32
+from outsize.policies.slices import SLICES
 from outsize.policies.weights import RESIDENT, WeightPolicy, Weights, weight_policy
 
 AxisSearch = Literal["pp", "all"]
@@ -59,6 +60,7 @@ class LayoutOptions(TypedDict, total=False):
     sequence_parallel: bool | None
     loss_pieces: int | None
     module_pieces: int | None
+    slices: int | None
 
 
 class RequestOptions(LayoutOptions, total=False):
@@ -89,8 +91,9 @@ class PlanRequest(AskedAxes):
     `exact` keeps to layouts whose results are bit-identical to one device's: pipelines, and where none fits,
     weights on the host.
     `sequence_parallel` None prices both values. `loss_pieces` None computes the loss in pieces of rows where
-    that makes room (Plan), and `module_pieces` wide modules. `weights` None shards weights over dp_shard, and
-    keeps them on the host where the devices are too small for them. `objective` "cost" chooses also which
+    that makes room (Plan), and `module_pieces` wide modules; `slices` are those of
+    sequences. `weights` None shards weights over dp_shard, and keeps them on the host where the devices are
+    too small for them. `objective` "cost" chooses also which
     devices are rented. `inference` runs forwards alone: nothing is trained or saved for a backward. `loop`:
     the model is called in a loop of the user's own (`outsize.split`), where backwards follow all forwards.
     `kernels` is the stack whose seconds are asked for.
@@ -113,6 +116,7 @@ class PlanRequest(AskedAxes):
     sequence_parallel: bool | None = None
     loss_pieces: Count | None = None
     module_pieces: Count | None = None
+    slices: Count = 1
     weights: Weights | None = None
     objective: Objective = "time"
     inference: bool = False
@@ -155,7 +159,7 @@ class PlanRequest(AskedAxes):
     @property
     def searches_axes(self) -> bool:
         """Returns whether axes are searched that are not given, where the devices leave any."""
-        return self.axes == "all" and not (self.exact or self.actions)
+        return self.axes == "all" and not (self.exact or self.actions or self.slices > 1)
 
     @property
     def without_axis_search(self) -> PlanRequest:
@@ -178,7 +182,7 @@ class PlanRequest(AskedAxes):
         """
         if self.inference:
             return False
-        open_request = self.axes == "all" and not (self.has_group_axes or self.actions)
+        open_request = self.axes == "all" and not (self.has_group_axes or self.actions or self.slices > 1)
         return open_request and self._leaves_devices(cluster)
 
     def _leaves_devices(self, cluster: Cluster) -> bool:
@@ -200,6 +204,7 @@ class PlanRequest(AskedAxes):
         mesh = self.mesh(1)
         if self.inference:
             self._check_inference()
+        self._check_slices()
         self._check_chunks()
         if self.bn == "sync":
             self._check_whole_batch()
@@ -217,6 +222,29 @@ class PlanRequest(AskedAxes):
                 next_step=f"{SHARD.typed(2)}, or leave out weights",
             )
         return self
+
+    def _check_slices(self) -> None:
+        """Checks that nothing is asked for that slices of sequences do not run with."""
+        if self.slices == 1:
+            return
+        beside = {
+            self.mesh(1).beyond_pp: self.has_group_axes,
+            "exact": self.exact,
+            "inference": self.inference,
+            "loop": self.loop,
+            "a schedule of one's own": bool(self.actions),
+            f"chunks={self.chunks}": (self.chunks or 1) > 1,
+            f"weights={self.weights!r}": self.weight_policy.on_host or self.weight_policy.shards_weights,
+            f"recompute={self.recompute!r}": self.activation_policy.offloads,
+            f"bn={self.bn!r}": self.bn != "micro",
+        }
+        others = [what for what, is_asked in beside.items() if is_asked]
+        if others:
+            raise BadOption(
+                "slices of sequences are of pipelines alone: stages with their weights, in an engine's steps",
+                numbers=f"slices={self.slices}, {', '.join(others)}",
+                next_step=f"leave out slices (--{SLICES.name}), or the others",
+            )
 
     def _check_chunks(self) -> None:
         """Checks that a schedule is searched, or made, whose ranks may have several stages."""

@@ -54,6 +54,7 @@ class ScheduleKey(NamedTuple):
     microbatches: int
     ranks: int
     actions: tuple[str, ...]
+    slices: int = 1
 
     @property
     def without_actions(self) -> tuple[ScheduleName, int, int, int]:
@@ -67,7 +68,8 @@ class Layout:
     """Fixes everything but the cuts: `stages` in all, `microbatches` of each replica.
 
     `captured`: the number of microbatches of the whole batch for which the model was captured. `sequence`: tp
-    also divides the activations between layers (sequence parallelism).
+    also divides the activations between layers (sequence parallelism). With `slices` the microbatches of its
+    actions are slices of sequences.
     """
 
     axes: Axes
@@ -78,6 +80,7 @@ class Layout:
     weights: Weights = RESIDENT.name
     actions: tuple[str, ...] = ()
     sequence: bool = False
+    slices: int = 1
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -96,7 +99,7 @@ class Layout:
     def schedule_key(self, microbatches: int | None = None) -> ScheduleKey:
         """Returns the key of the schedule of `microbatches`, by default of all."""
         count = self.microbatches if microbatches is None else microbatches
-        return ScheduleKey(self.schedule, self.stages, count, self.axes.pp, self.actions)
+        return ScheduleKey(self.schedule, self.stages, count, self.axes.pp, self.actions, self.slices)
 
     @property
     def group(self) -> int:
@@ -156,7 +159,7 @@ class Layout:
         """Returns the layout of a plan."""
         m = plan.microbatches
         layout = cls(plan.axes, len(plan.stages), plan.schedule, m, m, plan.weights, plan.actions)
-        return replace(layout, sequence=plan.sequence_parallel)
+        return replace(layout, sequence=plan.sequence_parallel, slices=plan.slices)
 
 
 def pipelines(

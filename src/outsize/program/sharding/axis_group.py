@@ -25,11 +25,13 @@ class AxisGroup(ABC):
     """Defines the ranks of one axis; `place` is this rank's position among them.
 
     `computes_for_others`: in a call, weights of this rank compute what others have. So they have gradients
-    although the rank's own microbatch may have no share in the loss.
+    although the rank's own microbatch may have no share in the loss. `gathered` is what a gather returns of a
+    value; None: all of it.
     """
 
     place: RankPosition
     computes_for_others: ClassVar[bool] = False
+    gathered: RankPosition | None = None
 
     @abstractmethod
     def collective(self, name: str) -> Callable[..., Any]:

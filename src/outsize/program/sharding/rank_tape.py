@@ -161,9 +161,14 @@ class RankTapeWriter(ABC):
 
     def _whole(self, leaf: Ref, share: Share, before: Instruction, *, in_parts: bool = False) -> Ref:
         """Inserts a gather; `in_parts` says that each rank has a summand of the gradient of the whole."""
-        meta = self._tape.metas[leaf.slot]
+        meta = self._gathered_meta(leaf, share)
         name = "collect" if in_parts and meta.requires_grad else "gather"
         return self._insert(("whole", leaf, name), self._group.call(name, share), leaf, meta, before)
+
+    def _gathered_meta(self, leaf: Ref, share: Share) -> Meta:
+        """Returns the meta of what a gather returns of a divided value."""
+        meta, place = self._tape.metas[leaf.slot], self._group.gathered
+        return meta if place is None else resized_meta(meta, share.dim, place.size(share))
 
     def _with_whole(self, tree: Any, shares: Mapping[int, Share]) -> Any:
         """Returns a result of the tape with these of its slots gathered, behind the last instruction."""

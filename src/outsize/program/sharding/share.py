@@ -71,15 +71,20 @@ class Share:
 @final
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Identifies one rank of a tensor-parallel group of `ranks` ranks."""
+    """Identifies one rank of a tensor-parallel group of `ranks` ranks.
+
+    `from_first`: it has the blocks of all ranks before it as well, as a slice of a sequence has the keys.
+    """
 
     rank: int
     ranks: int
+    from_first: bool = False
 
     def block(self, size: int) -> tuple[int, int]:
         """Returns start and stop of this rank's block."""
         block = -(-size // self.ranks)
-        return min(size, self.rank * block), min(size, (self.rank + 1) * block)
+        start = 0 if self.from_first else self.rank * block
+        return min(size, start), min(size, (self.rank + 1) * block)
 
     def size(self, share: Share) -> int:
         """Returns the size of the dim on this rank."""

@@ -21,6 +21,7 @@ tests/dist/test_context.py, the numbers of one process.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from math import prod
 from typing import Any, final
@@ -36,41 +37,28 @@ from outsize.program.sharding.context_parallel.row_sums import counted_targets
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.run.collectives.functions import Paired
 from outsize.run.collectives.scaled_products import ScaledLayer, scaled_product
-from outsize.run.collectives.tensor_parallel import TensorParallelGroup, drawn_mask, named_collective
+from outsize.run.collectives.tensor_parallel import TensorParallelGroup, drawn_mask, named_collective, part_of
 
 Function = Callable[..., Tensor]
 
 
-@final
-class ContextParallelGroup(AxisGroup):
-    """Runs the collectives over one dim of a mesh; `group.collectives` counts the bytes of each kind.
+class RowGroup(AxisGroup):
+    """Computes what holders of rows of a sequence compute of all rows: losses, sums, dropout.
 
-    `share` says how the divided argument is divided, and `function` is the model's own. Gradients of whole
-    values are sums over ranks. `ends_graphs`: compiled stages call the collectives outside of their graphs.
+    `share` says how the divided argument is divided, and `function` is the model's own.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, ends_graphs: bool = False) -> None:
-        self.group, self._ends_graphs = TensorParallelGroup(mesh), ends_graphs
-        self.place = self.group.place
+    @abstractmethod
+    def total(self, x: Tensor) -> Tensor:
+        """Returns the sum of all holders' x; its gradient is that of the whole sum."""
 
-    def collective(self, name: str) -> Callable[..., Any]:
-        return named_collective(self, name, ends_graph=self._ends_graphs)
-
-    def gather(self, x: Tensor, share: Share) -> Tensor:
-        """Returns all rows; the gradient of x is the sum of all ranks' gradients of its rows."""
-        return self.group.collect(x, share)
+    @abstractmethod
+    def total_count(self, x: Tensor) -> Tensor:
+        """Returns the sum of all holders' x, which has no gradient."""
 
     def cut(self, x: Tensor, share: Share) -> Tensor:
-        """Returns this rank's rows of a whole value."""
-        return Paired.apply(x, self.group.collectives.part, self._between_zeros, share)
-
-    def output(self, x: Tensor, share: Share) -> Tensor:
-        """Returns all rows; every rank has the whole gradient of them, and takes that of its rows."""
-        return self.group.gather(x, share)
-
-    def end(self, whole: Tensor) -> Tensor:
-        """Returns a loss or another whole value, whose gradient begins as 1 / ranks on each rank."""
-        return Paired.apply(whole, _same, self._part_of)
+        """Returns this holder's rows of a whole value."""
+        return Paired.apply(x, self._rows_of, self._between_zeros, share)
 
     def dropout(
         self,
@@ -90,6 +78,83 @@ class ContextParallelGroup(AxisGroup):
             return x
         mask = drawn_mask(function, x, p, ((share, self.place), *others))
         return x.mul_(mask) if inplace else x * mask
+
+    def cross_entropy(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes the cross entropy of all rows from this holder's logits and targets."""
+        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        logits, target, reduction = (options.pop(name, "mean") for name in ("input", "target", "reduction"))
+        if reduction == "none":
+            return function(logits, target, **options, reduction="none")
+        summed = self.total(function(logits, target, **options, reduction="sum"))
+        if reduction == "sum":
+            return summed
+        return summed / self.total_count(counted_targets(target, **options).to(summed.dtype))
+
+    def average(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes a loss that is a mean (or sum) over all elements from this holder's."""
+        reduction = kwargs.pop("reduction", "mean")
+        each = function(*args, **kwargs, reduction="none")
+        summed = self.total(each.sum())
+        return summed if reduction == "sum" else summed / self._whole_count(each, share)
+
+    def sum(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        """Adds up over all rows."""
+        return self.total(function(*args, **kwargs))
+
+    def add_up(self, share: Share, function: AddsUpOverRows, *operands: Tensor) -> Any:
+        """Returns the results of the sums over all holders of what a function computes of its rows."""
+        return function.finish([self.total(part) for part in function.parts(*operands)])
+
+    def mean(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes the mean over all rows."""
+        x, *more = args
+        mean = function(x, *more, **kwargs)
+        return self.total(mean * (self.place.size(share) / share.size))
+
+    def _rows_of(self, x: Tensor, share: Share) -> Tensor:
+        return part_of(x, share, self.place)
+
+    def _between_zeros(self, x: Tensor, share: Share) -> Tensor:
+        """Returns a whole value of which only this holder's rows are not zero."""
+        whole = x.new_zeros([share.size if d == share.dim else size for d, size in enumerate(x.shape)])
+        done = 0
+        for start, stop in self.place.ranges(share):
+            rows = x.narrow(share.dim, done, stop - start)
+            whole.narrow(share.dim, start, stop - start).copy_(rows)
+            done += stop - start
+        return whole
+
+    def _whole_count(self, x: Tensor, share: Share) -> int:
+        return prod(x.shape) // x.shape[share.dim] * share.size
+
+
+@final
+class ContextParallelGroup(RowGroup):
+    """Runs the collectives over one dim of a mesh; `group.collectives` counts the bytes of each kind.
+
+    Gradients of whole values are sums over ranks. `ends_graphs`: compiled stages call the collectives outside
+    of their graphs.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, ends_graphs: bool = False) -> None:
+        self.group, self._ends_graphs = TensorParallelGroup(mesh), ends_graphs
+        self.place = self.group.place
+
+    def collective(self, name: str) -> Callable[..., Any]:
+        return named_collective(self, name, ends_graph=self._ends_graphs)
+
+    def gather(self, x: Tensor, share: Share) -> Tensor:
+        """Returns all rows; the gradient of x is the sum of all ranks' gradients of its rows."""
+        return self.group.collect(x, share)
+
+    def output(self, x: Tensor, share: Share) -> Tensor:
+        """Returns all rows; every rank has the whole gradient of them, and takes that of its rows."""
+        return self.group.gather(x, share)
+
+    def end(self, whole: Tensor) -> Tensor:
+        """Returns a loss or another whole value, whose gradient begins as 1 / ranks on each rank."""
+        return Paired.apply(whole, _same, self._part_of)
 
     def attention(
         self,
@@ -111,7 +176,7 @@ class ContextParallelGroup(AxisGroup):
         parts, done = list[Tensor](), 0
         for start, stop in self.place.ranges(share):
             rows = query.narrow(-2, done, stop - start)
-            parts.append(_causal(function, rows, key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), scale))
+            parts.append(causal(function, rows, key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), scale))
             done += stop - start
         return torch.cat(parts, -2)
 
@@ -128,65 +193,25 @@ class ContextParallelGroup(AxisGroup):
         out = scaled_product(layer, x, weight)
         return out if bias is None else out + bias.to(out.dtype)
 
-    def cross_entropy(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
-        """Computes the cross entropy of all rows from this rank's logits and targets."""
-        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-        options = dict(zip(names, args, strict=False)) | kwargs
-        logits, target, reduction = (options.pop(name, "mean") for name in ("input", "target", "reduction"))
-        if reduction == "none":
-            return function(logits, target, **options, reduction="none")
-        summed = self.total(function(logits, target, **options, reduction="sum"))
-        if reduction == "sum":
-            return summed
-        return summed / self.group.collectives.total(counted_targets(target, **options).to(summed.dtype))
-
-    def average(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
-        """Computes a loss that is a mean (or sum) over all elements from this rank's."""
-        reduction = kwargs.pop("reduction", "mean")
-        each = function(*args, **kwargs, reduction="none")
-        summed = self.total(each.sum())
-        return summed if reduction == "sum" else summed / self._whole_count(each, share)
-
-    def sum(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
-        """Adds up over all rows."""
-        return self.total(function(*args, **kwargs))
-
-    def add_up(self, share: Share, function: AddsUpOverRows, *operands: Tensor) -> Any:
-        """Returns the results of the sums over all ranks of what a function computes of its rows."""
-        return function.finish([self.total(part) for part in function.parts(*operands)])
-
-    def mean(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
-        """Computes the mean over all rows."""
-        x, *more = args
-        mean = function(x, *more, **kwargs)
-        return self.total(mean * (self.place.size(share) / share.size))
-
     def total(self, x: Tensor) -> Tensor:
         """Returns the sum of all ranks' x."""
         return Paired.apply(x, self.group.collectives.total, self.group.collectives.total)
+
+    def total_count(self, x: Tensor) -> Tensor:
+        return self.group.collectives.total(x)
 
     def _causal_mask(self, share: Share, keys: int, device: torch.device) -> Tensor:
         rows = torch.cat([torch.arange(*rows, device=device) for rows in self.place.ranges(share)])
         return rows[:, None] >= torch.arange(keys, device=device)
 
-    def _whole_count(self, x: Tensor, share: Share) -> int:
-        return prod(x.shape) // x.shape[share.dim] * share.size
-
-    def _between_zeros(self, x: Tensor, share: Share) -> Tensor:
-        """Returns a whole value of which only this rank's rows are not zero."""
-        whole = x.new_zeros([share.size if d == share.dim else size for d, size in enumerate(x.shape)])
-        done = 0
-        for start, stop in self.place.ranges(share):
-            rows = x.narrow(share.dim, done, stop - start)
-            whole.narrow(share.dim, start, stop - start).copy_(rows)
-            done += stop - start
-        return whole
+    def _rows_of(self, x: Tensor, share: Share) -> Tensor:
+        return self.group.collectives.part(x, share)
 
     def _part_of(self, x: Tensor) -> Tensor:
         return x / self.place.ranks
 
 
-def _causal(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def causal(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Returns the attention of rows that end with the last key.
 
     torch's aligned mask knows no groups of heads: heads that share keys are computed one after another, so

@@ -140,7 +140,7 @@ def verify(question: Question, *, processes: bool) -> Verdict:
     by_batch = [compare(expected, found) for expected, found in pairs]
     differences = worst(by_batch)
     meshed = processes and plan.axes.group_size > 1
-    rounds = meshed or max(plan.loss_pieces, plan.module_pieces) > 1
+    rounds = meshed or max(plan.loss_pieces, plan.module_pieces, plan.slices) > 1
     relative = max(relative_difference(*pair) for pair in pairs) if rounds else None
     within = WITHIN_DOUBLE if _is_double(reference) else WITHIN
     holds = differences.bit_equal or (relative is not None and relative <= within)
@@ -267,7 +267,7 @@ def _tapes(question: Question) -> TapeOf:
     """
     if question.plan.form == "modules":
         return lambda part: question.captured.tape
-    plan = question.plan.model_copy(update={"loss_pieces": 1, "module_pieces": 1})
+    plan = question.plan.model_copy(update={"loss_pieces": 1, "module_pieces": 1, "slices": 1})
     variants = Variants(question.model, plan, question.loss_fn)
     return lambda part: variants.find(part, outputs=False).tape
 

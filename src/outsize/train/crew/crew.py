@@ -145,7 +145,7 @@ class Crew(ABC):
         variants, replica = load.variants, load.replica
 
         def build() -> list[Interpreter]:
-            schedule = self._schedule(variants, load.order, of_call=load.seat is not None)
+            schedule = self._schedule(load)
             self._connect(schedule)
             actions = chain.from_iterable(schedule.actions[rank] for rank in transports)
             places = {(a.stage, a.microbatch) for a in actions if a.kind not in NO_MICROBATCH}
@@ -189,18 +189,19 @@ class Crew(ABC):
         """Returns the clock of the device on which the rank's stages compute."""
         return clock_of(self._device_at(rank, replica) or device_of(self._plan))
 
-    def _schedule(
-        self, variants: Sequence[Variant], order: tuple[int, ...] = (), *, of_call: bool = False
-    ) -> Schedule:
+    def _schedule(self, load: PipelineInputs) -> Schedule:
+        variants, order, of_call = load.variants, load.order, load.seat is not None
         training, count, first = torch.is_grad_enabled(), len(variants), variants[0]
-        key = (first.wiring, count, training, of_call, order)
+        key = (first.wiring, count, training, of_call, order, load.slices)
 
         def make() -> Schedule:
             if of_call:
                 on = {rank: stages_on(self._plan, rank) for rank in range(self._plan.axes.pp)}
                 lowered = schedule_of_call(self._plan, first.cut, order, on)
             else:
-                lowered = make_schedule(self._plan, first.cut, count, training=training)
+                lowered = make_schedule(
+                    self._plan, first.cut, count // load.slices, training=training, slices=load.slices
+                )
             cuts = [variant.cut for variant in variants]
             return self._moves_of(cuts, of_call=of_call).scheduled(lowered, first.cut)
 
@@ -320,14 +321,14 @@ def crew_of(run: RunContext) -> Crew:
     return LocalCrew(run) if run.mesh is None else ProcessCrew(run)
 
 
-def make_schedule(plan: Plan, cut: Cut, microbatches: int, *, training: bool) -> Schedule:
-    """Returns the plan's schedule for `microbatches` microbatches, lowered along the cut's edges, and
-    checked.
+def make_schedule(plan: Plan, cut: Cut, microbatches: int, *, training: bool, slices: int = 1) -> Schedule:
+    """Returns the plan's schedule for `microbatches` microbatches, each in so many `slices`, lowered along
+    the cut's edges, and checked.
     """
     if training:
-        schedule = planned(plan.schedule, len(plan.stages), microbatches, plan.axes.pp, plan.actions)
+        schedule = planned(plan.schedule, len(plan.stages), microbatches, plan.axes.pp, plan.actions, slices)
     else:
-        schedule = _forwards(plan, microbatches)
+        schedule = _forwards(plan, microbatches * slices)
     forward, over_steps = forward_edges(cut.boundaries), step_edges(cut.boundaries)
     backward = backward_edges(cut.boundaries) if training else frozenset()
     lowered = lower(schedule, forward, backward, over_steps)
@@ -356,9 +357,17 @@ def _outputs(variants: Sequence[Variant], schedule: Schedule, results: Iterable[
         variants=variants,
         loss_dtype=variants[0].loss_dtype,
         loss_rank=schedule.rank_of[stage] if stage is not None else 0,
-        losses=[losses[mb] for mb in sorted(losses)],
+        losses=[losses[mb] for mb in sorted(losses) if _has_whole_loss(variants[mb])],
         outputs=[outputs[mb] for mb in sorted(outputs)],
     )
+
+
+def _has_whole_loss(variant: Variant) -> bool:
+    """Tells whether a program's loss is that of its microbatch: that of its last slice has gone on from all
+    others.
+    """
+    of = variant.slice
+    return of is None or of.number == of.keeper.slices - 1
 
 
 def _used(

@@ -8,8 +8,9 @@ from typing import Final
 import torch.distributed as dist
 from torch import nn
 
-from outsize.errors import BadOption, OutsizeError, error_of
+from outsize.errors import BadOption, OutsizeError, UnsupportedPlan, error_of
 from outsize.ir.plan import Plan
+from outsize.policies.slices import SLICES
 from outsize.run.interpreter.in_process import InProcessRanks
 from outsize.run.stage.batchnorm import use_local_statistics
 from outsize.run.transport.control_messages import broadcast_json
@@ -34,6 +35,12 @@ def make_run(
     Raises UnsupportedPlan, BadOption and WorldMismatch before anything is done.
     """
     plan.check_runs()
+    if plan.slices > 1 and options.compiled is not None:
+        raise UnsupportedPlan(
+            "stages of a plan in slices of sequences are not compiled: Python keeps what slices read",
+            numbers=f"slices {plan.slices}, compiled={options.compiled!r}",
+            next_step=f"leave out compiled=, or {SLICES.typed(1)}",
+        )
     _insist_on_devices(plan, group, ranks)
     if group is None:
         together, replicas = _local_ranks(plan, ranks.places)

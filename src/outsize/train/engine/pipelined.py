@@ -346,7 +346,7 @@ class Pipelined(Executor):
         for groups in rounds:
             self._crew.replicas.begin_round(last=groups is rounds[-1])
             loads = [self._load(step, members, replica) for replica, members in groups]
-            is_whole_step = len(loads[0].variants) == len(step.parts)
+            is_whole_step = len(groups[0][1]) == len(step.parts)
             try:
                 outputs = self._crew.run(loads, self._stage, step.optimizer if is_whole_step else None)
             except Exception as error:
@@ -357,15 +357,20 @@ class Pipelined(Executor):
         return sorted(results, key=lambda result: result.pieces[0].number)
 
     def _load(self, step: _Step, pieces: Sequence[Piece], replica: int) -> PipelineInputs:
-        return PipelineInputs(
-            [step.variants[piece.part] for piece in pieces],
-            [step.variants[piece.part].inputs(step.parts[piece.part], piece.ratios) for piece in pieces],
+        variants = [step.variants[piece.part] for piece in pieces]
+        load = PipelineInputs(
+            variants,
+            [
+                variant.inputs(step.parts[p.part], p.ratios)
+                for variant, p in zip(variants, pieces, strict=True)
+            ],
             [piece.share * step.scale for piece in pieces],
             [seeder(self._seed, step.number, piece.number) for piece in pieces],
-            self._programs.channels(step.variants[piece.part] for piece in pieces),
+            self._programs.channels(variants),
             replica,
             step.grad_scale,
         )
+        return load.in_slices() if variants[0].slices else load
 
     def _rounds(self, variants: list[Variant], pieces: list[Piece]) -> list[list[tuple[int, list[Piece]]]]:
         """Returns rounds of groups of one wiring.

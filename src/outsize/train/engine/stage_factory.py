@@ -21,6 +21,7 @@ from outsize.program.sharding.tensor_parallel.overlap import overlapped
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, reason_against
 from outsize.run.moves.base import Moves
 from outsize.run.moves.host_stages import HostStage
+from outsize.run.moves.sliced_stages import SlicedStage
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
@@ -106,7 +107,8 @@ class StageFactory:
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
         setting = StageSetting(recompute, save_context, is_bare, seeded, outer, self.summed)
-        return self._at(at, StageExecutor(program, model, setting), policy, of_call)
+        stage = self._at(at, StageExecutor(program, model, setting), policy, of_call)
+        return stage if variant.slice is None else SlicedStage(stage, variant.slice, model)
 
     def _at(
         self, at: torch.device, stage: StageExecutor, policy: ActivationPolicy, of_call: Moves | None
@@ -145,6 +147,7 @@ class StageFactory:
             or policy.offloads,
             "its ranks exchange values within it": axes.exchanges_values,
             "weights are sharded over replicas": self.run.plan.shards,
+            "sequences go through it in slices": self.run.plan.slices > 1,
             f'bn="{self.run.plan.bn}" collects statistics in Python': self.statistics is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)

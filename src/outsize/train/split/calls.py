@@ -122,11 +122,12 @@ def insist_on_calls(plan: Plan, local_replicas: int = 1) -> None:
     others = [axis for axis in AXES if axis.joins_states and plan.shards]
     reasons = [f"{name} {size}" for name, size in plan.axes.used_of(others).items()]
     reasons += [f"weights {plan.weights!r}"] if plan.streams or plan.host_stages else []
+    reasons += [f"slices {plan.slices}"] if plan.slices > 1 else []
     reasons += [f"{local_replicas} replicas in one process"] if local_replicas > 1 else []
     if reasons:
         raise UnsupportedPlan(
             "a split model has no shards over ranks that share tokens or experts, no weights on the host, "
-            "and one replica in a process",
+            "no slices of sequences, and one replica in a process",
             numbers=", ".join(reasons),
             next_step="outsize.parallelize(..., loss_fn=loss_fn) and engine.step(x, target=y), or axes='pp'",
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import Seed
 from outsize.train.ranks.replicas import Piece
 from outsize.train.variants.variant import Variant
+
+T = TypeVar("T")
 
 
 @final
@@ -49,6 +51,27 @@ class PipelineInputs(NamedTuple):
     grad_scale: Tensor | None = None
     seat: int | None = None
     order: tuple[int, ...] = ()
+
+    @property
+    def slices(self) -> int:
+        """Returns in how many slices each microbatch goes through the stages; lists are of slices then."""
+        of = self.variants[0].slice
+        return 1 if of is None else of.keeper.slices
+
+    def in_slices(self) -> PipelineInputs:
+        """Returns the same with the slices of each microbatch, first to last, in its place."""
+        counts = [len(variant.slices) for variant in self.variants]
+        return self._replace(
+            variants=[unit for variant in self.variants for unit in variant.slices],
+            inputs=_repeated(self.inputs, counts),
+            weights=_repeated(self.weights, counts),
+            seeds=_repeated(self.seeds, counts),
+            channels=_repeated(self.channels, counts),
+        )
+
+
+def _repeated(values: Sequence[T], counts: Sequence[int]) -> list[T]:
+    return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
 
 
 # Takes the variant, the stage's program, the number of the local replica, and its device (None: the model's).

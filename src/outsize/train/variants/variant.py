@@ -31,8 +31,10 @@ from outsize.program.lengths import Lengths
 from outsize.program.loss_in_pieces.rewrite import in_pieces
 from outsize.program.python_reads import LOSS, PythonRead
 from outsize.program.replaying.modes import current_modes
+from outsize.program.sharding.context_parallel.slices import slice_tapes
 from outsize.program.tape import Tape
 from outsize.program.weights.of_loss import with_loss
+from outsize.run.collectives.sequence_slices import SequenceKeeper, SequenceSlice
 from outsize.run.collectives.tensor_parallel import whole_shapes
 from outsize.run.stage.boundary import backward_edges, forward_edges
 from outsize.run.stage.cut import Cut, CutAtLengths, cut
@@ -59,6 +61,9 @@ KEPT = 32
 class Variant:
     """A captured signature, cut by the plan. `number` counts variants in the order of their making; `home`
     is the device that the tape was made for, where stages have others.
+
+    Where its sequences go through the stages in slices, `slices` are the variants of these, first to last,
+    each of which says which `slice` it is.
     """
 
     number: int
@@ -68,6 +73,13 @@ class Variant:
     shares: LossShares
     reads: ReadGuards
     home: torch.device | None = None
+    slices: tuple[Variant, ...] = ()
+    slice: SequenceSlice | None = None
+
+    @property
+    def units(self) -> tuple[Variant, ...]:
+        """The programs that the schedule of a microbatch runs: its slices, or its one program."""
+        return self.slices or (self,)
 
     @property
     def tape(self) -> Tape:
@@ -261,7 +273,8 @@ class Variants:
         dropped: list[int] = []
         while len(self) > self._options.most:
             key, same = next(iter(self._known.items()))
-            dropped.append(same.pop().number)
+            last = same.pop()
+            dropped += [unit.number for unit in (last, *last.slices)]
             if not same:
                 del self._known[key]
         return dropped
@@ -335,6 +348,9 @@ class Variants:
             captured = replace(captured, tape=planned)
             own = planned if self._options.context is None else self._options.context.local(planned)
             own = own if tensor is None else tensor.local(own)
+            keeper = None if outputs or self._plan.slices == 1 else SequenceKeeper(self._plan.slices)
+            sliced = () if keeper is None else slice_tapes(own, self._model, keeper.slices, keeper.group)
+            own = sliced[-1] if sliced else own  # Its sums are whole.
         owners = self._owners(captured)
         owners = [owners[instruction.origin] for instruction in own.instructions]
         shares = LossShares(
@@ -363,9 +379,15 @@ class Variants:
             form = _Form(self._placed, captured, cuts, shares, reads)
             self._forms.put((found.dynamic, outputs), form)
         if shares.sums:
-            own = with_ratios(tape, shares.sums, own, shares.ratios)
+            weighing = partial(with_ratios, tape, shares.sums, count=shares.ratios)
+            own, sliced = weighing(own), tuple(map(weighing, sliced))
         guards = found.guards if tape is found.tape else InputGuards(tape, self._model, home)
-        return self._numbered(Variant(0, captured, cut_tape(own), guards, shares, reads, home))
+        variant = Variant(0, captured, cut_tape(own), guards, shares, reads, home)
+        if keeper is None:
+            return self._numbered(variant)
+        cuts = enumerate([*map(cut_tape, sliced[:-1]), variant.cut])
+        each = (replace(variant, cut=made, slice=SequenceSlice(at, keeper)) for at, made in cuts)
+        return self._numbered(replace(variant, slices=tuple(map(self._numbered, each))))
 
     def _numbered(self, variant: Variant) -> Variant:
         self._made += 1

@@ -17,7 +17,7 @@ from outsize.ir.plan import Plan, StageFigures
 
 DECISION: Final = (
     *("model", "cluster", "batch_size", "microbatches", "schedule", "optimizer", "precision"),
-    *("weights", "sequence_parallel", "loss_pieces", "module_pieces", "recompute", "kernels", "bn"),
+    *("weights", "sequence_parallel", "loss_pieces", "module_pieces", "slices", "recompute", "kernels", "bn"),
 )
 LAST: Final = ("loss", "grad_norm", "learning_rate")
 CAUSES: Final = ("weights", "gradients", "optimizer", "activations", "boundary")

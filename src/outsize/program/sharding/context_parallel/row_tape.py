@@ -7,6 +7,8 @@ collectives.
 What attention reads of all ranks is gathered where it is smallest: before heads are repeated, which every
 rank then does for itself. Every instruction knows the one of the whole tape that it serves, as in
 tensor_parallel/local_tape.py. Complexity: O(instructions). Oracle: tests/dist/test_context.py.
+
+A slice of a sequence (slices.py) is written in the same way; it gathers its rows and those before them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
@@ -97,13 +99,18 @@ class _RowTapeWriter(RankTapeWriter):
             above = self._shaped_from(leaf)
             assert above is not None
             whole = self._made_again(above, smallest, before)
-            self._made[key] = self._new(self._tape.metas[leaf.slot])
-            args, kwargs = map_leaves(
-                lambda x: whole if x == above else x, (instruction.args, instruction.kwargs)
-            )
+            self._made[key] = self._new(self._gathered_meta(leaf, self._divided.shares[leaf.slot]))
+            args, kwargs = map_leaves(lambda x: whole if x == above else x, self._gathered_call(instruction))
             new = replace(instruction, args=args, kwargs=kwargs, out=self._made[key], index=before.index)
             self._emit(replace(new, cost=Cost()))
         return self._made[key]
+
+    def _gathered_call(self, instruction: Instruction) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of an instruction with the sizes of what is gathered."""
+        step, place = self._divided.steps.get(instruction.index), self._group.gathered
+        if place is None or step is None or step.rewrite is None:
+            return instruction.args, instruction.kwargs
+        return step.rewrite(place)
 
     def _cut(self, leaf: Ref | Weight, share: Share, before: Instruction) -> Ref:
         if isinstance(leaf, Ref) and cut_key(leaf, share, before) not in self._made:

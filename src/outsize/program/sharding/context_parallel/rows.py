@@ -20,14 +20,15 @@ Complexity: O(instructions), one pass. Oracle: tests/dist/test_context.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from torch import nn
 
 from outsize.axes.context import CONTEXT
 from outsize.errors import BadOption
+from outsize.policies.slices import SLICES
 from outsize.program.liveness import live
 from outsize.program.sharding.context_parallel.rules import follow_rows, is_causal, looks_up_by_row
 from outsize.program.sharding.opaque_modules import runs_own_code, works_by_vector
@@ -49,8 +50,46 @@ class SequenceRows:
     tokens: int
 
 
-def by_rows(tape: Tape, model: nn.Module, ranks: int) -> SequenceRows:
-    """Returns how `ranks` ranks hold the values of a tape by rows.
+@final
+@dataclass(frozen=True, kw_only=True)
+class Holders:
+    """Says who holds rows: ranks, at the same time, or slices of a sequence, one after the other.
+
+    `mirrors`: under a causal mask each has an early and a late block. `typed` says what a user types for so
+    many, and `instead` what else; the others are words of errors.
+    """
+
+    name: str
+    title: str
+    part: str
+    typed: Callable[[int], str]
+    instead: str
+    mirrors: bool
+
+    def refusal(self, instruction: Instruction, reason: str) -> BadOption:
+        """Returns the error of an instruction that cannot be computed so."""
+        return BadOption(
+            f"{instruction.name} cannot be computed by rows of the sequence: {reason}",
+            numbers=instruction.where,
+            next_step=f"{self.typed(1)}{self.instead}",
+        )
+
+
+RANKS: Final = Holders(
+    name=CONTEXT.name,
+    title=CONTEXT.title,
+    part="a rank",
+    typed=CONTEXT.typed,
+    instead=", or another axis (dp_replicate, tp, pp)",
+    mirrors=True,
+)
+IN_SLICES: Final = Holders(
+    name=SLICES.name, title=SLICES.title, part=SLICES.part, typed=SLICES.typed, instead="", mirrors=False
+)
+
+
+def by_rows(tape: Tape, model: nn.Module, ranks: int, holders: Holders = RANKS) -> SequenceRows:
+    """Returns how `ranks` ranks, or other holders, hold the values of a tape by rows.
 
     Raises BadOption where something cannot be computed by rows, or where no sequence is found.
     """
@@ -59,7 +98,7 @@ def by_rows(tape: Tape, model: nn.Module, ranks: int) -> SequenceRows:
     is_tokens_first = any(type(m) is nn.MultiheadAttention and not m.batch_first for m in attention)
     refusals: list[tuple[int, BadOption]] = []
     for dim in (1, 0) if is_tokens_first else (1,):
-        walk = _RowWalk(tape, model, ranks, dim)
+        walk = _RowWalk(tape, model, ranks, dim, holders)
         try:
             return walk.run()
         except BadOption as refusal:
@@ -69,8 +108,8 @@ def by_rows(tape: Tape, model: nn.Module, ranks: int) -> SequenceRows:
 
 @final
 class _RowWalk:
-    def __init__(self, tape: Tape, model: nn.Module, ranks: int, dim: int) -> None:
-        self._dim, self.visited = dim, 0
+    def __init__(self, tape: Tape, model: nn.Module, ranks: int, dim: int, holders: Holders) -> None:
+        self._dim, self._holders, self.visited = dim, holders, 0
         self._tape, self._ranks, self._model = tape, ranks, WalkedModel(model)
         required = {*tape.output_slots(), *((tape.loss.slot,) if tape.loss is not None else ())}
         self._alive = live(tape, required)
@@ -81,7 +120,9 @@ class _RowWalk:
         self._steps: dict[int, RankStep] = {}
         self._sources: list[str] = []
         self._tokens, self._too_short = 0, 0
-        self._is_causal = any(is_causal(i) for i in tape.instructions if self._alive[i.index])
+        self._mirrors = holders.mirrors and any(
+            is_causal(i) for i in tape.instructions if self._alive[i.index]
+        )
 
     def run(self) -> SequenceRows:
         """Returns what was found. Raises BadOption."""
@@ -119,7 +160,7 @@ class _RowWalk:
                 raise NotPropagated("it writes buffers")
             return follow_rows(call, module, self._ranks)
         except NotPropagated as reason:
-            raise _refused(instruction, str(reason)) from reason
+            raise self._holders.refusal(instruction, str(reason)) from reason
 
     def _source(self, call: RuleInput, module: nn.Module | None) -> Share | None:
         """Returns how the first argument is divided, where an instruction begins rows."""
@@ -149,7 +190,7 @@ class _RowWalk:
         """Returns how a sequence is divided: under a causal mask each rank has an early and a late block, so
         that all ranks compute as much.
         """
-        if not self._is_causal or tokens < 2 * self._ranks:
+        if not self._mirrors or tokens < 2 * self._ranks:
             return Share(self._dim, (tokens,))
         return Share(self._dim, (tokens - tokens // 2, tokens // 2), mirrored=True)
 
@@ -164,32 +205,25 @@ class _RowWalk:
         """Raises BadOption where a write in place comes after a copy, which would miss it."""
         for storage, instruction in self._writes:
             if self._copies.get(storage, instruction.index + 1) <= instruction.index:
-                raise _refused(instruction, "it writes in place what is read elsewhere")
+                raise self._holders.refusal(instruction, "it writes in place what is read elsewhere")
 
     def _result(self) -> SequenceRows:
         """Returns what was found. Raises BadOption where nothing is divided."""
         self._insist_on_memory()
+        who = self._holders
         if not self._sources and self._too_short:
             tokens = self._too_short
             fitting = (n for n in range(self._ranks, 0, -1) if -(-tokens // n) * (n - 1) < tokens)
             raise BadOption(
-                "the sequences are too short for context parallelism: a rank would have no token",
-                numbers=f"{tokens} tokens in blocks of {-(-tokens // self._ranks)}, cp={self._ranks}",
-                next_step=CONTEXT.typed(next(fitting)),
+                f"the sequences are too short for {who.title}: {who.part} would have no token",
+                numbers=f"{tokens} tokens in blocks of {-(-tokens // self._ranks)}, {who.name}={self._ranks}",
+                next_step=who.typed(next(fitting)),
             )
         if not self._sources:
             raise BadOption(
-                "context parallelism finds no sequence in this model: no embedding of (samples, tokens), "
+                f"{who.title} finds no sequence in this model: no embedding of (samples, tokens), "
                 "and no product or norm of (samples, tokens, width)",
-                numbers=f"cp={self._ranks}",
-                next_step=f"{CONTEXT.typed(1)}, or another axis (dp_replicate, tp, pp)",
+                numbers=f"{who.name}={self._ranks}",
+                next_step=f"{who.typed(1)}{who.instead}",
             )
         return SequenceRows(self._shares, self._steps, tuple(self._sources), self._tokens)
-
-
-def _refused(instruction: Instruction, reason: str) -> BadOption:
-    return BadOption(
-        f"{instruction.name} cannot be computed by rows of the sequence: {reason}",
-        numbers=instruction.where,
-        next_step=f"{CONTEXT.typed(1)}, or another axis (dp_replicate, tp, pp)",
-    )
