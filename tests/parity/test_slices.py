@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -104,8 +104,9 @@ def test_gradients_are_those_of_whole_sequences(name: str, slices: int) -> None:
     assert in_slices.slices == slices
     assert not in_slices.bit_identical
     (loss, expected), (other, found) = (gradients(model, batch, plan) for plan in (whole, in_slices))
-    assert abs(loss - other) < 1e-12 * abs(loss)
-    assert distance(found, expected) < (1e-6 if name == "llama" else 1e-12)  # Its norms cast to float32.
+    within = 1e-12 if name == "own" else 1e-6  # Those of transformers cast to float32.
+    assert abs(loss - other) < within * abs(loss)
+    assert distance(found, expected) < within
 
 
 @pytest.mark.parametrize("options", [
@@ -136,7 +137,7 @@ def test_several_steps_train_as_the_plain_loop() -> None:
         assert abs(float(found) - float(loss.detach())) < 1e-5
 
 
-def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
@@ -256,7 +257,8 @@ def test_what_slices_do_not_run_with(slices: int, options: dict[str, Any], what:
 def test_another_length_that_does_not_divide_is_refused() -> None:
     model, batch = MODELS["llama"](), tokens()
     engine = outsize.parallelize(model, (), batch, plan=planned(model, batch, 4))
+    shorter: dict[str, Any] = {name: each[:, :10] for name, each in batch.items()}
     with pytest.raises(BadOption, match="are equally long"):
-        engine.step(**{name: each[:, :10] for name, each in batch.items()})
-    longer = {name: torch.cat([each, each], 1) for name, each in batch.items()}
+        engine.step(**shorter)
+    longer: dict[str, Any] = {name: torch.cat([each, each], 1) for name, each in batch.items()}
     assert engine.step(**longer).loss is not None

@@ -589,21 +589,7 @@ class Plan(Record):
         """Returns what this version of outsize does not run of it, `dp_shard 4, tp 2`; empty for a plan that
         runs.
         """
-        return unsupported(self.axes, self.weights, self.form) or self._beside_slices
-
-    @property
-    def _beside_slices(self) -> str:
-        """Returns what slices of sequences do not run with; empty where there is nothing, or one slice."""
-        beside = {
-            self.axes.beyond_pp: self.axes.group_size > 1,
-            f"weights {self.weights!r}": self.weight_policy.on_host or self.weight_policy.shards_weights,
-            "activations on the host": any(policy.offloads for policy in self.activation_policies),
-            "rows of a schedule": bool(self.actions),
-            f"form {self.form!r}": self.form != "tape",
-            f"bn {self.bn!r}": self.bn != "micro",
-        }
-        others = [what for what, is_used in beside.items() if is_used] if self.slices > 1 else []
-        return f"slices {self.slices} with {', '.join(others)}" if others else ""
+        return unsupported(self.axes, self.weights, self.form) or _beside_slices(self)
 
     @property
     def bit_identical(self) -> bool:
@@ -681,6 +667,20 @@ class Plan(Record):
         raises.
         """
         return in_stages(self.owners(graph))
+
+
+def _beside_slices(plan: Plan) -> str:
+    """Returns what slices of sequences do not run with; empty where there is nothing, or one slice."""
+    beside = {
+        plan.axes.beyond_pp: plan.axes.group_size > 1,
+        f"weights {plan.weights!r}": plan.weight_policy.on_host or plan.weight_policy.shards_weights,
+        "activations on the host": any(policy.offloads for policy in plan.activation_policies),
+        "rows of a schedule": bool(plan.actions),
+        f"form {plan.form!r}": plan.form != "tape",
+        f"bn {plan.bn!r}": plan.bn != "micro",
+    }
+    others = [what for what, is_used in beside.items() if is_used] if plan.slices > 1 else []
+    return f"slices {plan.slices} with {', '.join(others)}" if others else ""
 
 
 def _check_ranks(plan: Plan) -> None:

@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import Final
 
 from outsize.errors import NoFeasiblePlan
-from outsize.ir.answers.request import PlanRequest
+from outsize.ir.answers.request import NONE_SEARCHED, PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.formatting import bytes_text
 from outsize.ir.graph import ModelGraph, Unit, Value, Work
@@ -177,7 +177,7 @@ def search_in_slices(
             "batch_size": request.batch_size * slices,
             "microbatches": request.microbatches and request.microbatches * slices,
             "schedule": DEFAULT.name,
-            "axes": "pp",
+            "axes": NONE_SEARCHED,
         }
     )
     for recompute in _policies(request):

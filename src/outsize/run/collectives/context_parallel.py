@@ -21,7 +21,7 @@ tests/dist/test_context.py, the numbers of one process.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import prod
 from typing import Any, final
@@ -42,7 +42,7 @@ from outsize.run.collectives.tensor_parallel import TensorParallelGroup, drawn_m
 Function = Callable[..., Tensor]
 
 
-class RowGroup(AxisGroup):
+class RowGroup(AxisGroup, ABC):
     """Computes what holders of rows of a sequence compute of all rows: losses, sums, dropout.
 
     `share` says how the divided argument is divided, and `function` is the model's own.
@@ -142,6 +142,7 @@ class ContextParallelGroup(RowGroup):
         self.place = self.group.place
 
     def collective(self, name: str) -> Callable[..., Any]:
+        """Returns the method of this name."""
         return named_collective(self, name, ends_graph=self._ends_graphs)
 
     def gather(self, x: Tensor, share: Share) -> Tensor:
@@ -198,6 +199,7 @@ class ContextParallelGroup(RowGroup):
         return Paired.apply(x, self.group.collectives.total, self.group.collectives.total)
 
     def total_count(self, x: Tensor) -> Tensor:
+        """Returns the sum of all ranks' x, which has no gradient."""
         return self.group.collectives.total(x)
 
     def _causal_mask(self, share: Share, keys: int, device: torch.device) -> Tensor:

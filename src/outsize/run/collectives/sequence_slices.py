@@ -38,7 +38,7 @@ _WIDER: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 @final
 @dataclass(eq=False)
-class _Kept:
+class KeptOfMicrobatch:
     """What the slices of one microbatch have left in a stage, by the call that reads it."""
 
     rows: dict[Site, Tensor] = field(default_factory=dict[Site, Tensor])
@@ -52,22 +52,22 @@ class KeptRows:
     """What a stage keeps of its microbatches in flight; `now` is that of the microbatch that it computes."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, _Kept] = {}
-        self.now = _Kept()
+        self._kept: dict[int, KeptOfMicrobatch] = {}
+        self.now = KeptOfMicrobatch()
 
     def begin(self, microbatch: int) -> None:
         """Says which microbatch is computed next."""
-        self.now = self._kept.setdefault(microbatch, _Kept())
+        self.now = self._kept.setdefault(microbatch, KeptOfMicrobatch())
 
     def end(self, microbatch: int) -> None:
         """Drops what is kept of a microbatch."""
         self._kept.pop(microbatch, None)
-        self.now = _Kept()
+        self.now = KeptOfMicrobatch()
 
     def clear(self) -> None:
         """Drops all, of an unfinished step."""
         self._kept.clear()
-        self.now = _Kept()
+        self.now = KeptOfMicrobatch()
 
     @property
     def rows_bytes(self) -> int:
@@ -82,7 +82,17 @@ class SequenceKeeper:
     def __init__(self, slices: int) -> None:
         self.slices = slices
         self._stages: dict[tuple[int, int], KeptRows] = {}
-        self.at = KeptRows()
+        self._at = KeptRows()
+
+    @property
+    def now(self) -> KeptOfMicrobatch:
+        """Returns what is kept of the microbatch of which a stage computes a slice."""
+        return self._at.now
+
+    def enter(self, rows: KeptRows, microbatch: int) -> None:
+        """Says which stage computes next, by the rows that it keeps, and of which microbatch."""
+        self._at = rows
+        rows.begin(microbatch)
 
     def group(self, number: int) -> SliceGroup:
         """Returns what computes for one slice."""
@@ -120,6 +130,7 @@ class SliceGroup(RowGroup):
         return self.place.rank == self.place.ranks - 1
 
     def collective(self, name: str) -> Callable[..., Any]:
+        """Returns the method of this name, for the next call of a slice's tape."""
         run, number = getattr(self, name), next(self._numbers)
 
         def at_site(*args: Any, **kwargs: Any) -> Any:
@@ -131,8 +142,8 @@ class SliceGroup(RowGroup):
     def gather(self, x: Tensor, share: Share) -> Tensor:
         """Returns the rows of this slice and of those before it."""
         ((start, stop),) = self.place.ranges(share)
-        rows = _Rows(share.dim, start, stop, share.size)
-        out: Tensor = _Gathered.apply(x, self._keeper.at.now, self._site, rows)
+        rows = _SliceRows(share.dim, start, stop, share.size)
+        out: Tensor = _Gathered.apply(x, self._keeper.now, self._site, rows)
         return out
 
     def output(self, x: Tensor, share: Share) -> Tensor:
@@ -169,11 +180,12 @@ class SliceGroup(RowGroup):
 
     def total(self, x: Tensor) -> Tensor:
         """Returns the sum of this slice's x and of those before it."""
-        out: Tensor = _Summed.apply(x, self._keeper.at.now, self._next_site(), self.place)
+        out: Tensor = _Summed.apply(x, self._keeper.now, self._next_site(), self.place)
         return out
 
     def total_count(self, x: Tensor) -> Tensor:
-        return _sum_so_far(x, self._keeper.at.now, self._next_site(), self.place.rank)
+        """Returns the sum of this slice's x and of those before it, which has no gradient."""
+        return _sum_so_far(x, self._keeper.now, self._next_site(), self.place.rank)
 
     def _next_site(self) -> Site:
         number, value = self._site
@@ -183,7 +195,7 @@ class SliceGroup(RowGroup):
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _SliceRows:
     """The rows of a slice among all `size` of a dim."""
 
     dim: int
@@ -195,7 +207,7 @@ class _Rows:
 @final
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: _Kept, site: Site, rows: _Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kept: KeptOfMicrobatch, site: Site, rows: _SliceRows) -> Tensor:
         ctx.kept, ctx.site, ctx.rows = kept, site, rows
         whole = kept.rows.get(site)
         if whole is None:
@@ -219,7 +231,7 @@ class _Gathered(torch.autograd.Function):
         return own, None, None, None
 
 
-def _room_for(x: Tensor, rows: _Rows) -> Tensor:
+def _room_for(x: Tensor, rows: _SliceRows) -> Tensor:
     """Returns memory for all rows of a value, in the order in which the dims of x are in memory."""
     order = sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
     sizes = [rows.size if dim == rows.dim else x.shape[dim] for dim in order]
@@ -229,7 +241,7 @@ def _room_for(x: Tensor, rows: _Rows) -> Tensor:
 @final
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: _Kept, site: Site, place: RankPosition) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kept: KeptOfMicrobatch, site: Site, place: RankPosition) -> Tensor:
         ctx.kept, ctx.site, ctx.is_last = kept, site, place.rank == place.ranks - 1
         return _sum_so_far(x, kept, site, place.rank)
 
@@ -243,7 +255,7 @@ class _Summed(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _sum_so_far(x: Tensor, kept: _Kept, site: Site, number: int) -> Tensor:
+def _sum_so_far(x: Tensor, kept: KeptOfMicrobatch, site: Site, number: int) -> Tensor:
     """Returns the sum of x over the slices up to this one; a second forward finds the same before it."""
     with torch.no_grad():
         # What is returned may be added to in place.

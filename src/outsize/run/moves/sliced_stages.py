@@ -70,8 +70,7 @@ class SlicedStage(RunnableStage):
         self._stage.forget()
 
     def _enter(self, microbatch: int) -> None:
-        self._keeper.at = self._kept
-        self._kept.begin(microbatch // self._keeper.slices)
+        self._keeper.enter(self._kept, microbatch // self._keeper.slices)
 
     def _end(self, microbatch: int) -> None:
         self._kept.end(microbatch // self._keeper.slices)

@@ -44,7 +44,7 @@ def in_slices(tape: Tape, model: nn.Module, slices: int) -> SequenceRows:
             numbers=f"slices={slices}",
             next_step=f"loss_fn=, or labels in the batch; or {IN_SLICES.typed(1)}",
         )
-    _Kept(tape).insist()
+    _LeftBehind(tape).insist()
     rows = by_rows(tape, model, slices, IN_SLICES)
     _Order(tape, rows).insist()
     if rows.tokens % slices:
@@ -69,7 +69,7 @@ def slice_tapes(
 
 
 @final
-class _Kept:
+class _LeftBehind:
     """Looks for what a forward leaves behind, which would be left once for each slice."""
 
     def __init__(self, tape: Tape) -> None:
