@@ -60,13 +60,14 @@ def test_two_stages_on_a_rank(microbatches: int, golden: Golden) -> None:
     golden(f"schedules/interleaved-p2-v2-m{microbatches}-chain.csv", schedule.to_csv())
 
 
+@pytest.mark.parametrize("name", ["zero-bubble-v", "dualpipe-v"])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 4), (3, 7)])
-def test_a_v(ranks: int, microbatches: int, golden: Golden) -> None:
+def test_a_v(name: str, ranks: int, microbatches: int, golden: Golden) -> None:
     stages = 2 * ranks
     pairs = chain(stages), flipped(chain(stages))
-    schedule = lower(build("zero-bubble-v", stages, microbatches, ranks), *pairs)
+    schedule = lower(build(name, stages, microbatches, ranks), *pairs)
     check(schedule, *pairs)
-    golden(f"schedules/zero-bubble-v-p{ranks}-v2-m{microbatches}-chain.csv", schedule.to_csv())
+    golden(f"schedules/{name}-p{ranks}-v2-m{microbatches}-chain.csv", schedule.to_csv())
 
 
 def test_composed(golden: Golden) -> None:

@@ -10,13 +10,17 @@ left goes to the host), `FETCH_F / FETCH_B` (what a forward or a backward needs 
 always the one that performs the action. A transfer whose other end is not the neighbouring stage names it:
 `0SEND_F3@2` is stage 0 sending microbatch 3's skip edge to stage 2. The CSV form has one line per rank,
 actions in order: what is simulated is what is run.
+
+`(0F3;0B1)OVERLAP_F_B` are two actions of a row, one after the other, that run together: the forward computes
+while the backward waits for other ranks, and the other way round. Both begin when both have their messages,
+and what they make leaves when both have ended.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Final, Protocol, Self, final
@@ -63,17 +67,25 @@ CUSTOM_NAME: Final = "custom"
 _NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 # A step has fewer than a million stages and microbatches.
 _GRAMMAR = re.compile(r"^([0-9]{1,6})([A-Z]+(?:_[A-Z]+)?)([0-9]{0,6})(?:@([0-9]{1,6}))?$")
+_TOGETHER: Final = "OVERLAP_F_B"  # torch's name
+_PAIR = re.compile(rf"^\(([^;()]*);([^;()]*)\){_TOGETHER}$")
+_BACKWARDS: Final = frozenset({Kind.B, Kind.I})
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Is one cell of a schedule; `microbatch` and `peer` are -1 for actions that have none."""
+    """Is one cell of a schedule; `microbatch` and `peer` are -1 for actions that have none.
+
+    `overlaps` says of a forward that it runs together with the backward behind it in its row, if there is one
+    of another microbatch (`together`). It is the same action without.
+    """
 
     stage: int
     kind: Kind
     microbatch: int = -1
     peer: int = -1
+    overlaps: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def transfer(cls, stage: int, kind: Kind, microbatch: int, peer: int) -> Self:
@@ -154,7 +166,7 @@ class Schedule:
 
     def to_csv(self) -> str:
         """Returns one line per rank, cells separated by commas."""
-        return "".join(",".join(str(a) for a in row) + "\n" for row in self.actions)
+        return "".join(",".join(map(_cell, together(row))) + "\n" for row in self.actions)
 
     @classmethod
     def from_csv(cls, text: str, name: str = CUSTOM_NAME) -> Self:
@@ -173,7 +185,46 @@ def last_slice_first(unit: int, slices: int) -> int:
 
 def parse_row(line: str) -> tuple[Action, ...]:
     """Parses the actions of a rank, separated by commas; ValueError names the first that is none."""
-    return tuple(Action.parse(cell) for cell in line.split(",") if cell.strip())
+    return tuple(action for cell in line.split(",") if cell.strip() for action in _parse_cell(cell.strip()))
+
+
+def together(row: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
+    """Yields a row's actions, each by itself but for a forward and a backward that run together."""
+    waiting: Action | None = None
+    for action in row:
+        if waiting is not None and action.kind in _BACKWARDS and action.microbatch != waiting.microbatch:
+            yield waiting, action
+            waiting = None
+            continue
+        if waiting is not None:
+            yield (waiting,)
+        waiting = action if action.overlaps else None
+        if waiting is None:
+            yield (action,)
+    if waiting is not None:
+        yield (waiting,)
+
+
+def partners(row: Iterable[Action]) -> dict[Action, Action]:
+    """Returns for each forward that runs together with a backward that backward."""
+    return {cell[0]: cell[1] for cell in together(row) if len(cell) > 1}
+
+
+def _parse_cell(text: str) -> tuple[Action, ...]:
+    pair = _PAIR.match(text) if text.startswith("(") else None
+    if pair is None:
+        return (Action.parse(text),)
+    try:
+        first, second = map(Action.parse, pair.groups())
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+    if first.kind is not Kind.F or second.kind not in _BACKWARDS or first.microbatch == second.microbatch:
+        raise ValueError(f"{text!r}: a forward overlaps with a backward of another microbatch")
+    return replace(first, overlaps=True), second
+
+
+def _cell(actions: tuple[Action, ...]) -> str:
+    return str(actions[0]) if len(actions) == 1 else f"({';'.join(map(str, actions))}){_TOGETHER}"
 
 
 class KnownSchedule(Protocol):

@@ -16,12 +16,12 @@ schedules in each of these ways, and random edits of good ones agree with a brut
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
 from outsize.errors import InvalidSchedule
-from outsize.ir.schedule import COMPUTE, TRANSFER, Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, TRANSFER, Action, Kind, Schedule, together
 from outsize.schedules.grid import window
 from outsize.schedules.message import SENDS, Edges, Ends, Message, message_of, messages
 from outsize.schedules.queues import QueueOf, circle_of, pairs
@@ -96,23 +96,27 @@ def check_waits(schedule: Schedule, forward_edges: Edges, backward_edges: Edges)
     needs, ends = defaultdict[Action, set[Action]](set), Ends(schedule)
     for message in messages(schedule, forward_edges, backward_edges, frozenset()):
         needs[ends.consumer(message)].add(ends.producer(message))
-    next_column, done, moving = [0] * schedule.ranks, set[Action](), True
+    done, moving = set[Action](), True
+    rows = [deque(together(row)) for row in schedule.actions]
     while moving:
         moving = False
-        for rank, row in enumerate(schedule.actions):
-            while next_column[rank] < len(row) and needs[row[next_column[rank]]] <= done:
-                done.add(row[next_column[rank]])
-                next_column[rank], moving = next_column[rank] + 1, True
-    stuck = [Cell(r, next_column[r]) for r, row in enumerate(schedule.actions) if next_column[r] < len(row)]
+        for row in rows:
+            while row and all(needs[action] <= done for action in row[0]):
+                done.update(row.popleft())
+                moving = True
+    stuck = [next(a for a in row[0] if not needs[a] <= done) for row in rows if row]
     if stuck:
-        actions = [schedule.actions[cell.rank][cell.column] for cell in stuck]
-        missing = [min(needs[action] - done, key=str) for action in actions]
-        waits = (
-            f"rank {c.rank} waits in {a} for {m}" for c, a, m in zip(stuck, actions, missing, strict=True)
-        )
-        what = f"{actions[0]} waits for {missing[0]}, which never runs"
-        step = f"put {actions[0]} after what {missing[0]} needs from rank {stuck[0].rank}"
-        raise _fault(schedule, stuck[0], what, ", ".join(waits), step)
+        cells = [_cell_of(schedule, action) for action in stuck]
+        missing = [min(needs[action] - done, key=str) for action in stuck]
+        waits = (f"rank {c.rank} waits in {a} for {m}" for c, a, m in zip(cells, stuck, missing, strict=True))
+        what = f"{stuck[0]} waits for {missing[0]}, which never runs"
+        step = f"put {stuck[0]} after what {missing[0]} needs from rank {cells[0].rank}"
+        raise _fault(schedule, cells[0], what, ", ".join(waits), step)
+
+
+def _cell_of(schedule: Schedule, action: Action) -> Cell:
+    rank = schedule.rank_of[action.stage]
+    return Cell(rank, schedule.actions[rank].index(action))
 
 
 def _cells(schedule: Schedule) -> dict[Action, Cell]:

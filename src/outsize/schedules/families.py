@@ -10,6 +10,9 @@
                  there is nothing better to do
     zero-bubble-v  the same with two stages on a rank, in a    ZB-V: Qi et al., arXiv 2405.15362 sec. 4,
                  V: the last rank turns back                   arXiv 2401.10241 sec. 6
+    1f1b-overlap  a forward inside of another microbatch's     overlapped.py
+                 backward, where ranks divide layers
+    dualpipe-v   the same with two stages on a rank, in a V    DualPipeV: overlapped.py
     auto         composed by the planner for one plan (compose.py)
     custom       written by a person
     forward-only no backwards: what evaluation and generation run
@@ -41,6 +44,7 @@ The rows hold compute actions only. `lower` adds the sends and receives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final
@@ -50,6 +54,7 @@ from outsize.ir.schedule import COMPOSED_NAME, CUSTOM_NAME, SCHEDULES, Action, K
 from outsize.schedules.compose import IN_A_V, listed
 from outsize.schedules.family import ChainLaw, Family, StagePath
 from outsize.schedules.job import Job, StageCost
+from outsize.schedules.overlapped import dual_pipe_v_row, overlapped_row
 
 # The numbers of stages on a rank that the search tries where several make the bubble smaller.
 CHUNKS: Final = (2, 4)
@@ -331,6 +336,10 @@ def _depth_in_flight(depth: int, microbatches: int) -> int:
     return min(depth, microbatches)
 
 
+def _two_depths_in_flight(depth: int, microbatches: int) -> int:
+    return min(2 * depth, microbatches)
+
+
 def _of_each_chunk(depth: int, ranks: int, microbatches: int) -> int:
     """Returns what a rank has of each chunk before a backward of its last one: p of those before."""
     return min(2 * depth - 1, ranks, microbatches)
@@ -510,6 +519,32 @@ ZERO_BUBBLE_V: Final = register(
         splits_backward=True,
         several_stages=True,
         interleaves=True,
+    )
+)
+OVERLAPPED: Final = register(
+    Family(
+        name="1f1b-overlap",
+        paper="DeepSeek-V3, arXiv 2412.19437, sec. 3.2.1, with one stage on a rank",
+        row=overlapped_row,
+        placement=round_robin,
+        preference=9,
+        in_flight=_two_depths_in_flight,
+        path_s=_work_alone_s,
+        searched=_when_asked,
+        chunk_counts=_one,
+        bound_is_work=True,
+        like_last_stages=True,
+        repeats_after=2,
+    )
+)
+DUAL_PIPE_V: Final = register(
+    replace(
+        ZERO_BUBBLE_V,
+        name="dualpipe-v",
+        paper="DeepSeek-V3, arXiv 2412.19437, sec. 3.2.1, its half in a V",
+        row=dual_pipe_v_row,
+        preference=10,
+        most_chunks=2,
     )
 )
 COMPOSED: Final = register(

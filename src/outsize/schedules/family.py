@@ -85,6 +85,7 @@ class Family:
     layer_by_layer      a stage does all its microbatches before the rank turns to its next stage
     splits_backward     input and weight gradients are separate actions
     several_stages      a rank may have several stages
+    most_chunks         how many stages a rank has at most, where it may have several; None: any number
     interleaves         a rank should have several stages, since that makes the bubble smaller
     chunk_counts        how many stages on a rank the search tries
     like_last_stages    a stage holds what a shorter pipeline's stage holds with as many stages behind it
@@ -118,6 +119,7 @@ class Family:
     layer_by_layer: bool = False
     splits_backward: bool = False
     several_stages: bool = False
+    most_chunks: int | None = None
     interleaves: bool = False
     like_last_stages: bool = False
     repeats_after: int | None = None
@@ -138,7 +140,9 @@ class Family:
     def allows(self, stages: int, ranks: int) -> bool:
         """Tells whether `stages` stages can be put on `ranks` ranks."""
         one_rank = self.sequential and ranks == 1
-        return stages == ranks or one_rank or (self.several_stages and stages % ranks == 0)
+        several = self.several_stages and stages % ranks == 0
+        is_few = self.most_chunks is None or stages <= self.most_chunks * ranks
+        return stages == ranks or one_rank or (several and is_few)
 
     def takes_chunks(self, chunks: int, ranks: int, microbatches: int) -> bool:
         """Tells whether each rank can have so many stages: as many as the search tries, and any number where

@@ -18,13 +18,24 @@ class StageCost:
     """The seconds that a stage computes for one microbatch.
 
     `weight_s` of the backward are the weights' gradient, which a split backward (I, W) postpones; the split
-    takes `split_s` longer.
+    takes `split_s` longer. In `forward_wait_s` and `backward_wait_s` of them ranks that divide the stage's
+    layers exchange values, and the stage waits.
     """
 
     forward_s: float
     backward_s: float
     weight_s: float = 0.0
     split_s: float = 0.0
+    forward_wait_s: float = 0.0
+    backward_wait_s: float = 0.0
+
+    def beside_s(self, kind: Kind, forward: StageCost) -> float:
+        """Returns how much longer a backward of this kind makes the forward of a stage that it runs together
+        with: each computes while the other waits, and their exchanges follow each other.
+        """
+        own_s, waits_s = self.seconds(kind), forward.forward_wait_s + self.backward_wait_s
+        computed_s = forward.forward_s + own_s - waits_s
+        return own_s - min(waits_s, computed_s, own_s, forward.forward_s)
 
     def seconds(self, kind: Kind) -> float:
         """Returns the seconds of a compute action."""

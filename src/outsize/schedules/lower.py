@@ -20,6 +20,8 @@ edges (2,1) (1,0); stage 2 takes stage 1's output too, edge (1,2):
     rank 1 1RECV_F0   1RECV_B0 1F0      1SEND_F0   1B0      1SEND_B0
     rank 2 2RECV_F0@0 2RECV_F0 2F0      2B0        2SEND_B0
 
+Actions that run together (ir/schedule.py) are one cell: the receives of both are before it, their sends
+behind it.
 Step edges carry values that are the same for all microbatches (tied parameters): one message a step,
 with microbatch 0. Stages of one rank hand over locally and get no transfer cells.
 Receives follow the order of the sends on their wire: where a message for another stage of the rank was sent
@@ -39,7 +41,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
-from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.schedule import Action, Kind, Schedule, together
 from outsize.schedules.message import RECEIVES, SENDS, Edges, Ends, Message, Wire, message_of, messages
 
 
@@ -82,12 +84,17 @@ def in_chain(row: Sequence[Action], stages: int) -> tuple[Action, ...]:
 def _lower_row(
     row: Sequence[Action], arriving: dict[Action, list[Action]], leaving: dict[Action, list[Action]]
 ) -> Iterable[Action]:
-    for first in row[:1]:
-        yield from arriving.get(first, ())
-    for action, upcoming in zip_longest(row, row[1:]):
-        yield from arriving.get(upcoming, ())
-        yield action
-        yield from leaving.get(action, ())
+    cells = [*together(row)]
+    for first in cells[:1]:
+        yield from _of(first, arriving)
+    for cell, upcoming in zip_longest(cells, cells[1:], fillvalue=()):
+        yield from _of(upcoming, arriving)
+        yield from cell
+        yield from _of(cell, leaving)
+
+
+def _of(cell: tuple[Action, ...], transfers: dict[Action, list[Action]]) -> Iterable[Action]:
+    return (transfer for action in cell for transfer in transfers.get(action, ()))
 
 
 def _wires(rows: Sequence[Sequence[Action]], rank_of: dict[int, int]) -> dict[Wire, deque[Message]]:

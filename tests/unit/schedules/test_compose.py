@@ -12,8 +12,7 @@ import pytest
 from outsize.ir.schedule import Action, Kind, Schedule, placed
 from outsize.schedules.builders import build
 from outsize.schedules.check import check, check_compute
-from outsize.schedules.compose import compose
-from outsize.schedules.exchange import Composed, played_s
+from outsize.schedules.compose import Composed, compose, played_s
 from outsize.schedules.grid import listing
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.lower import lower

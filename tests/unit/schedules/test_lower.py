@@ -8,7 +8,7 @@ from textwrap import indent
 import pytest
 
 from outsize.errors import InvalidSchedule
-from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule, edges_of
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule, edges_of, together
 from outsize.schedules import lower as lower_module
 from outsize.schedules.builders import build
 from outsize.schedules.families import built
@@ -46,13 +46,17 @@ def test_cells_stand_where_the_rule_says(
     lowered = lower(build(name, 3, 5), forward, backward)
     ends = Ends(lowered)
     for row in lowered.actions:
-        compute = [a for a in row if a.kind in COMPUTE]
+        cells = [cell for cell in together(row) if cell[0].kind in COMPUTE]
+        at = {action: number for number, cell in enumerate(cells) for action in cell}
         for column, action in enumerate(row):
             before = [a for a in row[:column] if a.kind in COMPUTE]
             if action.kind in SENDS:
-                assert before[-1] == ends.producer(message_of(action))
+                assert ends.producer(message_of(action)) in cells[at[before[-1]]]
+                assert before[-1] == cells[at[before[-1]]][-1]
             elif action.kind in RECEIVES:
-                assert len(before) == max(0, compute.index(ends.consumer(message_of(action))) - 1)
+                ended = sum(cell[-1] in before for cell in cells)
+                assert ended == max(0, at[ends.consumer(message_of(action))] - 1)
+                assert ended == 0 or before[-1] == cells[ended - 1][-1]
 
 
 def test_every_edge_carries_every_microbatch() -> None:

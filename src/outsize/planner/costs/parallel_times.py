@@ -41,6 +41,7 @@ from outsize.axes.registry import EXPERT_HOLDERS, HOLDERS, ranks_along, size_of,
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import MATMULS, ModelGraph, ShardedFraction, Work
 from outsize.ir.hardware.collectives import Collective
+from outsize.ir.hardware.devices import host_link
 from outsize.ir.plan import Axes
 from outsize.planner.costs.collectives import collective_s, collectives_among
 from outsize.planner.costs.efficiency import default_of
@@ -141,7 +142,7 @@ def routed_times(graph: ModelGraph, times: UnitSeconds, axes: Axes, cluster: Clu
         for unit in graph.units
     ]
     waits = np.array([waits_s(sent_bytes(unit, len(ranks)) // alike) for unit in graph.units])
-    return times.times(*np.array(read).T).plus(waits, waits)
+    return _waiting(times.times(*np.array(read).T).plus(waits, waits), waits, waits, cluster.devices[0])
 
 
 @final
@@ -273,7 +274,18 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
         backward[index] = waited_s + curves.seen_s(begun_s, hidden_by_s)
     busy = own.plus(forward + curves.launch_s * starts, backward + curves.launch_s * backward_starts)
     launching = launching.plus(curves.host_s * starts, curves.host_s * backward_starts)
-    return busy.behind_host(launching, sharing.blocks, curves.lateness(layout.microbatch_ranks))
+    behind = busy.behind_host(launching, sharing.blocks, curves.lateness(layout.microbatch_ranks))
+    return _waiting(behind, forward, backward, device)
+
+
+def _waiting(
+    times: UnitSeconds, forward: NDArray[np.float64], backward: NDArray[np.float64], device: Device
+) -> UnitSeconds:
+    """Returns the times with what they are of exchanges: as far as other work hides there, which is slower
+    meanwhile. A CPU copies what its ranks exchange itself.
+    """
+    free = 0.0 if host_link(device) is None else max(0.0, 1 - default_of(device).crowded)
+    return times.waiting(free * forward, free * backward) if free else times
 
 
 def _collectives(
@@ -316,7 +328,9 @@ def _with_gathers(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster:
     for unit, asked in sharing.maxima.items():
         forward[unit] += asked * asks_s
         backward_input[unit] += asked * asks_s
-    return replace(parts, forward=forward, backward_input=backward_input)
+    waits = forward - parts.forward, backward_input - parts.backward_input
+    made = replace(parts, forward=forward, backward_input=backward_input)
+    return _waiting(made, *waits, cluster.devices[0])
 
 
 def _slower(works: Sequence[Work], shards: int, device: Device) -> float:

@@ -4,7 +4,7 @@ meshes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, final
 
@@ -21,11 +21,15 @@ Seconds = NDArray[np.float64]
 class UnitSeconds:
     """Holds seconds of shape (n,) each: forward, backward of the input (`backward_input`) and of the weights
     (`backward_weight`).
+
+    `waits` are those of the forward and of the backward in which ranks that divide a unit exchange values,
+    and the device could compute something else; None: there are none.
     """
 
     forward: Seconds
     backward_input: Seconds
     backward_weight: Seconds
+    waits: tuple[Seconds, Seconds] | None = None
 
     @classmethod
     def of(cls, profile: Profile) -> Self:
@@ -35,7 +39,8 @@ class UnitSeconds:
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[float]]) -> Self:
         """Returns the seconds of units given as (forward, backward_input, backward_weight)."""
-        return cls(*np.array(rows, np.float64).reshape(-1, 3).T.copy())
+        forward, backward_input, backward_weight = np.array(rows, np.float64).reshape(-1, 3).T.copy()
+        return cls(forward, backward_input, backward_weight)
 
     def rows(self) -> list[tuple[float, float, float]]:
         """Returns (forward, backward_input, backward_weight) of each unit."""
@@ -44,7 +49,7 @@ class UnitSeconds:
 
     def taken(self, places: NDArray[np.int64]) -> Self:
         """Returns the seconds of units in these places, which may repeat."""
-        return type(self)(self.forward[places], self.backward_input[places], self.backward_weight[places])
+        return self._mapped(lambda seconds: seconds[places])
 
     def behind_host(self, host: UnitSeconds, blocks: Sequence[int], late: float = 0.0) -> Self:
         """Returns the seconds of a device that waits where its host needs longer to launch.
@@ -70,7 +75,8 @@ class UnitSeconds:
             ahead = _ratio(host_s, own_s).clip(max=1.0)
             lost = late * ahead * _ratio(np.minimum(own_s, host_s), np.maximum(own_s, host_s))
             behind *= 1 + np.repeat(lost, lengths)
-        return type(self)(*behind)
+        forward, backward_input, backward_weight = behind
+        return type(self)(forward, backward_input, backward_weight)
 
     @property
     def backward(self) -> Seconds:
@@ -86,10 +92,11 @@ class UnitSeconds:
         self, forward: Seconds | float, backward_input: Seconds | float, backward_weight: Seconds | float
     ) -> Self:
         """Returns the seconds with each pass multiplied by a factor."""
-        return type(self)(
-            self.forward * forward,
-            self.backward_input * backward_input,
-            self.backward_weight * backward_weight,
+        return replace(
+            self,
+            forward=self.forward * forward,
+            backward_input=self.backward_input * backward_input,
+            backward_weight=self.backward_weight * backward_weight,
         )
 
     def plus(self, forward: Seconds, backward_input: Seconds) -> Self:
@@ -98,19 +105,25 @@ class UnitSeconds:
             self, forward=self.forward + forward, backward_input=self.backward_input + backward_input
         )
 
+    def waiting(self, forward: Seconds, backward: Seconds) -> Self:
+        """Returns the seconds of which so many more are spent waiting."""
+        known = self.waits or (np.zeros_like(self.forward), np.zeros_like(self.forward))
+        return replace(self, waits=(known[0] + forward, known[1] + backward))
+
     def recomputed(self) -> Self:
         """Returns the seconds when a backward begins with a second forward."""
-        return replace(self, backward_input=self.backward_input + self.forward)
+        waits = self.waits and (self.waits[0], self.waits[0] + self.waits[1])
+        return replace(self, backward_input=self.backward_input + self.forward, waits=waits)
 
     def merged(self, ends: Sequence[int]) -> Self:
         """Returns the seconds of pieces of units; `ends` begins with 0 and ends with n."""
         first = np.array(ends[:-1])
-        return type(self)(
-            *(
-                np.add.reduceat(times, first)
-                for times in (self.forward, self.backward_input, self.backward_weight)
-            )
-        )
+        return self._mapped(lambda seconds: np.add.reduceat(seconds, first))
+
+    def _mapped(self, change: Callable[[Seconds], Seconds]) -> Self:
+        waits = self.waits and (change(self.waits[0]), change(self.waits[1]))
+        passes = (change(self.forward), change(self.backward_input), change(self.backward_weight))
+        return type(self)(*passes, waits)
 
     def written(self, profile: Profile) -> Profile:
         """Returns the profile with these seconds."""
@@ -134,9 +147,17 @@ def fastest(kinds: Sequence[UnitSeconds]) -> UnitSeconds:
         return kinds[0]
     chosen = np.argmin(np.stack([kind.total for kind in kinds]), axis=0)
     units = np.arange(len(chosen))
-    passes = (
-        [k.forward for k in kinds],
-        [k.backward_input for k in kinds],
-        [k.backward_weight for k in kinds],
+
+    def of_chosen(rows: Sequence[Seconds]) -> Seconds:
+        return np.stack(rows)[chosen, units]
+
+    made = UnitSeconds(
+        of_chosen([kind.forward for kind in kinds]),
+        of_chosen([kind.backward_input for kind in kinds]),
+        of_chosen([kind.backward_weight for kind in kinds]),
     )
-    return UnitSeconds(*(np.stack(rows)[chosen, units] for rows in passes))
+    if not any(kind.waits for kind in kinds):
+        return made
+    nothing = np.zeros_like(made.forward)
+    waits = [kind.waits or (nothing, nothing) for kind in kinds]
+    return made.waiting(of_chosen([each[0] for each in waits]), of_chosen([each[1] for each in waits]))

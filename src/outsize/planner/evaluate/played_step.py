@@ -55,7 +55,15 @@ from outsize.planner.costs.stage_edges import Along, Edge, Edges, Flow, edges_of
 from outsize.planner.layout.layout import Layout, ScheduleKey
 from outsize.planner.memory.range_tables import Bytes
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
-from outsize.planner.simulation.critical_path import COLLECTIVES, LAST, NOBODY, Cost, MoveWaits, Network
+from outsize.planner.simulation.critical_path import (
+    COLLECTIVES,
+    LAST,
+    NOBODY,
+    Cost,
+    MoveWaits,
+    Network,
+    behind,
+)
 from outsize.planner.simulation.simulate import StageCost
 from outsize.schedules.message import PRODUCERS
 from outsize.schedules.offload import with_activation_copies
@@ -263,6 +271,8 @@ class PlayedStep:
         seconds = dict(self.move_s)
         for part, cost in enumerate(self.costs):
             seconds |= {(kind, part, -1): cost.seconds(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+        for (kind, part, _), first in self._network(microbatches).paired.items():
+            seconds[kind, part, behind(first)] = self.costs[part].beside_s(kind, self.costs[first])
         return seconds | self.edges.message_s(microbatches, self._link, self.layout.axes.token_parts)
 
     def _link(self, source: int, destination: int) -> Link:
@@ -276,7 +286,7 @@ class PlayedStep:
             action = Action.parse(span.action)
             if span.lane == "compute":
                 own_s = seconds[action.kind, action.stage, -1]
-                yield span.model_copy(update={"end_s": span.start_s + own_s})
+                yield span.model_copy(update={"end_s": min(span.end_s, span.start_s + own_s)})
             elif span.lane == "send":
                 kind = Kind.F if action.kind is Kind.SEND_F else Kind.B
                 copy_s = seconds[kind, action.stage, action.peer]
@@ -287,11 +297,16 @@ class PlayedStep:
     def _with_copies(self, seconds: Mapping[Cost, float]) -> dict[Cost, float]:
         """Returns the seconds where messages to other ranks are copied by the core that has made them."""
         ranks, copied = self.layout.ranks, dict(seconds)
+        paired = [cost for cost in seconds if cost[-1] <= behind(0)]
         for cost in filter(is_message, seconds):
             kind, source, destination = cost
             if ranks[self.stage_of[source]] != ranks[self.stage_of[destination]]:
                 for maker in PRODUCERS[kind]:
                     copied[maker, source, -1] += seconds[cost]
+                for maker in (
+                    other for other in paired if other[:2] in [(k, source) for k in PRODUCERS[kind]]
+                ):
+                    copied[maker] += seconds[cost]
                 copied[cost] = 0.0
         return copied
 

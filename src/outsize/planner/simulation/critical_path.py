@@ -9,6 +9,8 @@ Which action waits for which depends on the schedule alone, so the network of ev
                  the wire that is needed sooner (lower.py)
     collective   UNSHARD and REDUCE_GRAD (schedules/sharded.py): waits for the compute action before it on
                  its rank, and for the collective before it there, since a communicator has one queue
+    pair         a forward and a backward that run together: the first waits for the messages of both, and
+                 what the forward makes leaves behind the second, which lasts what both take beyond the first
     copy         OFFLOAD_F and FETCH_B (schedules/offload.py): waits for the compute action before it on its
                  rank, and for the copy before it in its direction. Compute waits until the copies that leave
                  have left before more are launched, and before it sends more, for those that the next
@@ -39,13 +41,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.errors import InvalidSchedule
-from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule, together
 from outsize.ir.timeline import Lane, Span
 from outsize.schedules.message import PRODUCERS, Edges, Message, edge_messages
 
 Cost = tuple[Kind, int, int]
-"""(kind, stage, -1) of an action, (REDUCE_GRAD, stage, LAST) of a stage's last one; (F or B, source,
-destination) of a transfer."""
+"""(kind, stage, -1) of an action, (REDUCE_GRAD, stage, LAST) of a stage's last one, (B or I, stage,
+behind(s)) of a backward that runs together with a forward of stage s; (F or B, source, destination) of a
+transfer."""
 Label = tuple[int, Lane, Action]
 Nodes = NDArray[np.int64]
 CODES: Final = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
@@ -54,11 +57,22 @@ COPIES: Final = frozenset({Kind.OFFLOAD_F, Kind.FETCH_B})
 MOVES: Final = COLLECTIVES | COPIES
 NOBODY: Final = -1
 LAST: Final = -2
+_PAIRED: Final = -3
 # Array operations pay from this many nodes a level, and from this many in all.
 WIDE: Final = 24
 MANY: Final = 30_000
 # A message waits for up to three: its producer, the message before it, and its receive.
 FEWEST: Final = 3
+
+
+def behind(stage: int) -> int:
+    """Returns the third number of the cost of a backward that runs together with a forward of a stage."""
+    return _PAIRED - stage
+
+
+def paired_with(cost: Cost) -> int | None:
+    """Returns the stage of the forward that a backward of this cost runs together with, or None."""
+    return _PAIRED - cost[-1] if cost[-1] <= _PAIRED else None
 
 
 @final
@@ -171,6 +185,11 @@ class Network:
         return ends
 
     @cached_property
+    def paired(self) -> dict[Cost, int]:
+        """Returns the costs of backwards that run together with a forward, and the stage of that."""
+        return {cost: stage for cost in self.costs if (stage := paired_with(cost)) is not None}
+
+    @cached_property
     def rows(self) -> list[list[int]]:
         """Lists the cost's index of each node, and what it waits for."""
         return np.vstack([self.kinds, self.waits]).T.tolist()
@@ -186,14 +205,19 @@ class _Building:
         self._schedule, self._rows = schedule, _Rows(schedule)
         rows, messages = self._rows, list(_messages(self._rows, forward, backward, step))
         self.costs: list[Cost] = [(kind, s, NOBODY) for s in range(schedule.stages) for kind in CODES]
-        self.kinds, self.arcs = [rows.stage * len(CODES) + rows.code], [rows.chain()]
+        own = rows.stage * len(CODES) + rows.code
+        for second, cost in rows.paired():
+            if cost not in self.costs:
+                self.costs.append(cost)
+            own[second] = self.costs.index(cost)
+        self.kinds, self.arcs = [own], [rows.chain()]
         self._nodes, self._messages, self._wires = len(rows.stage), messages, list[Nodes]()
         self._moves: list[Label] = []
         for wire in _wires(rows, messages):
             numbers = self._nodes + np.arange(wire.shape[1])
-            producers, consumers, _, place = wire
+            producers, consumers, _, place, _ = wire
             self.kinds.append(len(self.costs) + place)
-            posted = _posted(rows, consumers)
+            posted = rows.posted(consumers)
             self.arcs += [
                 np.array([producers, numbers]),
                 np.array([numbers[:-1], numbers[1:]]),
@@ -231,10 +255,10 @@ class _Building:
         rows = [[a for a in row if a.kind in COMPUTE] for row in self._schedule.actions]
         computed: list[Label] = [(rank, "compute", a) for rank, row in enumerate(rows) for a in row]
         rank_of, sent = self._schedule.rank_of, list[Label]()
-        for producers, _, _, places in (wire.tolist() for wire in self._wires):
-            for producer, place in zip(producers, places, strict=True):
+        for _, _, _, places, microbatches in (wire.tolist() for wire in self._wires):
+            for place, microbatch in zip(places, microbatches, strict=True):
                 kind, (source, destination), _ = self._messages[place]
-                message = Message(kind, source, destination, computed[producer][2].microbatch)
+                message = Message(kind, source, destination, microbatch)
                 sent.append((rank_of[source], "send", message.send))
         return computed + sent + self._moves
 
@@ -298,8 +322,15 @@ class _Rows:
     """Holds all compute actions, row after row: rank, index in the row, stage and kind of each."""
 
     def __init__(self, schedule: Schedule) -> None:
-        rows = [[action for action in row if action.kind in COMPUTE] for row in schedule.actions]
+        cells = [[cell for cell in together(row) if cell[0].kind in COMPUTE] for row in schedule.actions]
+        rows = [[action for cell in row for action in cell] for row in cells]
         actions = [action for row in rows for action in row]
+        lengths = [len(cell) for row in cells for cell in row]
+        # The first and the last action of each cell, for each action; of each cell its number in the row.
+        self._first = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+        self._last = np.repeat(np.cumsum(lengths) - 1, lengths)
+        self._cell = np.repeat(np.concatenate([np.arange(len(row)) for row in cells]), lengths)
+        self._actions = actions
         self.lengths = np.array([len(row) for row in rows])
         self.code = np.array([CODES[a.kind] for a in actions])
         self.stage = np.array([a.stage for a in actions])
@@ -316,6 +347,28 @@ class _Rows:
             actions = np.where(actions == NOBODY, self._at[CODES[half], stage], actions)
         return actions
 
+    def paired(self) -> Iterator[tuple[int, Cost]]:
+        """Yields each backward that runs together with a forward, and its cost."""
+        for second in np.flatnonzero(self._first != np.arange(len(self._first))).tolist():
+            first, action = self._actions[second - 1], self._actions[second]
+            yield second, (action.kind, action.stage, behind(first.stage))
+
+    def leaving(self, producers: Nodes) -> Nodes:
+        """Returns behind which actions what these have made leaves."""
+        return self._last[producers]
+
+    def begins(self, consumers: Nodes) -> Nodes:
+        """Returns before which actions what these need has to be there."""
+        return self._first[consumers]
+
+    def posted(self, consumers: Nodes) -> Nodes:
+        """Returns the last action of the rank before each receive of a wire is posted; NOBODY at the row's
+        start.
+        """
+        soonest = np.minimum.accumulate(consumers[::-1])[::-1]
+        before = self._first[np.maximum(self._first[soonest] - 1, 0)] - 1
+        return np.where(self._cell[soonest] >= 2, before, NOBODY)
+
     def chain(self) -> Nodes:
         """Returns the arcs along the rows."""
         second = np.flatnonzero(self.place)
@@ -330,28 +383,23 @@ def _messages(rows: _Rows, forward: Edges, backward: Edges, step: Edges) -> Iter
     """Yields the messages of each edge between ranks."""
     for kind, source, destination, once in edge_messages(forward, backward, step):
         if rows.rank_of[source] != rows.rank_of[destination]:
-            ends = np.array([rows.at(kind, source), rows.at(kind, destination)])
+            ends = np.array([rows.leaving(rows.at(kind, source)), rows.begins(rows.at(kind, destination))])
             yield kind, (source, destination), ends[:, :1] if once else ends
 
 
 def _wires(rows: _Rows, messages: list[Sent]) -> Iterator[Nodes]:
-    """Yields each wire in the order of the sends: producer, consumer, destination, the edge's index."""
+    """Yields each wire in the order of the sends: producer, consumer, destination, the edge's index,
+    microbatch.
+    """
     wires: dict[tuple[int, int, Kind], list[Nodes]] = {}
     for place, (kind, (source, destination), ends) in enumerate(messages):
         more = np.array([[destination], [place]]).repeat(ends.shape[1], axis=1)
+        more = np.concatenate([more, np.arange(ends.shape[1])[None]])
         key = rows.rank_of[source], rows.rank_of[destination], kind
         wires.setdefault(key, []).append(np.concatenate([ends, more]))
     for parts in wires.values():
         wire = np.concatenate(parts, axis=1)
         yield wire[:, np.lexsort((wire[2], wire[0]))]
-
-
-def _posted(rows: _Rows, consumers: Nodes) -> Nodes:
-    """Returns the last action of the rank before each receive of a wire is posted; NOBODY at the
-    row's start.
-    """
-    soonest = np.minimum.accumulate(consumers[::-1])[::-1]
-    return np.where(rows.place[soonest] >= 2, soonest - 2, NOBODY)
 
 
 def _by_level(nodes: int, arcs: Nodes) -> tuple[Nodes, tuple[int, ...]]:

@@ -3,6 +3,8 @@
 It simulates a lowered schedule, the same list that the interpreter runs, with stage and link costs:
     rank     takes its cells in order; SEND and RECV cost it nothing, compute waits for the messages
              that were posted for it and then lasts forward_s or backward_s
+    pair     a forward and a backward that run together: the first waits for the messages of both, and the
+             second lasts what both take beyond the first (`StageCost.beside_s`)
     wire     one for each directed pair of ranks, for activations and gradients apart: moves one message
              at a time in the order of the sends, in parallel to compute; a transfer begins when it is
              sent, its receive is posted (rendezvous, as in NCCL and gloo) and the wire is free
@@ -27,7 +29,7 @@ from typing import Final, final
 
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.ir.cluster import Link
-from outsize.ir.schedule import COMPUTE, FETCH, OFFLOAD, Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, FETCH, OFFLOAD, Action, Kind, Schedule, partners
 from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.planner.simulation.event_kernel import Event, Kernel, Process
 from outsize.planner.simulation.host_copies import CopyCosts, CopyQueues
@@ -139,6 +141,7 @@ class _Simulation:
     def _rank(self, rank: int, row: Sequence[Action]) -> Process:
         inbox: defaultdict[Action, list[Message]] = defaultdict(list)
         queues = None if self._copies is None else CopyQueues(self._copies)
+        second = partners(row)
         for at, action in enumerate(row):
             if action.kind in SENDS:
                 self._kernel.fire(self._sent[message_of(action)])
@@ -147,8 +150,9 @@ class _Simulation:
                 inbox[self._ends.consumer(message)].append(message)
                 self._kernel.fire(self._posted[message])
             elif action.kind in COMPUTE:
-                for message in inbox[action]:
-                    yield self._arrived[message]
+                for needing in (action, second.get(action)):
+                    for message in inbox[needing] if needing is not None else ():
+                        yield self._arrived[message]
                 if queues is not None:
                     yield from self._until(queues.arrival_s(action))
                 yield from self._span(rank, "compute", action, self._compute_s[action])
@@ -200,7 +204,10 @@ def _compute_seconds(
         )
     free = {*SENDS, *RECEIVES, *(COPIES if with_copies else ())}
     cells = [a for row in schedule.actions for a in row if a.kind not in free]
-    return {action: _cost_s(action, costs[action.stage]) for action in cells}
+    lasting = {action: _cost_s(action, costs[action.stage]) for action in cells}
+    for forward, backward in (pair for row in schedule.actions for pair in partners(row).items()):
+        lasting[backward] = costs[backward.stage].beside_s(backward.kind, costs[forward.stage])
+    return lasting
 
 
 def _cost_s(action: Action, cost: StageCost) -> float:

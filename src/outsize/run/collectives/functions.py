@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outsize.device.alternation import give_way
 from outsize.run.transport.rank_collectives import Begun
 
 Collective = Callable[..., Tensor]
@@ -40,6 +41,7 @@ class InFlight:
     def wait(self) -> Tensor:
         """Returns the result, behind which the current stream waits; the host goes on."""
         if self._work is not None:
+            give_way()
             self._work.wait()
         return self._result.contiguous()
 

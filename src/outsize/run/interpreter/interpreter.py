@@ -5,6 +5,7 @@
     0B1         backward         the gradients posted by 0RECV_B1
     0SEND_F1    send values      nothing
     0RECV_F1    post receives    nothing
+    (0F1;0B0)   both, in turns   what both wait for (bound_action.py)
     ...
 
 Each action of the row is bound to its handler once, when the interpreter is built: which boundaries it moves,
@@ -19,16 +20,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
 from outsize.device.accelerators import all_devices, allocated_bytes
+from outsize.device.alternation import Alternation
 from outsize.device.clock import HOST, Clock
 from outsize.device.profiler import in_range, is_profiled
-from outsize.ir.schedule import COMPUTE, FETCH, LEAVING, NO_MICROBATCH, OFFLOAD, Action, Kind, Schedule
+from outsize.ir.schedule import (
+    COMPUTE,
+    FETCH,
+    LEAVING,
+    NO_MICROBATCH,
+    OFFLOAD,
+    Action,
+    Kind,
+    Schedule,
+    together,
+)
 from outsize.ir.timeline import Lane
+from outsize.run.interpreter.bound_action import ActionPair, BoundAction
 from outsize.run.interpreter.ranges import range_name, wait_name
 from outsize.run.interpreter.trace import Marks
 from outsize.run.moves.base import Moves, PassedValues, Resident, ValueKey
@@ -82,21 +96,6 @@ class StepOutputs:
 
 
 @final
-@dataclass(slots=True)
-class _BoundAction:
-    """Represents an action with its handler: `gather` waits for its messages, or is None; `run`
-    acts on them.
-    """
-
-    text: str
-    lane: Lane
-    run: Callable[[Any], None]
-    gather: Callable[[], Any] | None = None
-    ready: Callable[[], bool] | None = None
-    at: int = 0  # The index of its first mark.
-
-
-@final
 class MessageSlot:
     """Holds one message between two actions of the rank: a tensor that came in or is about to leave, a
     Pending, or MISSING.
@@ -140,7 +139,7 @@ class Interpreter:
         self._transport, self._clock = transport, clock
         self._mark = self._own_mark = clock.mark
         self._handlers = _Handlers(rank, schedule, programs, transport)
-        self._ops = [self._handlers.bind(at) for at in range(len(schedule.actions[rank]))]
+        self._ops = self._handlers.bound()
         # Three marks an action: it begins, its messages are there, it has ended. A mark that is still zero
         # says where the rank is (`place`), so the watchdog costs a step nothing.
         for number, op in enumerate(self._ops):
@@ -223,7 +222,7 @@ class Interpreter:
         """Drops an unfinished step."""
         self._handlers.reset()
 
-    def _in_ranges(self) -> list[_BoundAction]:
+    def _in_ranges(self) -> list[BoundAction]:
         """Returns the actions, each within a range that a profiler records."""
         pairs = zip(self._ops, self.schedule.actions[self.rank], strict=True)
         return [
@@ -235,7 +234,7 @@ class Interpreter:
             for op, action in pairs
         ]
 
-    def _execute(self, op: _BoundAction) -> None:
+    def _execute(self, op: BoundAction) -> None:
         times, at, mark, messages = self._times, op.at, self._mark, None
         times[at] = mark()
         try:
@@ -309,14 +308,24 @@ class _Handlers:
         for held in (*self._held.values(), self._kept):
             held.clear()
 
-    def bind(self, at: int) -> _BoundAction:
-        """Binds the action at this index of the row to its handler."""
+    def bound(self) -> list[BoundAction]:
+        """Returns the row's actions, bound to their handlers, those that run together as pairs."""
+        ops, helper, at = [self._bind(at) for at in range(len(self._row))], Alternation(), 0
+        for cell in together(self._row):
+            if len(cell) > 1:
+                stages = [*map(self._stage, cell)]
+                pair = ActionPair(ops[at], ops[at + 1], partial(_alternate, stages), helper)
+                ops[at : at + 2] = pair.bound()
+            at += len(cell)
+        return ops
+
+    def _bind(self, at: int) -> BoundAction:
         action, moves = self._row[at], self._programs.moves
         if action.kind in NO_MICROBATCH | OFFLOAD | FETCH:
-            return _BoundAction(str(action), "load", self._move(action, moves.action(self._row, at)))
+            return BoundAction(str(action), "load", self._move(action, moves.action(self._row, at)))
         op = self._table()[action.kind](action)
         arrival = moves.arrival(self._row, at) if action.kind in COMPUTE else None
-        return op if arrival is None else replace(op, gather=_behind(arrival, op.gather))
+        return op if arrival is None else op.behind(arrival)
 
     def _move(self, action: Action, move: Callable[[], None]) -> Callable[[Any], None]:
         """Returns the function that moves weights; copies of weights that leave are dropped before."""
@@ -332,7 +341,7 @@ class _Handlers:
 
         return leave
 
-    def _table(self) -> dict[Kind, Callable[[Action], _BoundAction]]:
+    def _table(self) -> dict[Kind, Callable[[Action], BoundAction]]:
         return {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -361,7 +370,7 @@ class _Handlers:
 
     # -- compute -------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action) -> _BoundAction:
+    def _forward(self, action: Action) -> BoundAction:
         stage, mb = self._stage(action), action.microbatch
         wanted = [self._wanted(b, action.stage, mb) for b in stage.program.received]
         # In training the backward reads what was received once more, and lets it go; without one the forward
@@ -400,28 +409,28 @@ class _Handlers:
                 take(slot, remote, keep, self._kept if keep else pendings) for slot, remote, keep in wanted
             ]
 
-        op = _BoundAction(str(action), "compute", run)
+        op = BoundAction(str(action), "compute", run)
         return replace(op, gather=gather, ready=ready([w[:2] for w in wanted])) if wanted else op
 
-    def _backward(self, action: Action) -> _BoundAction:
+    def _backward(self, action: Action) -> BoundAction:
         return self._gradients_through(action, self._stage(action).backward, self._release(action))
 
-    def _backward_input(self, action: Action) -> _BoundAction:
+    def _backward_input(self, action: Action) -> BoundAction:
         # What was received stays: the gradients of weights are computed from it later (`_backward_weight`).
         return self._gradients_through(action, self._stage(action).backward_input, lambda: None)
 
-    def _backward_weight(self, action: Action) -> _BoundAction:
+    def _backward_weight(self, action: Action) -> BoundAction:
         stage, mb, release = self._stage(action), action.microbatch, self._release(action)
 
         def run(_: None) -> None:
             stage.backward_weight(mb)
             release()
 
-        return _BoundAction(str(action), "compute", run)
+        return BoundAction(str(action), "compute", run)
 
     def _gradients_through(
         self, action: Action, backward: Callable[[int, float, Gradients], Gradients], end: Callable[[], None]
-    ) -> _BoundAction:
+    ) -> BoundAction:
         """Turns the gradients of what the stage sent, and of the last stage's loss, into those of what it
         received.
         """
@@ -445,30 +454,30 @@ class _Handlers:
         def gather() -> Gradients:
             return {key: take(slot, remote, False, pendings) for key, slot, remote in incoming}
 
-        op = _BoundAction(str(action), "compute", run)
+        op = BoundAction(str(action), "compute", run)
         return replace(op, gather=gather, ready=ready([i[1:] for i in incoming])) if incoming else op
 
     # -- transfers -----------------------------------------------------------------------------------
 
-    def _send_values(self, action: Action) -> _BoundAction:
+    def _send_values(self, action: Action) -> BoundAction:
         mb, peer = action.microbatch, action.peer
         sent = self._stage(action).program.sent
         leaving = [b for b in sent if peer in b.consumers and (b.weight is None or mb == 0)]
         return self._send(action, [(self._value(b, peer, mb), self._down(b, peer, mb)) for b in leaving])
 
-    def _receive_values(self, action: Action) -> _BoundAction:
+    def _receive_values(self, action: Action) -> BoundAction:
         mb, here = action.microbatch, action.stage
         received = self._stage(action).program.received
         coming = [b for b in received if b.producer == action.peer and (b.weight is None or mb == 0)]
         return self._receive(action, [(self._value(b, here, mb), self._down(b, here, mb)) for b in coming])
 
-    def _send_gradients(self, action: Action) -> _BoundAction:
+    def _send_gradients(self, action: Action) -> BoundAction:
         mb, here, peer = action.microbatch, action.stage, action.peer
         received = self._stage(action).program.received
         back = [b for b in received if b.requires_grad and b.previous(here) == peer]
         return self._send(action, [(self._gradient(b.key, peer, mb), self._up(b, here, mb)) for b in back])
 
-    def _receive_gradients(self, action: Action) -> _BoundAction:
+    def _receive_gradients(self, action: Action) -> BoundAction:
         mb, here, peer = action.microbatch, action.stage, action.peer
         program = self._stage(action).program
         # The order is that of their keys, in which the peer sends what it received, because NCCL has no tags.
@@ -478,7 +487,7 @@ class _Handlers:
             action, [(self._gradient(b.key, here, mb), self._up(b, peer, mb)) for b in coming]
         )
 
-    def _send(self, action: Action, leaving: list[tuple[MessageSlot, int]]) -> _BoundAction:
+    def _send(self, action: Action, leaving: list[tuple[MessageSlot, int]]) -> BoundAction:
         rank, mb, send = self._rank_of[action.peer], action.microbatch, self._transport.send
 
         def run(_: None) -> None:
@@ -488,16 +497,16 @@ class _Handlers:
                 tensor, slot.content = slot.content, MISSING
                 send(rank, channel, mb, tensor)
 
-        return _BoundAction(str(action), "send", run)
+        return BoundAction(str(action), "send", run)
 
-    def _receive(self, action: Action, coming: list[tuple[MessageSlot, int]]) -> _BoundAction:
+    def _receive(self, action: Action, coming: list[tuple[MessageSlot, int]]) -> BoundAction:
         rank, mb, post = self._rank_of[action.peer], action.microbatch, self._transport.post
 
         def run(_: None) -> None:
             for slot, channel in coming:
                 slot.content = post(rank, channel, mb)
 
-        return _BoundAction(str(action), "recv", run)
+        return BoundAction(str(action), "recv", run)
 
     # -- message slots -------------------------------------------------------------------------------
 
@@ -543,11 +552,5 @@ class _Handlers:
         return release
 
 
-def _behind(arrival: Callable[[], None], gather: Callable[[], Any] | None) -> Callable[[], Any]:
-    """Returns a function that waits for both."""
-
-    def both() -> Any:
-        arrival()
-        return gather() if gather is not None else None
-
-    return both
+def _alternate(stages: Sequence[RunnableStage]) -> bool:
+    return all(stage.alternates for stage in stages)

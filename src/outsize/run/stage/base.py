@@ -32,6 +32,11 @@ class RunnableStage(ABC):
     program: StageProgram
     outer: OuterGraph | None = None
 
+    @property
+    def alternates(self) -> bool:
+        """Returns whether its forward, and its backward of another microbatch, may give way to others."""
+        return False
+
     @abstractmethod
     def begin(self, grad_scale: Tensor | None = None) -> None:
         """Reads the caller's modes, which hold for a whole step, as `grad_scale` does."""

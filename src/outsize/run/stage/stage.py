@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from outsize.device.alternation import let_other_end
 from outsize.errors import BoundaryMismatch
 from outsize.program.replaying.modes import casting_devices, outside_autocast
 from outsize.program.sharding.axis_group import collective_of
@@ -180,7 +181,8 @@ class StageSetting:
     microbatch, where the host stores it. With `bare`, the stage does not reference values that it receives
     and sends. `device` is the one of several whose generator is seeded; None: all are. `outer` is the user's
     graph, where the stage's graph is a part of it: then no loss ends a forward, and no `.grad` is written.
-    `summed` are the stages of the run of which a backward was looked at by the bits of its weights.
+    `summed` are the stages of the run of which a backward was looked at by the bits of its weights. With
+    `exchanges` ranks divide the stage's layers, and its calls of collectives are those of Python.
     """
 
     again: Callable[..., Any] | None = None
@@ -189,6 +191,7 @@ class StageSetting:
     device: torch.device | None = None
     outer: OuterGraph | None = None
     summed: set[int] = field(default_factory=set[int])
+    exchanges: bool = False
 
 
 @final
@@ -219,6 +222,9 @@ class StageExecutor(RunnableStage):
         self._for_itself = _table_entries(program.weights - _for_others(program), model)
         self._without_gradient: list[TableEntry] = []
         self._unchanged = UnchangedWeights(model, program.stage, setting.summed)
+        self._exchanges = setting.exchanges and setting.outer is None and setting.saving is None
+        # A second forward does not run in the middle of another one that writes the same buffers, or draws.
+        self._repeats_alone = _repeats_alone(program)
         self._saved: dict[int, BackwardEnds] = {}
         self._later: dict[int, list[Later]] = {}
         self._checked = False
@@ -249,6 +255,10 @@ class StageExecutor(RunnableStage):
     def recomputes(self) -> bool:
         """Returns whether a backward computes forwards once more."""
         return self._again is not None
+
+    @property
+    def alternates(self) -> bool:
+        return self._exchanges and not (self.recomputes and (self._casts or self._repeats_alone))
 
     def ends_of(self, microbatch: int) -> BackwardEnds:
         """Returns where the backward of a microbatch begins and ends, which another one runs then."""
@@ -393,6 +403,7 @@ class StageExecutor(RunnableStage):
         """
         if not self._without_gradient:
             return
+        let_other_end()  # Its calls may have put other weights into the tables.
         waiting, alone = [], _holders_of_a_new_tensor()
         for entry in self._without_gradient:
             parameter = entry.table[entry.key]
@@ -515,6 +526,12 @@ class StageExecutor(RunnableStage):
                     next_step="outsize check MODEL, which names the unit",
                 )
         self._checked = True
+
+
+def _repeats_alone(program: StageProgram) -> bool:
+    """Tells whether a second forward writes or draws what all forwards share, or swaps weights in tables."""
+    draws = any(instruction.random for instruction in program.spec.instructions)
+    return draws or bool(program.written) or bool(program.spec.foreign)
 
 
 def _for_others(program: StageProgram) -> frozenset[str]:

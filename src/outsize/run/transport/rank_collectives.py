@@ -4,6 +4,8 @@
     all others                                    the group's backend, by torch.distributed
 
 Each group has one such object in a process, since ranks make its calls in one order, whoever makes them.
+Where the forward of a microbatch and the backward of another one alternate (device/alternation.py), the one
+that would wait gives way to the other first.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from outsize.device import futex
 from outsize.device.accelerators import is_accelerator
+from outsize.device.alternation import give_way, is_alternating
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.transport.groups import backend_of, made_once
 from outsize.run.transport.memory_offers import MemoryOffer, each_has_a_core
@@ -92,11 +95,10 @@ class RankCollectives:
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Adds up all ranks' x, or reduces them by `op`, in place."""
-        near = self._reader(x, op)
-        if near is None:
-            dist.all_reduce(x, op, group=self._group)
+        if self._may_wait(self._reader(x, op)):
+            _in_turn(self.begin_all_reduce(x, op))
         else:
-            near.end(near.begin_all_reduce(x, _COMBINES[op]))
+            dist.all_reduce(x, op, group=self._group)
 
     def begin_all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Begun:
         """Begins to add up all ranks' x, or to reduce them by `op`, in place."""
@@ -114,11 +116,10 @@ class RankCollectives:
 
     def all_gather(self, out: Tensor, own: Tensor) -> None:
         """Puts all ranks' tensors into `out`, in a row."""
-        near = self._shared_by(own)
-        if near is None:
-            _all_gather(out, own, self._group, async_op=False)
+        if self._may_wait(self._shared_by(own)):
+            _in_turn(self.begin_all_gather(out, own))
         else:
-            near.end(near.begin_all_gather(out, own))
+            _all_gather(out, own, self._group, async_op=False)
 
     def begin_all_gather(self, out: Tensor, own: Tensor) -> Begun:
         """Begins to put all ranks' tensors into `out`, in a row."""
@@ -129,11 +130,10 @@ class RankCollectives:
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         """Puts the sum of all ranks' parts for this rank into `out`; x are the parts for all ranks."""
-        near = self._shared_by(x)
-        if near is None:
-            _reduce_scatter(out, x, self._group, async_op=False)
+        if self._may_wait(self._shared_by(x)):
+            _in_turn(self.begin_reduce_scatter(out, x))
         else:
-            near.end(near.begin_reduce_scatter(out, x))
+            _reduce_scatter(out, x, self._group, async_op=False)
 
     def begin_reduce_scatter(self, out: Tensor, x: Tensor) -> Begun:
         """Begins to put the sum of all ranks' parts for this rank into `out`."""
@@ -144,11 +144,13 @@ class RankCollectives:
 
     def all_to_all(self, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
         """Sends `sent[r]` rows to each rank r, in the order of ranks; puts those that come into `out`."""
-        near = self._shared_by(own)
-        if near is None:
-            dist.all_to_all_single(out, own, list(received), list(sent), group=self._group)
+        near, sizes = self._shared_by(own), (list(received), list(sent))
+        if near is not None:
+            _in_turn(_NearWork(near, near.begin_all_to_all(out, own, received, sent)))
+        elif is_alternating():
+            _in_turn(_begun(dist.all_to_all_single(out, own, *sizes, group=self._group, async_op=True)))
         else:
-            near.all_to_all(out, own, received, sent)
+            dist.all_to_all_single(out, own, *sizes, group=self._group)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Puts the tensor of rank `source` of the group into x."""
@@ -166,6 +168,10 @@ class RankCollectives:
         return torch.empty(count, dtype=dtype, device=device) if near is None else near.buffer(count, dtype)
 
     # -- memory that ranks share -----------------------------------------------------------------------------
+
+    def _may_wait(self, near: SharedMemoryGroup | None) -> bool:
+        """Tells whether a collective is begun, and waited for behind what else there is to compute."""
+        return near is not None or is_alternating()
 
     def _reader(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> SharedMemoryGroup | None:
         """Returns the group for a reduction, of which every rank reads all terms."""
@@ -195,6 +201,12 @@ def _reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup, *, async_o
 def _begun(work: Begun | None) -> Begun:
     assert work is not None
     return work
+
+
+def _in_turn(work: Begun) -> None:
+    """Waits for a collective, behind what the other of two computations has to compute meanwhile."""
+    give_way()
+    work.wait()
 
 
 def _shared_memory_group(group: dist.ProcessGroup) -> SharedMemoryGroup | None:

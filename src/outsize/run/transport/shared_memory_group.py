@@ -217,7 +217,7 @@ class SharedMemoryGroup:
         number = self._post(self._place_of(x), read)
         return number
 
-    def all_to_all(self, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+    def begin_all_to_all(self, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]) -> int:
         """Sends `sent[r]` rows to each rank r, in the order of ranks; puts those that come into `out`."""
         out, own = out.detach(), own.detach()
         head = -(-self.size * 8 // 64) * 64
@@ -236,7 +236,7 @@ class SharedMemoryGroup:
                     part.copy_(self._peers[rank].tensor(number, int(start), part))
 
         number = self._post(_Operand(block, block.start), read)
-        self.end(number)
+        return number
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Puts the tensor of rank `source` into x."""

@@ -106,7 +106,8 @@ class StageFactory:
             save_context = partial(self.run.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
-        setting = StageSetting(recompute, save_context, is_bare, seeded, outer, self.summed)
+        exchanges = self.run.plan.axes.exchanges_values and self._backend is None and self.statistics is None
+        setting = StageSetting(recompute, save_context, is_bare, seeded, outer, self.summed, exchanges)
         stage = self._at(at, StageExecutor(program, model, setting), policy, of_call)
         return stage if variant.slice is None else SlicedStage(stage, variant.slice, model)
 

@@ -16,12 +16,12 @@ from outsize.ir.cluster import Link, parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
-from outsize.ir.schedule import Kind, Schedule
+from outsize.ir.schedule import Kind, Schedule, partners
 from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.evaluate.played_step import is_message
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
-from outsize.planner.simulation.critical_path import Cost, Network
+from outsize.planner.simulation.critical_path import Cost, Network, behind
 from outsize.planner.simulation.simulate import StageCost, simulate
 from outsize.policies.activations import Recompute
 from outsize.schedules.builders import build
@@ -59,6 +59,9 @@ class Step:
         for kind, sizes in ((Kind.F, self.down), (Kind.B, self.up)):
             for (source, to), size in sizes.items():
                 found[kind, source, to] = self.link(rank_of[source], rank_of[to]).seconds(size)
+        for forward, backward in (pair for row in self.lowered.actions for pair in partners(row).items()):
+            beside_s = self.costs[backward.stage].beside_s(backward.kind, self.costs[forward.stage])
+            found[backward.kind, backward.stage, behind(forward.stage)] = beside_s
         return found
 
 
@@ -66,12 +69,13 @@ def random_step(name: str, seed: int) -> Step:
     """A chain that may be broken, skip edges, step edges of their own and beside others."""
     dice = random.Random(seed)
     ranks, microbatches = dice.randint(1, 4), dice.randint(1, 7)
-    stages = ranks * (dice.randint(1, 3) if name == "interleaved" else 1)
+    stages = ranks * (dice.randint(1, 3) if name == "interleaved" else 2 if name == "dualpipe-v" else 1)
     pairs = [(a, b) for b in range(stages) for a in range(b)]
     forward = {edge for edge in pairs if dice.random() < (0.9 if edge[1] == edge[0] + 1 else 0.3)}
     backward = {(b, a) for a, b in sorted(forward) if dice.random() < 0.8}
     step = {edge for edge in pairs if dice.random() < 0.2}
-    costs = [StageCost(dice.random(), b, b * dice.random()) for b in (dice.random() for _ in range(stages))]
+    halves = [(dice.random(), dice.random()) for _ in range(stages)]
+    costs = [StageCost(f, b, b * dice.random(), 0.0, f * dice.random(), b * dice.random()) for f, b in halves]
     built = build(name, stages, microbatches, ranks)
     return Step(
         lower(built, forward, backward, step),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.ir.cluster import Link, parse_cluster
-from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule, partners
 from outsize.ir.timeline import Span, Timeline
 from outsize.planner.simulation.simulate import StageCost, bound_s, played, simulate
 from outsize.schedules.builders import build
@@ -256,6 +256,7 @@ def longest_path(case: Case, link: Link) -> float:
     wires: dict[tuple[int, int, Kind], list[Message]] = defaultdict(list)
     ends = Ends(case.schedule)
     for row in case.schedule.actions:
+        first_of = {backward: forward for forward, backward in partners(row).items()}
         for first, second in pairwise(row):
             before[second].add(first)
         for action in row:
@@ -264,7 +265,7 @@ def longest_path(case: Case, link: Link) -> float:
             if action.kind in RECEIVES:
                 message = message_of(action)
                 before[message] |= {action, message.send}
-                before[ends.consumer(message)].add(message)
+                before[first_of.get(ends.consumer(message), ends.consumer(message))].add(message)
     for queue in wires.values():
         for first, second in pairwise(queue):
             before[second].add(first)
