@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from zoo import case
 
 import outsize
-from outsize.errors import BadOption
+from outsize.device.accelerators import float16_sums, has_float16_sums
+from outsize.errors import BadOption, UnsupportedPlan
 
 MICROBATCHES = 4
 
@@ -125,3 +126,22 @@ def test_a_plan_of_mixed_precision_wants_devices_of_one_type(device: str) -> Non
     assert outsize.plan(network(), (x,), **given).precision == "fp32"
     with pytest.raises(BadOption, match="precision bf16-mixed, cluster cpu"):
         outsize.plan(network(), (x,), precision="bf16-mixed", **given)
+
+
+@pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
+def test_sums_in_float16_are_the_engines_where_the_device_has_them(device: str) -> None:
+    """Within a step and an evaluation alone, as a loop that sets torch's switch itself."""
+    kind, (x, y), model, plain = torch.device(device).type, batch(), network(), network().to(device)
+    given: dict[str, Any] = {"loss_fn": F.mse_loss, "target": y}
+    wishes: dict[str, Any] = {"stages": 2, "microbatches": MICROBATCHES, "precision": "fp16-fp16acc"}
+    plan = outsize.plan(model, (x,), cluster="2xrtx4090", **wishes, **given)
+    if not has_float16_sums(device):
+        with pytest.raises(UnsupportedPlan, match="adds products up in float16, and sim:0 does not"):
+            outsize.parallelize(model, (x,), plan=plan, devices=[device, device], **given)
+        return
+    engine = outsize.parallelize(model, (x,), plan=plan, devices=[device, device], **given)
+    with torch.autocast(kind, torch.float16):
+        loss = engine.step(x, target=y, update=False).loss
+    assert not torch.backends.cuda.matmul.allow_fp16_accumulation
+    with float16_sums():
+        assert torch.equal(loss, plain_loss(plain, x.to(device), y.to(device), torch.float16))

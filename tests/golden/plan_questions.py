@@ -111,6 +111,10 @@ GROUPS: Final[dict[str, tuple[str, str, Rows]]] = {
                 {"cluster": "2xa100-40gb", "schedule": "interleaved", "microbatches": 4, "axes": "pp"},
             ),
             "lora": (32, {"cluster": "2xa100-40gb", "lora": 8, "stages": 2}),
+            "sums in float16": (
+                16,
+                {"cluster": "2xrtx4090", "precision": "fp16-fp16acc", "weights": "host", "stages": 2},
+            ),
             "inference": (16, {"cluster": "2xa100-40gb", "inference": True, "stages": 2}),
             "tp of three": (32, {"cluster": "3xa100-40gb", "axes": {"tp": 3, "others": 1}}),
         },

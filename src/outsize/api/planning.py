@@ -51,6 +51,7 @@ from outsize.planner.costs.roofline import roofline
 from outsize.planner.fit import fit as fitting
 from outsize.planner.fit.from_plan import as_asked, with_plan
 from outsize.planner.search import evaluate_plan as pricing
+from outsize.planner.search.caveats import with_narrow_sums
 from outsize.planner.search.incumbents import Incumbents, Limits
 from outsize.planner.search.search import search
 from outsize.planner.search.sliced import search_in_slices
@@ -190,7 +191,8 @@ def _fastest_case(
         return SearchedPlan(plan, request, models)
 
     found = with_best_loss(case, request, cluster, solve)
-    return replace(found, plan=pricing.with_step_memory(found.plan, *found.model, cluster))
+    plan = with_narrow_sums(pricing.with_step_memory(found.plan, *found.model, cluster))
+    return replace(found, plan=plan)
 
 
 def _cheapest_case(

@@ -19,8 +19,8 @@ answer for the CPU. Source: https://docs.pytorch.org/docs/stable/accelerator.htm
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -147,6 +147,29 @@ def all_devices() -> list[torch.device]:
     """Returns the devices of the accelerator that this process sees, in order."""
     kind = accelerator_type()
     return [] if kind is None else [torch.device(kind, index) for index in range(device_count())]
+
+
+def has_float16_sums(place: str | torch.device) -> bool:
+    """Tells whether products of float16 can be added up in float16 on devices of this type: by NVIDIA's
+    library, from torch 2.7 on.
+    """
+    is_nvidia = type_of(place) == USUAL and torch.version.hip is None
+    return is_nvidia and hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation")
+
+
+@contextmanager
+def float16_sums() -> Iterator[None]:
+    """Adds products of float16 up in float16, on all threads of this process, until the context ends.
+
+    Source: https://docs.pytorch.org/docs/stable/backends.html
+    """
+    products = torch.backends.cuda.matmul
+    before = products.allow_fp16_accumulation
+    products.allow_fp16_accumulation = True
+    try:
+        yield
+    finally:
+        products.allow_fp16_accumulation = before
 
 
 def synchronize(device: torch.device) -> None:

@@ -236,6 +236,20 @@ class SumOrder(Finding):
 
 
 @final
+class NarrowSum(Finding):
+    """Says that the terms of products are added up in a type narrower than float32, which was asked for.
+
+    `errors` pairs numbers of terms with the error of such a product, a share of its size, as a root mean
+    square; sums beyond `largest` are infinite.
+    """
+
+    code: Literal["narrow-sum"] = "narrow-sum"
+    dtype: str
+    largest: float
+    errors: tuple[tuple[int, float], ...]
+
+
+@final
 class FirstReplicaStatistics(Finding):
     """Says that BatchNorm's running statistics are those of the first replica's microbatches."""
 
@@ -345,6 +359,7 @@ class WeightsOnHost(Finding):
     link: str
     host_memory_known: bool
     host_bytes_per_s: float
+    is_assumed: bool = True
 
 
 @final
@@ -550,6 +565,7 @@ Reason = Annotated[
     | UnitsRecomputed
     | ActivationsOffloaded
     | SumOrder
+    | NarrowSum
     | FirstReplicaStatistics
     | WholeBatchStatistics
     | SequenceParallel

@@ -13,9 +13,10 @@
     nvfp4        for 16 elements         bfloat16             bfloat16              arXiv 2509.25149
 
 A precision is something that a plan assumes: only the user's own code converts weights, turns autocast on or
-swaps layers. Everything that the package knows of one is in its record below: the types, what a linear layer
-whose operands have scales costs beside its products (`ScaledProducts`), which peak a device needs for it, the
-nearest other one, and its words. To add one, write its name and its record here.
+swaps layers. In which type a device adds products up is a switch of it, which the engine sets in its steps
+alone (`NarrowSums`). Everything that the package knows of one is in its record below: the types, what a
+linear layer whose operands have scales costs beside its products (`ScaledProducts`), which peak a device
+needs for it, the nearest other one, and its words. To add one, write its name and its record here.
 
 A precision is stored by its name, as a schedule is. Oracle: tests/unit/capture/costs/test_scaled_products.py
 counts the bytes and FLOPs of a linear layer by hand, tests/integrations/test_torchao.py compares them with
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import sqrt
 from types import MappingProxyType
 from typing import Final, Literal, final
 
@@ -108,6 +110,33 @@ class ScaledProducts:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class NarrowSums:
+    """Says in which type the terms of a product are added up where that is narrower than float32.
+
+    dtype       the type of the running sum
+    largest     the largest sum that it has; those beyond are infinite
+    together    terms that are added up exactly before the running sum is rounded
+    round_off   what rounding changes a number by, a share of it, as a root mean square
+    switch      what the engine sets on the device for its steps, and users for loops of their own
+    """
+
+    dtype: str
+    largest: float
+    together: int
+    round_off: float
+    switch: str
+
+    def error(self, terms: int) -> float:
+        """Returns the error of a product of so many terms, a share of its size, as a root mean square.
+
+        A sum of terms with random signs grows with the root of their number, and each rounding adds an error
+        of its own, so half of the roundings count in full.
+        """
+        return self.round_off * sqrt(max(1.0, terms / self.together) / 2)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
     """Everything that the package knows of one precision.
 
@@ -116,6 +145,7 @@ class PrecisionPolicy:
     weights     the type of weights, gradients, states and inputs; None: as the model has them
     autocast    the type in which torch.autocast multiplies, with copies of weights that are made once a step
     products    maps the type of a product's operands to the one in which a device multiplies them
+    sums        how products are added up where that is not in float32; only those who ask for it have it
     scaled      how linear layers multiply whose operands have scales; None where none does
     stacks      the same of groups of rows that meet a weight of a stack each, as those of experts do
     peak        the peak that an accelerator needs to have for it, by its name in devices.json; "" for any
@@ -132,6 +162,7 @@ class PrecisionPolicy:
     weights: str | None = None
     autocast: str | None = None
     products: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    sums: NarrowSums | None = None
     scaled: ScaledProducts | None = None
     stacks: ScaledProducts | None = None
     peak: str = ""
@@ -239,9 +270,21 @@ FP16_FP16ACC: Final = PrecisionPolicy(
     paper="NVIDIA AD102 whitepaper: twice the peak of a GeForce",
     autocast="float16",
     products=MappingProxyType({"float16": "float16_fp16acc"}),
+    sums=NarrowSums(
+        dtype="float16",
+        largest=65504.0,
+        # A product of tensor cores takes 16 terms, and leaves its sum in the type of the accumulator.
+        together=16,
+        # Half of a last bit of ten, evenly spread, of numbers whose logarithms are.
+        round_off=2.07e-4,
+        switch="torch.backends.cuda.matmul.allow_fp16_accumulation",
+    ),
+    on_cpu=False,
+    needs="products that are added up in float16",
+    nearest="fp16-mixed",
     is_timed=False,
     lower=("bf16",),
-    help="fp16-mixed with torch.backends.cuda.matmul.allow_fp16_accumulation",
+    help="fp16-mixed, products added up in float16: twice as fast on GeForce",
 )
 FP8: Final = PrecisionPolicy(
     name="fp8",

@@ -76,6 +76,7 @@ from outsize.ir.findings import (
     MemoryBound,
     MemoryShortage,
     ModelTensorPlan,
+    NarrowSum,
     NoContextParallel,
     NoPipelineFits,
     NotChosen,
@@ -344,6 +345,15 @@ def _sum_order(f: SumOrder) -> str:
 
 
 @sentence.register
+def _narrow_sum(f: NarrowSum) -> str:
+    errors = ", ".join(f"{error * 100:.2f} % of {terms:,} terms" for terms, error in f.errors)
+    return (
+        f"products are added up in {f.dtype}, as was asked for: errors of a product are {errors} (root mean "
+        f"square, random signs), and sums beyond {f.largest:,.0f} are infinite"
+    )
+
+
+@sentence.register
 def _first_replica_statistics(f: FirstReplicaStatistics) -> str:
     return (
         f"BatchNorm ({f.layers} layer{'s' * (f.layers > 1)}) keeps the running statistics of the first "
@@ -434,9 +444,10 @@ def _weights_on_host(f: WeightsOnHost) -> str:
         moves = f"{moved} come once a step and stay on the device"
     if policy.values_on_host:
         moves += ", and values between stages come and go with each microbatch"
+    speed = f"{f.host_bytes_per_s / 1e9:.0f} GB/s of the host's memory are"
     return (
         f"weights, gradients and states live on the host: {bytes_text(f.host_bytes)} at most{room}. {moves}, "
-        f"over {f.link}; {f.host_bytes_per_s / 1e9:.0f} GB/s of the host's memory are assumed for each device"
+        f"over {f.link}; {speed} {'assumed for' if f.is_assumed else 'the share of'} each device"
     )
 
 

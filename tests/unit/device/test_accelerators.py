@@ -16,8 +16,10 @@ from outsize.device.accelerators import (
     current_device,
     device_count,
     device_type,
+    float16_sums,
     forked_generators,
     generator_state,
+    has_float16_sums,
     is_accelerator,
     lacks,
     properties,
@@ -98,6 +100,19 @@ def test_what_computes_on_its_own_is_an_accelerator() -> None:
     assert not lacks("sim:0", "streams"), "a type without a row lacks nothing"
     assert spoken("npu") == "Ascend"
     assert spoken("sim") == "sim"
+
+
+def test_sums_in_float16_end_with_their_context() -> None:
+    products = torch.backends.cuda.matmul
+    before = products.allow_fp16_accumulation
+    with float16_sums(), float16_sums():
+        assert products.allow_fp16_accumulation
+    assert products.allow_fp16_accumulation == before
+    with pytest.raises(ZeroDivisionError), float16_sums():
+        raise ZeroDivisionError
+    assert products.allow_fp16_accumulation == before
+    found = [has_float16_sums(place) for place in ("cuda:0", "cpu", "sim:0", torch.device("xpu", 0))]
+    assert found == [torch.version.hip is None, False, False, False]
 
 
 def test_the_backend_for_collectives_is_torchs_own() -> None:

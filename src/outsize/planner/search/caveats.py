@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from outsize.ir.cluster import Cluster
 from outsize.ir.findings import (
@@ -10,6 +11,7 @@ from outsize.ir.findings import (
     ContextParallel,
     DeviceOrder,
     FirstReplicaStatistics,
+    NarrowSum,
     NoContextParallel,
     StagesRecomputed,
     SumOrder,
@@ -17,10 +19,14 @@ from outsize.ir.findings import (
     WholeBatchStatistics,
 )
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import BatchNormMode
+from outsize.ir.plan import BatchNormMode, Plan
 from outsize.planner.evaluate.candidate import Candidate
 from outsize.planner.layout.layout import Layout
 from outsize.planner.offload.host_traffic import host_reason
+from outsize.policies.precisions import precision_policy
+
+# The terms of products whose errors are told: those of small and of large language models.
+TERMS: Final = (1024, 4096, 16384)
 
 
 def beyond_reasons(
@@ -36,6 +42,16 @@ def beyond_reasons(
         yield ContextParallel(cp=cp)
     elif len(cluster.devices) > 1 and refused:
         yield NoContextParallel(refused=refused)
+
+
+def with_narrow_sums(plan: Plan) -> Plan:
+    """Returns the plan, which says what its precision's sums cost where they are narrower than float32."""
+    sums = precision_policy(plan.precision).sums
+    if sums is None:
+        return plan
+    errors = tuple((terms, sums.error(terms)) for terms in TERMS)
+    found = NarrowSum(dtype=sums.dtype, largest=sums.largest, errors=errors)
+    return plan.model_copy(update={"why": (*plan.why, found)})
 
 
 def order_reasons(

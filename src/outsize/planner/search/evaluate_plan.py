@@ -21,6 +21,7 @@ from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout, grouped, rank_named
 from outsize.planner.memory.memory_samples import with_memory_samples
 from outsize.planner.search import sliced
+from outsize.planner.search.caveats import with_narrow_sums
 from outsize.planner.strategies import host_computed, host_one_device, host_round_robin
 from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons, offloads
 from outsize.planner.strategies.selective_recompute import Units, counted, recomputing, selective_reasons
@@ -35,6 +36,10 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     `graph` and `profile` are of one microbatch of the plan. Raises ModelMismatch, BadPlan, TooFewSamples, and
     UnknownDevice when the cluster lacks a device of the plan.
     """
+    return with_narrow_sums(_price(plan, graph, profile, cluster))
+
+
+def _price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
     if plan.host_stages:
         return host_computed.priced(plan, *in_plans_order(plan, graph, profile), cluster)
     if plan.streams:

@@ -17,8 +17,8 @@ loop. What a step is made of has a noun each:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from outsize.device.accelerators import is_accelerator
-from outsize.errors import BadOption
+from outsize.device.accelerators import float16_sums, has_float16_sums, is_accelerator
+from outsize.errors import BadOption, UnsupportedPlan
 from outsize.errors.names import ENGINE, MOVED, missing
 from outsize.ir.answers.compilation import GraphUse
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.formatting import axes_text, microbatches_text
 from outsize.ir.timeline import Timeline
+from outsize.policies.precisions import precision_policy
 from outsize.program.replaying.modes import outside_autocast
 from outsize.program.source_line import warn_user
 from outsize.program.tree import map_tensors
@@ -95,6 +96,7 @@ class Engine:
         self.rank, self.seed, self.compilation = crew.global_rank, options.seed, options.compilation
         follows = options.on_out_of_memory
         self._noting = nullcontext if follows is None else partial(noting_what_follows, follows)
+        self._sums = _sums(run, crew)
         self._watch = LossWatch()
         self._loss: Tensor | None = None  # of the last step
         self._callbacks = Callbacks(options.callbacks, crew, plan)
@@ -182,7 +184,7 @@ class Engine:
         by_closure = update and self._update.by_closure
         with borrowed_generators():
             optimizer = self._update.at_once if update else None
-            with self._noting():
+            with self._noting(), self._sums():
                 trained = self._executor.train(
                     parts, loss_scale, steps, optimizer, grad_scale, outputs=gather == "outputs"
                 )
@@ -194,9 +196,10 @@ class Engine:
         with outside_autocast(), self._noting():
             norm = self._update.run() if update and not by_closure else None
         if by_closure:
-            norm = self._update.run_by_closure(
-                loss, lambda: self._executor.train(parts, loss_scale, steps).total
-            )
+            with self._sums():
+                norm = self._update.run_by_closure(
+                    loss, lambda: self._executor.train(parts, loss_scale, steps).total
+                )
         self.state.count_from(steps + 1)
         if update:
             self._reports.tell(self.steps, loss, norm)
@@ -277,7 +280,8 @@ class Engine:
         # The caller's inference mode is left: a program that is recorded here must also run outside of it.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
             parts = self._split.of_call(args, kwargs, target)
-            result = self._executor.evaluate(parts, self.steps, gather=gather)
+            with self._sums():
+                result = self._executor.evaluate(parts, self.steps, gather=gather)
         self._update.equip()
         self._callbacks.after_evaluation(self.steps, result.loss)
         return result
@@ -407,6 +411,32 @@ def _moved(engine: Engine, name: str) -> tuple[Any, str]:
     place, _, now = MOVED[name].partition(".")
     warn_user(f"engine.{name} has moved. Next: engine.{place}.{now}", MovedName)
     return getattr(engine, place), now
+
+
+def _sums(run: RunContext, crew: Crew) -> Callable[[], AbstractContextManager[object]]:
+    """Returns the context in which this process computes, where products add up as the plan's precision says.
+
+    Raises UnsupportedPlan for devices that add up in float32 alone.
+    """
+    precision = precision_policy(run.plan.precision)
+    sums = precision.sums
+    if sums is None:
+        return nullcontext
+    for device in _devices(run, crew):
+        if not has_float16_sums(device):
+            raise UnsupportedPlan(
+                f"precision {precision.name!r} adds products up in {sums.dtype}, and {device} does not",
+                numbers=f"{sums.switch} is for NVIDIA's devices",
+                next_step=f"--precision {precision.nearest} for a plan that runs here",
+            )
+    return float16_sums
+
+
+def _devices(run: RunContext, crew: Crew) -> list[torch.device]:
+    """Returns the devices that compute in this process, each once."""
+    places = product(crew.stages, range(crew.local_replicas))
+    home = device_of_model(run.model)
+    return [*dict.fromkeys(crew.device_of(*place) or home for place in places)]
 
 
 def _home(run: RunContext, crew: Crew) -> TapeHome | None:

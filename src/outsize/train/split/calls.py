@@ -27,6 +27,7 @@ from outsize.axes.registry import AXES, PAIRING
 from outsize.errors import UnsupportedPlan
 from outsize.ir.findings import CaptureNote
 from outsize.ir.plan import Plan
+from outsize.policies.precisions import precision_policy
 from outsize.program.source_line import warn_user
 from outsize.run.stage.rng import borrowed_generators
 from outsize.train.batch.batch import Batch
@@ -123,11 +124,12 @@ def insist_on_calls(plan: Plan, local_replicas: int = 1) -> None:
     reasons = [f"{name} {size}" for name, size in plan.axes.used_of(others).items()]
     reasons += [f"weights {plan.weights!r}"] if plan.streams or plan.host_stages else []
     reasons += [f"slices {plan.slices}"] if plan.slices > 1 else []
+    reasons += [f"precision {plan.precision!r}"] if precision_policy(plan.precision).sums else []
     reasons += [f"{local_replicas} replicas in one process"] if local_replicas > 1 else []
     if reasons:
         raise UnsupportedPlan(
             "a split model has no shards over ranks that share tokens or experts, no weights on the host, "
-            "no slices of sequences, and one replica in a process",
+            "no slices of sequences, one replica in a process, and sums in float32",
             numbers=", ".join(reasons),
             next_step="outsize.parallelize(..., loss_fn=loss_fn) and engine.step(x, target=y), or axes='pp'",
         )
