@@ -135,8 +135,11 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Returns the predicted seconds of a step, with the optimizer's on an accelerator."""
-        return self.pipeline_s + self.after_s + self.update_s
+        """Returns the predicted seconds of a step, with the optimizer's on an accelerator; where weights are
+        on the host, the optimizer's of that is played with the rest.
+        """
+        after_s = self.after_s if self.hosted is None else 0.0
+        return self.pipeline_s + after_s + self.update_s
 
     @cached_property
     def least_s(self) -> float:

@@ -9,8 +9,8 @@ its passes:
     forward     sum over b of max(F_b, move(W_b+1)),  and move(W_0) before
     backward    sum over b of max(B_b, move(W_b-1 in, G_b+1 out)),  and move(G_0) after
     move        max(larger direction / link, both / the device's share of its host's memory)
-    optimizer   after the last backward, on the CPU, at the speed of the host's memory: gradients read,
-                weights and states read and written
+    optimizer   on the CPU, at the speed of the host's memory: gradients read, weights and states read and
+                written; in these sums after the last backward
 
 Where only the optimizer is on the host ("host-optimizer", ZeRO-Offload), weights come once, one block after
 the other from the beginning of the step, and stay; gradients go with the last microbatch of their block:
@@ -31,7 +31,7 @@ adds up gradients: 4 G_b instead of G_b through its memory. A device holds
 
 Sources: ZeRO-Offload (arXiv 2101.06840, sec. 4: gradients are copied during the backward, Adam on the CPU),
 ZeRO-Infinity (arXiv 2104.07857, sec. 6.2: prefetch, overlap), layer by layer as in L2L (arXiv 2002.05645).
-Deviations: no optimizer step during the backward (run/host/optimizer_step.py has it on GPUs), no weights are
+Deviations: these sums have no optimizer step during the backward (what is played has it), no weights are
 kept from forward to backward (schedules/offload.py keeps two blocks). The host's memory is unknown. One
 device runs it (strategies/host_one_device.py), or a pipeline of them (strategies/host_round_robin.py). The
 search compares candidates by these sums; what a plan says is played (evaluate/hosted_step.py). Complexity:
@@ -87,7 +87,8 @@ class Host:
         links = [link for device in cluster.devices if (link := host_link(device)) is not None]
         nodes = [part.devices_per_node for part in cluster.parts] or [cluster.devices_per_node]
         sharing = min(working, max(nodes))
-        memory_bytes_per_s = min(host_bytes_per_s(device.kind) for device in cluster.devices)
+        assumed = min(host_bytes_per_s(device.kind) for device in cluster.devices)
+        memory_bytes_per_s = cluster.host_bytes_per_s or assumed
         return cls(min(links, key=lambda link: link.bytes_per_s), memory_bytes_per_s / sharing)
 
     def move_s(self, in_bytes: int, out_bytes: int = 0, adding: int = 1) -> float:
@@ -257,6 +258,7 @@ def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: 
         link=host.link.source,
         host_memory_known=cluster.host_memory_bytes is not None,
         host_bytes_per_s=host.bytes_per_s,
+        is_assumed=cluster.host_bytes_per_s is None,
     )
 
 

@@ -12,15 +12,20 @@ link takes, and as the host's memory takes, which serves the copies of both dire
 for what it needs; before gradients or values leave, those before them have left, because the device has room
 for two (run/host/residency.py, run/host/copy_lane.py).
 
-Deviations: copies do not slow compute down; ranks share the host's memory evenly. Complexity: O(1) for each
-copy. Oracle: tests/unit/planner/simulation/test_host_copies.py, by hand and by two buffers that are played
-block by block.
+The host's optimizer (run/host/optimizer_step.py) goes through the stages whose last gradients have landed, in
+the order in which they land, with what copies leave of the host's memory (`updates_end_s`).
+
+Deviations: copies do not slow compute down; ranks share the host's memory evenly; an optimizer that is late
+does not hold copies up, since then it is what a step waits for. Complexity: O(1) for each copy. Oracle:
+tests/unit/planner/simulation/test_host_copies.py, by hand and by two buffers that are played block by block.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, final
 
 from outsize.ir.hardware.links import Link
@@ -108,6 +113,35 @@ class CopyQueues:
     def arrival_s(self, action: Action) -> float:
         """Returns when the weights and values have come that a compute action needs."""
         return max(self._loaded_s.get(action.stage, 0.0), self._fetched_s.get(_pass(action), 0.0))
+
+
+def updates_end_s(
+    landed: Sequence[tuple[float, int]],
+    copies: Sequence[tuple[float, float]],
+    copied_bytes_per_s: float,
+    bytes_per_s: float,
+) -> float:
+    """Returns when the host's optimizer of a rank has ended.
+
+    `landed`: when gradients of a stage have come, and the bytes that the optimizer moves for it, in order.
+    `copies`: beginnings and ends of the rank's copies, each of which takes so much of the host's memory while
+    it is under way; the optimizer has the rest of it.
+    """
+    begun, ended = (sorted(copy[end] for copy in copies) for end in (0, 1))
+    times_s, at, end_s = [0.0, *sorted({*begun, *ended}), inf], 0, 0.0
+    for landed_s, size in landed:
+        end_s, left = max(end_s, landed_s), float(size)
+        while left > 0.0:
+            while times_s[at + 1] <= end_s:
+                at += 1
+            under_way = bisect_right(begun, times_s[at]) - bisect_right(ended, times_s[at])
+            speed = max(0.0, bytes_per_s - under_way * copied_bytes_per_s)
+            ends_s = end_s + left / speed if speed else inf
+            if ends_s <= times_s[at + 1]:
+                end_s = ends_s
+                break
+            end_s, left = times_s[at + 1], left - speed * (times_s[at + 1] - end_s)
+    return end_s
 
 
 def _left(action: Action) -> Kind:

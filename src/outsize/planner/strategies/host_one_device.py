@@ -25,7 +25,7 @@ from typing import Final
 from outsize.errors import BadOption, NoFeasiblePlan
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
-from outsize.ir.findings import FullestDevice, HostRoofline, SlowestStage
+from outsize.ir.findings import Bottleneck, FullestDevice, HostRoofline, SlowestStage
 from outsize.ir.formatting import bytes_text, microbatches_text
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
@@ -45,6 +45,7 @@ from outsize.planner.evaluate.played_step import stage_cost
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.fit.nearest import parts_text, recomputed_text, stage_needs_text
 from outsize.planner.layout.layout import Layout, rank_named
+from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import Bytes
 from outsize.planner.offload.boundary_traffic import waiting_reasons
 from outsize.planner.offload.disk import spill_reasons, with_disk
@@ -190,7 +191,8 @@ def _cut(plan: Plan, graph: ModelGraph, cut: Sequence[int]) -> Plan:
 
 def _shown(made: Plan, plan: Plan, graph: ModelGraph, candidate: Candidate, bound: Bound) -> Plan:
     figures, before = _figures(made, candidate, graph), plan.expected
-    bounds = {} if before is None else {"gap": before.gap, "limited_by": before.limited_by}
+    bounds: dict[str, object] = {} if before is None else {"gap": before.gap}
+    bounds["limited_by"] = _limited_by(candidate)
     fullest = fullest_device(
         candidate.memories, candidate.devices, candidate.layout.ranks, candidate.layout.group
     )
@@ -205,9 +207,7 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     that does.
     """
     candidate, bound = _estimate_and_bound(plan, graph, profile, cluster)
-    work = PrefixTimes.of(candidate.graph, candidate.cases[0].seconds)
-    limit = limited_by(candidate, work, candidate.graph, candidate.bounds)
-    figures = _figures(plan, candidate, graph).model_copy(update={"limited_by": limit})
+    figures = _figures(plan, candidate, graph).model_copy(update={"limited_by": _limited_by(candidate)})
     room_devices = [candidate.pipeline.room.devices[rank] for rank in candidate.pipeline.ranks]
     fullest = fullest_device(
         candidate.memories, candidate.devices, candidate.layout.ranks, candidate.layout.group
@@ -218,11 +218,16 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     return _with_degrees(made, (), graph, profile, cluster)
 
 
+def _limited_by(candidate: Candidate) -> Bottleneck:
+    work = PrefixTimes.of(candidate.graph, candidate.cases[0].seconds)
+    return limited_by(candidate, work, candidate.graph, candidate.bounds)
+
+
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
     """Returns the predicted Timeline of one step, with its copies."""
     candidate, _ = _estimate_and_bound(plan, graph, profile, cluster)
     blocks = StreamedBlocks.of_stages(candidate.graph, candidate.cases[0].base, plan.optimizer)
-    return _hosted_step(candidate, blocks, cluster).timeline()
+    return _hosted_step(candidate, blocks, cluster, plan.optimizer).timeline()
 
 
 def _estimate_and_bound(
@@ -243,7 +248,7 @@ def _estimate_and_bound(
     blocks = StreamedBlocks.of_stages(*coarse, plan.optimizer)
     if layout.hosted:
         candidate = _computing(candidate)
-        candidate = replace(candidate, hosted=_hosted_step(candidate, blocks, cluster))
+        candidate = replace(candidate, hosted=_hosted_step(candidate, blocks, cluster, plan.optimizer))
     return candidate, _bound(candidate, blocks, layout, cluster)
 
 
@@ -255,7 +260,9 @@ def _computing(candidate: Candidate) -> Candidate:
     return replace(candidate, cases=(case,), costs=(stage_cost(case, 0, case.units),))
 
 
-def _hosted_step(candidate: Candidate, blocks: StreamedBlocks, cluster: Cluster) -> HostedStep:
+def _hosted_step(
+    candidate: Candidate, blocks: StreamedBlocks, cluster: Cluster, optimizer: str
+) -> HostedStep:
     """Returns the step of the blocks, each a stage of its own."""
     host, layout = Host.of(cluster, 1), candidate.layout
     schedule = layout.schedule if layerwise(layout) else SEQUENTIAL.name
@@ -268,7 +275,15 @@ def _hosted_step(candidate: Candidate, blocks: StreamedBlocks, cluster: Cluster)
         offloaded=_rows(blocks.boundary.goes),
     )
     of_blocks = replace(layout, stages=len(blocks.traffic.weights), schedule=schedule)
-    return HostedStep(of_blocks, _costs(candidate), copies, Edges({}, {}, {}), cluster.link)
+    return HostedStep(
+        of_blocks,
+        _costs(candidate),
+        copies,
+        Edges({}, {}, {}),
+        cluster.link,
+        updates=blocks.updated.astype(int).tolist(),
+        in_parts=optimizer_bytes(optimizer).in_parts,
+    )
 
 
 def _rows(passes: tuple[Bytes, Bytes]) -> tuple[list[int], list[int]]:

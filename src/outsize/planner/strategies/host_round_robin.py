@@ -1,8 +1,8 @@
 """Problem: weights are on the hosts of p devices. Which device has which stage, and what does a step cost?
 
-    stages    v p blocks (offload/host_traffic.py) of about equal work, stage s on device s mod p, breadth
-              first: gpipe with several stages on a rank (schedules/families.py; Lamy-Poirier, arXiv
-              2211.05953)
+    stages    v p blocks (offload/host_traffic.py) of about equal work, where devices differ in proportion to
+              their speeds, stage s on device s mod p, breadth first: gpipe with several stages on a rank
+              (schedules/families.py; Lamy-Poirier, arXiv 2211.05953)
     seconds   the schedule is played with its messages and with each device's copies over its own link
               (evaluate/hosted_step.py)
     bytes     those of the pipeline, and for weights and gradients two of the device's own stages (all weights
@@ -12,7 +12,10 @@
               those whose bound is below the best step and whose sums of bytes fit are priced, and the fastest
               that fits is taken
 
-Deviations: gradients count from the first forward on. Devices must be equal. Complexity: choices x
+No other order is tried: stages are a chain, so a queue of them gives them out in turns, too (decision 263).
+
+Deviations: gradients count from the first forward on; of devices that differ the first p are taken, and all
+have the slowest link. Complexity: choices x
 O(actions). Oracle:
 tests/unit/planner/strategies/test_host_round_robin.py adds bytes and seconds up by hand; such plans run in
 tests/dist/test_hosted_processes.py.
@@ -21,12 +24,12 @@ tests/dist/test_hosted_processes.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 from itertools import product
 from math import inf
 from operator import itemgetter
-from typing import Final
+from typing import Final, final
 
 import numpy as np
 
@@ -42,6 +45,7 @@ from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.best_first import BestFirst, Bounded
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
+from outsize.planner.costs.device_scaling import on_kind
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import edges_of
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
@@ -72,6 +76,8 @@ from outsize.schedules.families import LAYER_BY_LAYER
 
 # These numbers of stages of all devices are tried.
 MOST: Final = (16, 32, BLOCKS)
+# Of devices that differ a stage has so many blocks in the mean, since one block is no proportion.
+PARTS: Final = (8, 4, 2)
 # What all stages of a plan do with their activations.
 OPTIONS: Final = (KEEP.name, RECOMPUTE.name)
 Model = tuple[ModelGraph, Profile]
@@ -79,9 +85,57 @@ WeightAndGradientBytes = tuple[Bytes, Bytes]
 """Holds weights and gradients of each stage, shape (stages,)."""
 
 
-def _in_stages(graph: ModelGraph, profile: Profile, bounds: Sequence[int], optimizer: str) -> PricedModel:
-    """Returns the model with its stages as units; `bounds` are the first unit of each, then their number."""
-    return PricedModel.of(coarse_graph(graph, bounds), coarse_profile(profile, bounds), 1, optimizer)
+@final
+@dataclass(frozen=True, eq=False)
+class _Turns:
+    """Knows the costs of a model where `pp` devices of the cluster take its stages in turns."""
+
+    graph: ModelGraph
+    profile: Profile
+    cluster: Cluster
+    pp: int
+
+    @cached_property
+    def kinds(self) -> tuple[UnitSeconds, ...]:
+        """Returns the seconds of units on each device."""
+        devices = self.cluster.devices
+        known = {d.kind: on_kind(self.graph, self.profile, devices[0], d) for d in devices[: self.pp]}
+        return tuple(known[device.kind] for device in devices[: self.pp])
+
+    @property
+    def fastest_s(self) -> float:
+        """Returns the seconds of a microbatch on the fastest device."""
+        return min(float(seconds.total.sum()) for seconds in self.kinds)
+
+    @property
+    def alike(self) -> bool:
+        """Returns whether all devices are of one kind."""
+        return all(seconds is self.kinds[0] for seconds in self.kinds)
+
+    def seconds(self, cut: Sequence[int]) -> UnitSeconds:
+        """Returns the seconds of units, each on the device that has its stage."""
+        if self.alike:
+            return self.kinds[0]
+        turn = np.repeat(np.arange(len(cut) - 1) % self.pp, np.diff(cut))
+        rows = np.array([seconds.rows() for seconds in self.kinds])
+        return UnitSeconds.from_rows(rows[turn, np.arange(cut[-1])].tolist())
+
+    def in_stages(self, cut: Sequence[int], optimizer: str) -> PricedModel:
+        """Returns the model with its stages as units; `cut` has the first unit of each, then their number."""
+        profile = self.profile if self.alike else self.seconds(cut).written(self.profile)
+        return PricedModel.of(coarse_graph(self.graph, cut), coarse_profile(profile, cut), 1, optimizer)
+
+    def cuts(self) -> Iterator[tuple[int, ...]]:
+        """Yields cuts of several numbers of stages, the same number for each device."""
+        fastest = min(self.kinds, key=lambda seconds: float(seconds.total.sum()))
+        if self.alike:
+            for most in MOST:
+                yield _cut(block_ends(self.graph, fastest, max(most, self.pp)), fastest, self.pp)
+            return
+        ends = block_ends(self.graph, fastest, BLOCKS)
+        speeds = [1 / float(seconds.total.sum()) for seconds in self.kinds]
+        for parts in PARTS:
+            yield _in_proportion(ends, fastest, speeds * ((len(ends) - 1) // (parts * self.pp)))
 
 
 def _copied_bytes(whole: PricedModel) -> WeightAndGradientBytes:
@@ -116,7 +170,7 @@ def or_round_robin(
     several = _round_robin(request, models, cluster, recomputes)
     if several is None or several.expected is None:
         return on_one_device()
-    step_s, least_s = several.expected.step_s, _one_device_least_s(request, models)
+    step_s, least_s = several.expected.step_s, _one_device_least_s(request, models, cluster)
     comparison = DevicesInTurns(
         one_device_step_s=least_s, is_bound=True, devices=several.axes.pp, step_s=step_s
     )
@@ -130,10 +184,11 @@ def or_round_robin(
     return best.model_copy(update={"why": (*best.why, comparison)})
 
 
-def _one_device_least_s(request: PlanRequest, models: Mapping[int, Model]) -> float:
-    """Returns the seconds in which one device computes a step, in the best number of microbatches."""
+def _one_device_least_s(request: PlanRequest, models: Mapping[int, Model], cluster: Cluster) -> float:
+    """Returns the seconds in which the fastest device computes a step, in the best number of microbatches."""
     counts = [count for count in models if request.total_microbatches in (None, count)]
-    return min(count * float(UnitSeconds.of(models[count][1]).total.sum()) for count in counts)
+    devices = len(cluster.devices)
+    return min(count * _Turns(*models[count], cluster, devices).fastest_s for count in counts)
 
 
 def _round_robin(
@@ -143,7 +198,8 @@ def _round_robin(
 
     A plan's bound is its compute, then its step without copies; only what may win is played with them.
     """
-    known = cache(lambda count, bounds: _in_stages(*models[count], bounds, request.optimizer))
+    turns = cache(lambda count, pp: _Turns(*models[count], cluster, pp))
+    known = cache(lambda count, pp, bounds: turns(count, pp).in_stages(bounds, request.optimizer))
     planned = cache(lambda pp, count, bounds: _plan(request, models[count][0], cluster, pp, count, bounds))
     bounded = sorted(_layouts_and_cuts(request, models, cluster, recomputes), key=itemgetter(0))
     least_s, choices = [s for s, _, _ in bounded], [(layout, cut) for _, layout, cut in bounded]
@@ -156,7 +212,7 @@ def _round_robin(
 
     def stages_at(place: int) -> PricedModel:
         layout, cut = choices[place]
-        return known(layout.microbatches, cut.bounds)
+        return known(layout.microbatches, layout.axes.pp, cut.bounds)
 
     def without_copies(choice: Bounded, _: float) -> Bounded:
         place = choice.number
@@ -164,13 +220,14 @@ def _round_robin(
         if not candidate.fits:
             return Bounded(inf, True, place)
         unplayed[place] = candidate
-        return Bounded(max(choice.least_s, candidate.step_s), True, place)
+        # The host's optimizer may be beside all of it.
+        return Bounded(max(choice.least_s, candidate.pipeline_s), True, place)
 
     queue = BestFirst(least_s, without_copies)
     while queue.least_s < inf and queue.least_s <= CLOSE * best_s:
         if (least := queue.pop()) is not None:
             place = least.number
-            played = _with_copies(unplayed.pop(place), stages_at(place), cluster)
+            played = _with_copies(unplayed.pop(place), stages_at(place), cluster, request.optimizer)
             fitting.append((place, played.step_s))
             best_s = min(best_s, played.step_s)
     close = [plan_at(place) for place, step_s in sorted(fitting) if step_s <= CLOSE * best_s]
@@ -189,44 +246,46 @@ def _layouts_and_cuts(
     devices = len(cluster.devices)
     degrees: list[Weights] = [w for w in OF_SEVERAL if request.weights in (None, w)]
     applicable = request.schedule in (None, LAYER_BY_LAYER.name) and not request.has_group_axes
-    applicable &= not cluster.unequal
     if not applicable or any(host_link(device) is None for device in cluster.devices):
         return
     sizes = [p for p in range(2, devices + 1) if request.stages == p or not (request.stages or devices % p)]
-    ends = cache(lambda count, most: block_ends(models[count][0], units_s(count), most))
-    units_s = cache(lambda count: UnitSeconds.of(models[count][1]))
     optimizer = optimizer_bytes(request.optimizer)
     moved_bytes = cache(lambda count: float(updated(models[count][0], optimizer).sum()))
     least_bytes = cache(lambda count: _least_bytes(*models[count], count, request.optimizer))
     room_bytes = max(device.memory_bytes for device in with_usable_memory(cluster).devices)
     for pp, (count, (graph, _)) in product(sizes, models.items()):
         if graph.form == "tape" and request.total_microbatches in (None, count):
-            seconds = units_s(count)
+            turns = _Turns(*models[count], cluster, pp)
             update_s = moved_bytes(count) / pp / Host.of(cluster, pp).bytes_per_s
-            cuts = dict.fromkeys(_cut(ends(count, max(most, pp)), seconds, pp) for most in MOST)
+            cuts = dict.fromkeys(turns.cuts())
             for cut, weights, recomputed in product(filter(None, cuts), degrees, recomputes):
                 loaded_bytes, kept_bytes = least_bytes(count)
                 held_bytes = loaded_bytes if weight_policy(weights).stays_loaded else 0
                 if held_bytes + (0 if recomputed else kept_bytes) > pp * room_bytes:
                     continue
-                least_s = _compute_s(seconds, cut, pp, count, recomputed=recomputed) + update_s
+                compute_s, filled_s = _compute_s(turns.seconds(cut), cut, pp, count, recomputed=recomputed)
+                least_s = max(compute_s, (filled_s if optimizer.in_parts else compute_s) + update_s)
                 stages = len(cut) - 1
                 layout = Layout(Axes(pp=pp), stages, LAYER_BY_LAYER.name, count, count, weights)
                 yield least_s, layout, ChainCut(cut, (int(recomputed),) * stages)
 
 
-def _compute_s(seconds: UnitSeconds, cut: Sequence[int], pp: int, count: int, *, recomputed: bool) -> float:
-    """Returns a lower bound of what the devices compute: each waits for the stages before its first one in
-    both directions, and both passes are as long as a microbatch through all stages and the others through the
-    longest stage.
+def _compute_s(
+    seconds: UnitSeconds, cut: Sequence[int], pp: int, count: int, *, recomputed: bool
+) -> tuple[float, float]:
+    """Returns lower bounds of what the devices compute, and of that until the first gradients leave.
+
+    Each device waits for the stages before its first one in both directions, and both passes are as long as a
+    microbatch through all stages and the others through the longest stage. Gradients leave behind all
+    forwards.
     """
     stages = seconds.merged(cut)
     stages = stages.recomputed() if recomputed else stages
     waited_s = np.cumsum(stages.total[:pp]) - stages.total[:pp]
     own_s = stages.total.reshape(-1, pp).sum(axis=0)
     passes = (stages.forward, stages.backward)
-    through_s = sum(float(times.sum() + (count - 1) * times.max()) for times in passes)
-    return max(through_s, float((count * own_s + waited_s).max()))
+    forward_s, backward_s = (float(times.sum() + (count - 1) * times.max()) for times in passes)
+    return max(forward_s + backward_s, float((count * own_s + waited_s).max())), forward_s
 
 
 def _least_bytes(graph: ModelGraph, profile: Profile, count: int, optimizer: str) -> tuple[int, int]:
@@ -246,6 +305,21 @@ def _cut(ends: Sequence[int], seconds: UnitSeconds, pp: int) -> tuple[int, ...]:
         work = seconds.merged(cut).total
         del cut[int(np.argmin(work[1:] + work[:-1])) + 1]
     return tuple(cut) if len(cut) > pp else ()
+
+
+def _in_proportion(ends: Sequence[int], seconds: UnitSeconds, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Returns stages of as much work as the devices are fast that have them, between these blocks; () where
+    these are too few.
+    """
+    if len(ends) - 1 < len(speeds) or not speeds:
+        return ()
+    done = np.concatenate(([0.0], np.cumsum(seconds.merged(ends).total)))
+    wanted, cut = done[-1] * np.cumsum(speeds) / sum(speeds), [0]
+    for stage, upto_s in enumerate(wanted[:-1]):
+        left = len(speeds) - stage - 1
+        nearest = int(np.argmin(np.abs(done - upto_s)))
+        cut.append(min(max(nearest, cut[-1] + 1), len(ends) - 1 - left))
+    return tuple(ends[at] for at in (*cut, len(ends) - 1))
 
 
 def _plan(
@@ -279,7 +353,7 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     does.
     """
     bounds = plan.bounds(graph)
-    stages = _in_stages(graph, profile, bounds, plan.optimizer)
+    stages = _Turns(graph, profile, cluster, plan.axes.pp).in_stages(bounds, plan.optimizer)
     candidate, bound = _estimate_and_bound(plan, stages, cluster)
     whole = expected(candidate, plan.batch_size, bounds)
     # Bytes counted as the optimizer's are gradients on their way to it (`_on_device`).
@@ -309,8 +383,8 @@ def copied(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     """Returns what each degree would cost a plan of other weights on the same devices in as many
     microbatches; nothing where the model has too few blocks for them.
     """
-    seconds, pp = UnitSeconds.of(profile), plan.axes.pp
-    cut = _cut(block_ends(graph, seconds, max(BLOCKS, pp)), seconds, pp)
+    turns, pp = _Turns(graph, profile, cluster, plan.axes.pp), plan.axes.pp
+    *_, cut = turns.cuts()
     if not cut:
         return ()
     first = {rank: stage.device for stage, rank in zip(plan.stages[::-1], plan.ranks[::-1], strict=True)}
@@ -323,15 +397,16 @@ def copied(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
         "stages": stages_from_bounds(graph, cut, names),
         "recompute": RECOMPUTE.name if again else KEEP.name,
     }
-    other, stages = plan.model_copy(update=changes), _in_stages(graph, profile, cut, plan.optimizer)
+    other, stages = plan.model_copy(update=changes), turns.in_stages(cut, plan.optimizer)
     return tuple(_degrees(other, stages, cluster, _estimate_and_bound(other, stages, cluster)))
 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
     """Returns the predicted Timeline of one step, with its copies."""
-    stages = _in_stages(graph, profile, plan.bounds(graph), plan.optimizer)
+    turns = _Turns(graph, profile, cluster, plan.axes.pp)
+    stages = turns.in_stages(plan.bounds(graph), plan.optimizer)
     candidate, _ = _estimate_and_bound(plan, stages, cluster)
-    return _hosted_step(candidate, stages, cluster).timeline()
+    return _hosted_step(candidate, stages, cluster, plan.optimizer).timeline()
 
 
 def device_shortages(candidate: Candidate) -> Iterator[MemoryShortage]:
@@ -367,7 +442,7 @@ def _degrees(
 def _estimate_and_bound(plan: Plan, stages: PricedModel, cluster: Cluster) -> tuple[Candidate, Bound]:
     """Prices a plan; each stage is a unit of `stages`."""
     check_enough(plan.batch_size, plan.microbatches)
-    candidate = _with_copies(_without_copies(plan, stages, cluster), stages, cluster)
+    candidate = _with_copies(_without_copies(plan, stages, cluster), stages, cluster, plan.optimizer)
     return candidate, _bound(candidate.layout, candidate.cases[0], _copied_bytes(stages), cluster)
 
 
@@ -382,19 +457,27 @@ def _without_copies(plan: Plan, whole: PricedModel, cluster: Cluster) -> Candida
     return Candidate.of(pipeline, bounds, (0,) * stages)
 
 
-def _with_copies(candidate: Candidate, whole: PricedModel, cluster: Cluster) -> Candidate:
+def _with_copies(candidate: Candidate, whole: PricedModel, cluster: Cluster, optimizer: str) -> Candidate:
     """Returns the estimate with the seconds of the step that is played with its copies."""
     if not candidate.layout.hosted:
         return candidate
-    return replace(candidate, hosted=_hosted_step(candidate, whole, cluster))
+    return replace(candidate, hosted=_hosted_step(candidate, whole, cluster, optimizer))
 
 
-def _hosted_step(candidate: Candidate, whole: PricedModel, cluster: Cluster) -> HostedStep:
+def _hosted_step(candidate: Candidate, whole: PricedModel, cluster: Cluster, optimizer: str) -> HostedStep:
     layout, pipeline = candidate.layout, candidate.pipeline
     host = Host.of(cluster, layout.axes.pp)
     copies = CopyCosts(host.link, host.bytes_per_s, *(size.tolist() for size in _copied_bytes(whole)))
     edges = edges_of(pipeline.case.flows, candidate.bounds)
-    return HostedStep(layout, candidate.costs, copies, edges, pipeline.link)
+    return HostedStep(
+        layout,
+        candidate.costs,
+        copies,
+        edges,
+        pipeline.link,
+        updates=_updated_bytes(whole, optimizer).astype(int).tolist(),
+        in_parts=optimizer_bytes(optimizer).in_parts,
+    )
 
 
 def _case(plan: Plan, layout: Layout, whole: PricedModel, cluster: Cluster) -> PricedModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,6 +86,37 @@ def test_a_part_says_the_whole(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosted_step, "ACTIONS", 2 * len(sizes))
         assert step.seconds() == pytest.approx(whole_s)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["gpipe", "naive"]),
+    st.lists(st.tuples(*[st.integers(1, 9)] * 6), min_size=2, max_size=4),
+    st.integers(1, 9),
+    st.integers(0, 40),
+)
+def test_the_hosts_optimizer_works_beside_the_backward(
+    schedule: ScheduleName, sizes: list[tuple[int, ...]], m: int, update: int
+) -> None:
+    """Not before its last gradients have landed, so the last stage to land counts in full; one that steps all
+    at once follows all.
+    """
+    step = step_of("host", schedule, m, sizes)
+    updated = replace(step, updates=[update] * len(sizes), copies=replace(step.copies, host_bytes_per_s=4.0))
+    bare_s = replace(updated, updates=()).seconds()
+    each_s = update / 4.0
+    beside_s, behind_s = updated.seconds(), replace(updated, in_parts=False).seconds()
+    assert behind_s == pytest.approx(bare_s + len(sizes) * each_s)
+    assert bare_s + each_s <= beside_s + 1e-9
+    assert beside_s <= behind_s + 1e-9
+
+
+def test_an_optimizer_that_is_short_hides_but_for_its_last_stage() -> None:
+    """Eight stages that compute for 100 s each in the backward, and 10 s of the optimizer for each."""
+    step = step_of("host", "gpipe", 1, [(100, 100, 1, 1, 0, 0)] * 8)
+    slow = replace(step.copies, host_bytes_per_s=1.0)
+    updated = replace(step, updates=[10] * 8, copies=slow)
+    assert updated.seconds() == pytest.approx(replace(updated, updates=()).seconds() + 10)
 
 
 @pytest.mark.parametrize("m", [2, 5])

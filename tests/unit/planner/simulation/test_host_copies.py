@@ -13,7 +13,7 @@ from outsize.errors import InvalidSchedule
 from outsize.ir.hardware.links import Link
 from outsize.ir.schedule import Schedule, parse_row
 from outsize.ir.timeline import Timeline
-from outsize.planner.simulation.host_copies import CopyCosts
+from outsize.planner.simulation.host_copies import CopyCosts, updates_end_s
 from outsize.planner.simulation.simulate import StageCost, simulate
 from outsize.schedules.builders import build
 from outsize.schedules.offload import ROOM, with_loads, with_value_copies
@@ -129,3 +129,47 @@ def test_copies_without_costs_are_refused() -> None:
     schedule = with_loads(build("gpipe", 2, 1, ranks=1))
     with pytest.raises(InvalidSchedule, match="0LOAD has no cost"):
         simulate(schedule, [StageCost(1, 1)] * 2, {}, {}, lambda *_: BARE)
+
+
+def test_the_optimizer_has_what_copies_leave_of_the_hosts_memory() -> None:
+    """Memory of 4 bytes a second, a copy takes 3 of them: from 2 to 6 a byte a second is left."""
+    landed, busy = [(2.0, 8)], [(0.0, 2.0), (2.0, 6.0)]
+    assert updates_end_s(landed, busy, 3.0, 4.0) == pytest.approx(6.0 + (8 - 4) / 4)
+    assert updates_end_s(landed, busy[:1], 3.0, 4.0) == pytest.approx(2.0 + 8 / 4)
+    assert updates_end_s([(2.0, 8), (3.0, 8)], busy[:1], 3.0, 4.0) == pytest.approx(2.0 + 16 / 4), "in order"
+    assert updates_end_s([(2.0, 4), (9.0, 4)], busy[:1], 3.0, 4.0) == pytest.approx(9.0 + 4 / 4), "it waits"
+    assert updates_end_s(landed, [(0.0, 2.0), (2.0, 6.0)], 5.0, 4.0) == pytest.approx(6.0 + 8 / 4), (
+        "none left"
+    )
+
+
+times = st.integers(0, 40)
+
+
+@given(
+    st.lists(st.tuples(times, st.integers(0, 9)), min_size=1, max_size=5),
+    st.lists(st.tuples(times, st.integers(1, 9)), max_size=6),
+    st.integers(1, 3),
+)
+def test_the_optimizer_played_second_by_second(
+    landed: list[tuple[int, int]], copied: list[tuple[int, int]], taken: int
+) -> None:
+    """In each second it goes on with the first stage that has landed, by what is left of 3 bytes."""
+    landed, busy = sorted(landed), [(start, start + length) for start, length in copied]
+    waiting, end, now = [[float(at), float(size)] for at, size in landed], 0.0, 0
+    while waiting:
+        left = float(max(0, 3 - taken * sum(start <= now < stop for start, stop in busy)))
+        speed, begin = left, float(now)
+        while waiting and waiting[0][0] <= now and (left or not waiting[0][1]):
+            done = min(left, waiting[0][1])
+            begin += done / speed if speed else 0.0
+            left, waiting[0][1] = left - done, waiting[0][1] - done
+            if waiting[0][1]:
+                break
+            end = max(end, begin if done else waiting[0][0])
+            del waiting[0]
+        now += 1
+    found = updates_end_s(
+        [(float(at), size) for at, size in landed], [(float(a), float(b)) for a, b in busy], float(taken), 3.0
+    )
+    assert found == pytest.approx(end)

@@ -212,7 +212,8 @@ def test_a_plan_is_priced_as_it_was_made(memory_mib: int, weights: str) -> None:
     assert lanes["compute"] == 2 * 2 * 8
     assert lanes["load"] >= 2 * 8
     taken = next(degree for degree in plan.expected.degrees if degree.weights == weights)
-    assert played.duration_s + taken.bound.optimizer_s == pytest.approx(plan.expected.step_s)
+    last_s = plan.expected.step_s - played.duration_s
+    assert taken.bound.optimizer_s / 8 <= last_s + 1e-9 < taken.bound.optimizer_s, "beside the backwards"
     assert played.duration_s > sum(2 * (r.forward_s + r.backward_s) for r in plan.expected.stages)
 
 
