@@ -48,7 +48,7 @@ def _price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
         return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
     if _is_in_slices(plan):
-        return sliced.priced(plan, (graph, profile), cluster, price)
+        return sliced.priced(plan, (graph, profile), cluster, _price)
     candidate = candidate_of(plan, graph, profile, cluster)
     chosen = _chosen(plan, graph)
     figures = counted(expected(candidate, plan.batch_size, candidate.bounds), chosen)
