@@ -22,7 +22,7 @@ tests/dist/test_experts.py, the numbers of one process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -36,6 +36,7 @@ from outsize.program.sharding.axis_group import AxisGroup
 from outsize.program.sharding.expert_parallel.expert_tape import ExpertCall
 from outsize.program.sharding.expert_parallel.experts import counting
 from outsize.program.sharding.share import Share
+from outsize.run.collectives.functions import InFlight, landed
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup, named_collective
 from outsize.run.transport.rank_collectives import RankCollectives
 
@@ -127,8 +128,7 @@ class ExpertParallelGroup(AxisGroup):
     def _gathered(self, call: ExpertCall, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         tokens = self._of_all(torch.tensor([len(x)], device=x.device))
         most = max(tokens)
-        every_x, every_weight = _Gather.apply(self, most, x, weight)
-        every_index = self.gather(index, most, fill=-1)
+        every_x, every_weight, every_index = _Gather.apply(self, most, x, weight, index)
         flat, (owner, counts) = every_index.reshape(-1).long(), self._owners(call, every_index)
         rows = [int(number) for number in host_numbers(list(counts.unbind()))]
         before, rank = sum(rows[: self.place.rank]), self.place.rank
@@ -139,23 +139,22 @@ class ExpertParallelGroup(AxisGroup):
         summed = made.new_zeros(len(every_x), made.shape[1]).index_add(0, token, made)
         return _Scatter.apply(self, len(x), summed)
 
-    def gather(self, x: Tensor, most: int, fill: float = 0) -> Tensor:
-        """Returns all ranks' rows, `most` of each, of which those that a rank lacks are filled."""
+    def gather(self, x: Tensor, most: int) -> InFlight:
+        """Begins to gather all ranks' rows, `most` of each; those that a rank lacks are 0, integers -1."""
         own = x.detach().contiguous()
         if len(x) < most:
+            fill = 0 if x.is_floating_point() else -1
             own = torch.cat([own, own.new_full((most - len(x), *x.shape[1:]), fill)])
         out = own.new_empty(self.place.ranks * most, *x.shape[1:])
-        self._ranks.all_gather(out, own)
         self.sent["all_gather"] += out.numel() * out.element_size()
-        return out
+        return InFlight(self._ranks.begin_all_gather(out, own), (own,), out)
 
-    def scatter(self, x: Tensor, own: int) -> Tensor:
-        """Returns the sum of all ranks' rows of this rank, of which it has `own`."""
+    def scatter(self, x: Tensor, own: int) -> InFlight:
+        """Begins to add up all ranks' rows of this rank, of which it has `own`."""
         x = x.detach().contiguous()
         out = x.new_empty(len(x) // self.place.ranks, *x.shape[1:])
-        self._ranks.reduce_scatter(out, x)
         self.sent["reduce_scatter"] += x.numel() * x.element_size()
-        return out[:own]
+        return InFlight(self._ranks.begin_reduce_scatter(out, x), (x, out), out[:own])
 
     # -- dispatched ----------------------------------------------------------------------------------
 
@@ -166,19 +165,26 @@ class ExpertParallelGroup(AxisGroup):
         there = table[self.place.rank]
         back = [row[self.place.rank] for row in table]
         pairs = owner.argsort(stable=True)[: sum(there)]
-        rows, weights = _Exchange.apply(self, there, back, x[pairs // choices], weight.reshape(-1)[pairs])
-        experts = self.exchange(flat[pairs], there, back) - self._block(call)[0]
+        sent = x[pairs // choices], weight.reshape(-1)[pairs], flat[pairs]
+        rows, weights, experts = _Exchange.apply(self, there, back, *sent)
         self._count(call, [sum(column) for column in zip(*table, strict=True)])
-        (made,) = _Exchange.apply(self, back, there, self._apply(call, rows, experts, weights))
+        made = self._apply(call, rows, experts - self._block(call)[0], weights)
+        (made,) = _Exchange.apply(self, back, there, made)
         slots = made.new_zeros(len(flat), made.shape[1]).index_copy(0, pairs, made)
         return slots.unflatten(0, (len(x), choices)).sum(1)
 
-    def exchange(self, x: Tensor, there: Sequence[int], back: Sequence[int]) -> Tensor:
-        """Sends `there[r]` rows to each rank r, in the order of ranks; returns the `back[r]` that come."""
-        own, out = x.detach().contiguous(), x.new_empty(sum(back), *x.shape[1:])
-        self._ranks.all_to_all(out, own, back, there)
-        self.sent["all_to_all"] += own.numel() * own.element_size()
-        return out
+    def exchange(
+        self, tensors: Iterable[Tensor], there: Sequence[int], back: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """Sends `there[r]` rows of each tensor to each rank r, in the order of ranks; returns the `back[r]`
+        that come. All begin before any is waited for.
+        """
+        flights = list[InFlight]()
+        for x in tensors:
+            own, out = x.detach().contiguous(), x.new_empty(sum(back), *x.shape[1:])
+            flights.append(InFlight(self._ranks.begin_all_to_all(out, own, back, there), (own,), out))
+            self.sent["all_to_all"] += own.numel() * own.element_size()
+        return landed(flights)
 
     # -- both ----------------------------------------------------------------------------------------
 
@@ -196,7 +202,7 @@ class ExpertParallelGroup(AxisGroup):
 
     def _of_all(self, numbers: Tensor) -> list[int]:
         """Returns all ranks' numbers on the host."""
-        every = self.gather(numbers, len(numbers))
+        every = self.gather(numbers, len(numbers)).end()
         return [int(number) for number in host_numbers(list(every.unbind()))]
 
     def _table(self, counts: Tensor) -> list[list[int]]:
@@ -232,14 +238,19 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: ExpertParallelGroup, most: int, *tensors: Tensor) -> Any:
-        ctx.group, ctx.owns = group, [len(t) for t in tensors]
-        return tuple(group.gather(t, most) for t in tensors)
+        ctx.group, ctx.owns = group, [len(t) for t in tensors if t.is_floating_point()]
+        made = landed([group.gather(t, most) for t in tensors])
+        ctx.mark_non_differentiable(*(each for each in made if not each.is_floating_point()))
+        ctx.floating = [each.is_floating_point() for each in made]
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        scattered = (ctx.group.scatter(grad, own) for grad, own in zip(grads, ctx.owns, strict=True))
-        return None, None, *scattered
+        sent = [grad for grad, is_floating in zip(grads, ctx.floating, strict=True) if is_floating]
+        pairs = zip(sent, ctx.owns, strict=True)
+        scattered = iter(landed([ctx.group.scatter(grad, own) for grad, own in pairs]))
+        return None, None, *(next(scattered) if is_floating else None for is_floating in ctx.floating)
 
 
 @final
@@ -249,12 +260,12 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ExpertParallelGroup, own: int, x: Tensor) -> Any:
         ctx.group, ctx.most = group, len(x) // group.place.ranks
-        return group.scatter(x, own)
+        return group.scatter(x, own).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, ctx.group.gather(grads[0], ctx.most)
+        return None, None, ctx.group.gather(grads[0], ctx.most).wait()
 
 
 @final
@@ -266,13 +277,17 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, group: ExpertParallelGroup, there: list[int], back: list[int], *tensors: Tensor
     ) -> Any:
         ctx.group, ctx.there, ctx.back = group, there, back
-        return tuple(group.exchange(t, there, back) for t in tensors)
+        made = group.exchange(tensors, there, back)
+        ctx.mark_non_differentiable(*(each for each in made if not each.is_floating_point()))
+        ctx.floating = [each.is_floating_point() for each in made]
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        returned = (ctx.group.exchange(grad, ctx.back, ctx.there) for grad in grads)
-        return None, None, None, *returned
+        sent = [grad for grad, is_floating in zip(grads, ctx.floating, strict=True) if is_floating]
+        returned = iter(ctx.group.exchange(sent, ctx.back, ctx.there))
+        return None, None, None, *(next(returned) if is_floating else None for is_floating in ctx.floating)
 
 
 @final

@@ -42,8 +42,20 @@ class InFlight:
         """Returns the result, behind which the current stream waits; the host goes on."""
         if self._work is not None:
             give_way()
+        return self.end()
+
+    def end(self) -> Tensor:
+        """Returns the same at once, where there is nothing else to compute or too little to wait for."""
+        if self._work is not None:
             self._work.wait()
         return self._result.contiguous()
+
+
+def landed(flights: Sequence[InFlight]) -> tuple[Tensor, ...]:
+    """Returns the results of collectives that have all begun."""
+    if flights:
+        give_way()
+    return tuple(flight.end() for flight in flights)
 
 
 @final

@@ -144,13 +144,19 @@ class RankCollectives:
 
     def all_to_all(self, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
         """Sends `sent[r]` rows to each rank r, in the order of ranks; puts those that come into `out`."""
-        near, sizes = self._shared_by(own), (list(received), list(sent))
-        if near is not None:
-            _in_turn(_NearWork(near, near.begin_all_to_all(out, own, received, sent)))
-        elif is_alternating():
-            _in_turn(_begun(dist.all_to_all_single(out, own, *sizes, group=self._group, async_op=True)))
+        if self._may_wait(self._shared_by(own)):
+            _in_turn(self.begin_all_to_all(out, own, received, sent))
         else:
-            dist.all_to_all_single(out, own, *sizes, group=self._group)
+            dist.all_to_all_single(out, own, list(received), list(sent), group=self._group)
+
+    def begin_all_to_all(
+        self, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Begun:
+        """Begins to send `sent[r]` rows to each rank r, and to put those that come into `out`."""
+        near, sizes = self._shared_by(own), (list(received), list(sent))
+        if near is None:
+            return _begun(dist.all_to_all_single(out, own, *sizes, group=self._group, async_op=True))
+        return _NearWork(near, near.begin_all_to_all(out, own, received, sent))
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Puts the tensor of rank `source` of the group into x."""
