@@ -10,9 +10,7 @@
                  there is nothing better to do
     zero-bubble-v  the same with two stages on a rank, in a    ZB-V: Qi et al., arXiv 2405.15362 sec. 4,
                  V: the last rank turns back                   arXiv 2401.10241 sec. 6
-    1f1b-overlap  a forward inside of another microbatch's     overlapped.py
-                 backward, where ranks divide layers
-    dualpipe-v   the same with two stages on a rank, in a V    DualPipeV: overlapped.py
+    1f1b-overlap, dualpipe-v  forwards inside of backwards, where ranks divide layers: overlapped.py
     auto         composed by the planner for one plan (compose.py)
     custom       written by a person
     forward-only no backwards: what evaluation and generation run
@@ -336,10 +334,6 @@ def _depth_in_flight(depth: int, microbatches: int) -> int:
     return min(depth, microbatches)
 
 
-def _two_depths_in_flight(depth: int, microbatches: int) -> int:
-    return min(2 * depth, microbatches)
-
-
 def _of_each_chunk(depth: int, ranks: int, microbatches: int) -> int:
     """Returns what a rank has of each chunk before a backward of its last one: p of those before."""
     return min(2 * depth - 1, ranks, microbatches)
@@ -528,11 +522,12 @@ OVERLAPPED: Final = register(
         row=overlapped_row,
         placement=round_robin,
         preference=9,
-        in_flight=_two_depths_in_flight,
+        in_flight=lambda depth, microbatches: min(2 * depth, microbatches),
         path_s=_work_alone_s,
         searched=_when_asked,
         chunk_counts=_one,
         bound_is_work=True,
+        overlaps=True,
         like_last_stages=True,
         repeats_after=2,
     )
@@ -543,6 +538,7 @@ DUAL_PIPE_V: Final = register(
         name="dualpipe-v",
         paper="DeepSeek-V3, arXiv 2412.19437, sec. 3.2.1, its half in a V",
         row=dual_pipe_v_row,
+        overlaps=True,
         preference=10,
         most_chunks=2,
     )

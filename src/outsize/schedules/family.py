@@ -84,6 +84,7 @@ class Family:
     sequential          one microbatch at a time, so that more microbatches save nothing
     layer_by_layer      a stage does all its microbatches before the rank turns to its next stage
     splits_backward     input and weight gradients are separate actions
+    overlaps            forwards run together with backwards of other microbatches
     several_stages      a rank may have several stages
     most_chunks         how many stages a rank has at most, where it may have several; None: any number
     interleaves         a rank should have several stages, since that makes the bubble smaller
@@ -118,6 +119,7 @@ class Family:
     sequential: bool = False
     layer_by_layer: bool = False
     splits_backward: bool = False
+    overlaps: bool = False
     several_stages: bool = False
     most_chunks: int | None = None
     interleaves: bool = False

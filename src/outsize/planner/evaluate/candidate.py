@@ -9,7 +9,7 @@ tests/unit/planner/evaluate/test_evaluate_candidate.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
 from typing import Final, Protocol, Self, final
@@ -91,6 +91,15 @@ class Candidate:
         )
         update_s = _update_s(pipeline, cases, bounds)
         return cls(pipeline, tuple(bounds), cases, costs, max(after, default=0.0), update_s, floor_s)
+
+    def hiding(self) -> Self:
+        """Returns the candidate whose pairs of a forward and a backward are shorter by what ranks exchange in
+        either, as far as it hides behind the other; other schedules have no such pairs. A stage that computes
+        a second forward counts as one that hides nothing. Bounds of cuts do not know of it.
+        """
+        runs = zip(self.costs, self.cases, pairwise(self.bounds), strict=True)
+        costs = tuple(_with_waits(*each) for each in runs)
+        return self if costs == self.costs else replace(self, costs=costs, floor_s=0.0)
 
     @property
     def layout(self) -> Layout:
@@ -195,6 +204,14 @@ class Candidate:
 
 
 Run = tuple[int, int]
+
+
+def _with_waits(cost: StageCost, case: PricedModel, run: Run) -> StageCost:
+    waits = case.seconds.waits
+    if waits is None or not case.activation_policy.keeps_all:
+        return cost
+    forward_s, backward_s = (float(np.sum(each[slice(*run)])) for each in waits)
+    return replace(cost, forward_wait_s=forward_s, backward_wait_s=backward_s)
 
 
 def _memories(

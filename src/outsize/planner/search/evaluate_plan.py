@@ -136,7 +136,7 @@ def candidate_of(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Clust
         for s, policy in enumerate(policies)
     ]
     some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}
-    return recomputing(pipeline, bounds, choices, some, pricing, plan.optimizer)
+    return recomputing(pipeline, bounds, choices, some, pricing, plan.optimizer).hiding()
 
 
 def _chosen(plan: Plan, graph: ModelGraph) -> dict[int, Units]:

@@ -22,11 +22,14 @@ from outsize.planner.search.incumbents import Incumbents
 from outsize.planner.strategies.activation_offload import may_offload, or_offloaded
 from outsize.planner.strategies.recompute_and_cut import may_recompute_units, selective
 from outsize.policies.activations import searched_for
+from outsize.schedules.families import family_of
 
 # Stages are cut between repeated blocks where that costs less than this.
 BLOCKS: Final = 1.02
 # Recompute makes a step at most this many times as long: a second forward, of three parts.
 MOST_AGAIN: Final = 4 / 3
+# A forward and a backward that run together take half of their seconds at least.
+MOST_HIDDEN: Final = 2.0
 
 
 @final
@@ -183,6 +186,12 @@ def _on_host(winner: Winner) -> Winner:
     return winner if other is None else replace(winner, pricing=winner.searched, best=other)
 
 
+def _hides(winner: Winner) -> bool:
+    """Returns whether forwards run together with backwards, and ranks exchange values in them."""
+    best = winner.best
+    return family_of(best.layout.schedule).overlaps and best.layout.axes.exchanges_values
+
+
 IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
     Improvement(
         name="units move to a neighbouring stage",
@@ -218,5 +227,12 @@ IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
         better=_on_host,
         reaches=_moved_or_kept_s,
         bound="none: other layouts were not cut with activations on the host",
+    ),
+    Improvement(
+        name="what ranks exchange hides behind other microbatches",
+        helps=_hides,
+        better=lambda winner: replace(winner, best=winner.best.hiding()),
+        reaches=lambda candidate: candidate.step_s / MOST_HIDDEN,
+        bound="none: cuts are compared as if nothing hid",
     ),
 )
