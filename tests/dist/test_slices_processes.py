@@ -23,13 +23,23 @@ def llama() -> torch.nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-@pytest.mark.parametrize("slices", [2, 4])
-def test_two_ranks_send_slices(slices: int) -> None:
+@pytest.mark.parametrize(
+    ("slices", "axes"),
+    [
+        (2, {"others": 1}),
+        (4, {"others": 1}),
+        (4, {"dp_replicate": 2, "others": 1}),
+        (4, {"tp": 2, "others": 1}),
+    ],
+)
+def test_two_stages_send_slices(slices: int, axes: dict[str, int]) -> None:
     ids = torch.randint(0, 61, (4, 16), generator=torch.Generator().manual_seed(1))
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     model = llama()
-    request = outsize.Request(cluster="2xcpu", stages=2, axes="pp", microbatches=2, slices=slices)
+    ranks = 2 if len(axes) == 1 else 4
+    count = 2 if "dp_replicate" not in axes else 1
+    request = outsize.Request(cluster=f"{ranks}xcpu", stages=2, axes=axes, microbatches=count, slices=slices)
     plan = outsize.plan(model, (), batch, request=request)
     verdict = outsize.check(model, (), batch, plan=plan, processes=True, steps=2)
     assert verdict.holds
-    assert verdict.processes == 2
+    assert verdict.processes == ranks

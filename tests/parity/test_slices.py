@@ -16,6 +16,8 @@ from outsize.capture.models.imports import import_transformers
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.collectives.sequence_slices import KeptRows, SequenceKeeper
+from outsize.train.batch.batch import Batch
+from outsize.train.variants.variant import Variants
 
 transformers = import_transformers()
 
@@ -185,6 +187,19 @@ def test_keys_and_values_are_in_memory_once_and_dropped(monkeypatch: pytest.Monk
     assert all(kept.rows_bytes == 0 for keeper in keepers for kept in keeper._stages.values())
 
 
+def test_ranks_number_programs_by_what_they_record() -> None:
+    """Channels of ranks are those of whole programs; slices have numbers of their own."""
+    model, batch = MODELS["llama"](), tokens()
+    variants = Variants(model, planned(model, batch, 4), None)
+    found = [
+        variants.find(Batch((), {n: t[:, :end] for n, t in batch.items()}), outputs=False) for end in (8, 16)
+    ]
+    assert [variant.number for variant in found] == [0, 1]
+    numbers = [unit.number for variant in found for unit in variant.slices]
+    assert max(numbers) < 0
+    assert len({*numbers}) == 8
+
+
 def test_a_plan_says_what_it_holds() -> None:
     model, batch = MODELS["llama"](), tokens()
     plans = [planned(model, batch, count, microbatches=4) for count in (1, 4)]
@@ -245,8 +260,8 @@ def test_what_reads_later_rows_is_refused_when_it_is_planned(model: Any, what: s
     [
         (3, {}, "are equally long"),
         (4, {"schedule": "zero-bubble"}, "knows no slices"),
-        (4, {"recompute": "offload"}, "of pipelines alone"),
-        (4, {"exact": True}, "of pipelines alone"),
+        (4, {"recompute": "offload"}, "go with stages, replicas and tp"),
+        (4, {"exact": True}, "go with stages, replicas and tp"),
     ],
 )
 def test_what_slices_do_not_run_with(slices: int, options: dict[str, Any], what: str) -> None:

@@ -271,7 +271,7 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
         return captured.graph
     if case.slices > 1:
         in_slices(captured.tape, case.whole, case.slices)
-        return with_rows(captured, case.whole, 2)
+        captured = replace(captured, graph=with_rows(captured, case.whole, 2))
     if experts > 1:
         insist_on_experts(captured.tape, case.whole, experts * tp)
     if tokens > 1 or (always and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS):

@@ -44,6 +44,7 @@ class Axis:
     within_stages    its ranks exchange values while a stage computes
     by_modules       it runs where a model runs by modules, in its own Python
     keeps_bits       results are bit by bit those of one device: nothing is added up in another order
+    takes_slices     its ranks run sequences in slices (policies/slices.py)
     is_searched      the search tries its sizes by itself (planner/layout/layout.py); others are given
     option           the keyword that asks for it, where that is not its name
     reads_whole      what a model that runs by modules does, so that this axis cannot divide it
@@ -65,6 +66,7 @@ class Axis:
     within_stages: bool = False
     by_modules: bool = False
     keeps_bits: bool = False
+    takes_slices: bool = False
     is_searched: bool = False
     option: str = ""
     reads_whole: str = ""

@@ -14,6 +14,7 @@ PIPELINE: Final = Axis(
     cuts_stages=True,
     by_modules=True,
     keeps_bits=True,
+    takes_slices=True,
     is_searched=True,
     option="stages",
     help="Number of pipeline stages (default: one per device).",

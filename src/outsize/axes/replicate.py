@@ -15,6 +15,7 @@ REPLICATE: Final = Axis(
     same_weights=True,
     same_experts=True,
     by_modules=True,
+    takes_slices=True,
     is_searched=True,
     help="Number of replicas, each with its part of the batch.",
 )

@@ -15,6 +15,7 @@ TENSOR: Final = Axis(
     within_stages=True,
     # A plan may be read so; what runs it says which of its layers have the sizes of one device.
     by_modules=True,
+    takes_slices=True,
     is_searched=True,
     reads_whole="which has the sizes of one device in it",
     help="Number of devices that share the work of each layer.",

@@ -187,6 +187,11 @@ class MeshShape(Record, ABC):
         """Returns the used axes besides pp, such as `dp_shard 4, tp 2`; empty when there are none."""
         return _listed(self.used_in_group)
 
+    @property
+    def beside_slices(self) -> str:
+        """Returns the used axes whose ranks run no slices of sequences; empty when there are none."""
+        return _listed(self.used_of(_WITHOUT_SLICES))
+
     def of(self, axis: Axis) -> int:
         """Returns the size of an axis."""
         size: int = getattr(self, axis.name)
@@ -257,6 +262,7 @@ _weight_holders: Final = _product(HOLDERS)
 _expert_holders: Final = _product(EXPERT_HOLDERS)
 _copies: Final = _product(COPIES)
 _parts: Final = _product(PARTS)
+_WITHOUT_SLICES: Final = those(lambda axis: not axis.takes_slices)
 _inexact: Final = _product(those(lambda axis: not axis.keeps_bits))
 
 
@@ -672,7 +678,8 @@ class Plan(Record):
 def _beside_slices(plan: Plan) -> str:
     """Returns what slices of sequences do not run with; empty where there is nothing, or one slice."""
     beside = {
-        plan.axes.beyond_pp: plan.axes.group_size > 1,
+        plan.axes.beside_slices: bool(plan.axes.beside_slices),
+        "sequence parallelism": plan.sequence_parallel,
         f"weights {plan.weights!r}": plan.weight_policy.on_host or plan.weight_policy.shards_weights,
         "activations on the host": any(policy.offloads for policy in plan.activation_policies),
         "rows of a schedule": bool(plan.actions),

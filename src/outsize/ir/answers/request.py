@@ -228,7 +228,8 @@ class PlanRequest(AskedAxes):
         if self.slices == 1:
             return
         beside = {
-            self.mesh(1).beyond_pp: self.has_group_axes,
+            self.mesh(1).beside_slices: bool(self.mesh(1).beside_slices),
+            "sequence_parallel": bool(self.sequence_parallel),
             "exact": self.exact,
             "inference": self.inference,
             "loop": self.loop,
@@ -241,7 +242,7 @@ class PlanRequest(AskedAxes):
         others = [what for what, is_asked in beside.items() if is_asked]
         if others:
             raise BadOption(
-                "slices of sequences are of pipelines alone: stages with their weights, in an engine's steps",
+                "slices of sequences go with stages, replicas and tp, weights on devices, an engine's steps",
                 numbers=f"slices={self.slices}, {', '.join(others)}",
                 next_step=f"leave out slices (--{SLICES.name}), or the others",
             )

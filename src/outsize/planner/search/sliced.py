@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.answers.request import NONE_SEARCHED, PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.formatting import bytes_text
-from outsize.ir.graph import ModelGraph, Unit, Value, Work
+from outsize.ir.graph import ModelGraph, ShardedFraction, Unit, Value, Work
 from outsize.ir.plan import Expected, Plan
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.schedule import CUSTOM_NAME, Action, Kind
@@ -41,6 +41,10 @@ Model = tuple[ModelGraph, Profile]
 Price = Callable[[Plan, ModelGraph, Profile, Cluster], Plan]
 Search = Callable[[PlanRequest, dict[int, Model], Cluster], Plan]
 _WORK: Final = ("flops", "moved_bytes", "instructions", "fused_flops", "fused_bytes", "library_bytes")
+_SENT: Final = (
+    *("saved_bytes", "forward_sum", "forward_gather", "backward_sum", "backward_gather"),
+    *("again_bytes", "begun_sum", "begun_gather"),
+)
 _OF_UNITS: Final = ("flops", "moved_bytes", "saved_bytes", "workspace_bytes", "saved_input_bytes")
 
 
@@ -72,11 +76,16 @@ def of_slice(graph: ModelGraph, profile: Profile, slices: int) -> Model:
 
 def _unit_of_slice(unit: Unit, slices: int) -> Unit:
     sums = unit.weight_sum_bytes
-    fields = {name: getattr(unit, name) // slices for name in _OF_UNITS}
+    fields: dict[str, Any] = {name: getattr(unit, name) // slices for name in _OF_UNITS}
     fields["backward_workspace_bytes"] = (unit.backward_workspace_bytes - sums) // slices + sums
     passes = ("forward", "backward_input", "backward_weight")
+    fields |= {name: _fraction_of_slice(getattr(unit, name), slices) for name in ("divided", "in_sequence")}
     works = {name: tuple(_work_of_slice(w, slices) for w in getattr(unit, name)) for name in passes}
     return unit.model_copy(update={**fields, **works})
+
+
+def _fraction_of_slice(fraction: ShardedFraction, slices: int) -> ShardedFraction:
+    return fraction.model_copy(update={name: getattr(fraction, name) // slices for name in _SENT})
 
 
 def _work_of_slice(work: Work, slices: int) -> Work:
@@ -122,7 +131,7 @@ def _with_kept_rows(plan: Plan, graph: ModelGraph, expected: Expected) -> Expect
     stages = []
     for number, (figures, (first, end)) in enumerate(zip(expected.stages, pairwise(bounds), strict=True)):
         row = schedule.actions[plan.ranks[number]]
-        kept = sum(unit.row_gather_bytes for unit in graph.units[first:end])
+        kept = sum(unit.row_gather_bytes for unit in graph.units[first:end]) // plan.axes.product_parts
         again = 0 if plan.activation_policy(number).keeps_all else kept
         more = again * _most_open(row, number, plan.slices) + kept * (2 if is_narrow else 1)
         names = ("activations_bytes", "p50_bytes", "p95_bytes")
@@ -186,7 +195,7 @@ def search_in_slices(
         except NoFeasiblePlan:
             continue
         plan = _sliced(cut, request)
-        made = price(plan, *models[plan.microbatches], cluster)
+        made = price(plan, *models[plan.microbatches * plan.axes.replicas], cluster)
         if _fits(made):
             found.append(made)
         fullest[recompute] = _fullest(made)

@@ -307,7 +307,8 @@ class Pipelined(Executor):
         """Ends a step: drops the programs that were used longest ago."""
         self._settings.ran()
         for number in self.variants.trim():
-            self._crew.forget(number, self._programs.drop(number))
+            # A slice sends over the channels of its whole program.
+            self._crew.forget(number, None if number < 0 else self._programs.drop(number))
             self._adopted.discard(number)
 
     @contextmanager

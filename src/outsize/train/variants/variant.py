@@ -274,7 +274,7 @@ class Variants:
         while len(self) > self._options.most:
             key, same = next(iter(self._known.items()))
             last = same.pop()
-            dropped += [unit.number for unit in (last, *last.slices)]
+            dropped += [unit.number for unit in (*last.slices, last)]
             if not same:
                 del self._known[key]
         return dropped
@@ -347,10 +347,12 @@ class Variants:
             planned = tape if outputs else self._in_pieces(tape)
             captured = replace(captured, tape=planned)
             own = planned if self._options.context is None else self._options.context.local(planned)
-            own = own if tensor is None else tensor.local(own)
             keeper = None if outputs or self._plan.slices == 1 else SequenceKeeper(self._plan.slices)
-            sliced = () if keeper is None else slice_tapes(own, self._model, keeper.slices, keeper.group)
-            own = sliced[-1] if sliced else own  # Its sums are whole.
+            each = (own,)
+            if keeper is not None:
+                each = slice_tapes(own, self._model, keeper.slices, keeper.group)
+            each = each if tensor is None else tuple(map(tensor.local, each))
+            own = each[-1]  # Of slices it is the last one whose sums are whole.
         owners = self._owners(captured)
         owners = [owners[instruction.origin] for instruction in own.instructions]
         shares = LossShares(
@@ -380,14 +382,23 @@ class Variants:
             self._forms.put((found.dynamic, outputs), form)
         if shares.sums:
             weighing = partial(with_ratios, tape, shares.sums, count=shares.ratios)
-            own, sliced = weighing(own), tuple(map(weighing, sliced))
+            each = tuple(map(weighing, each))
         guards = found.guards if tape is found.tape else InputGuards(tape, self._model, home)
-        variant = Variant(0, captured, cut_tape(own), guards, shares, reads, home)
-        if keeper is None:
-            return self._numbered(variant)
-        cuts = enumerate([*map(cut_tape, sliced[:-1]), variant.cut])
-        each = (replace(variant, cut=made, slice=SequenceSlice(at, keeper)) for at, made in cuts)
-        return self._numbered(replace(variant, slices=tuple(map(self._numbered, each))))
+        cuts = [*map(cut_tape, each)]
+        variant = Variant(0, captured, cuts[-1], guards, shares, reads, home)
+        numbered = self._numbered(variant)
+        return numbered if keeper is None else self._in_slices(numbered, cuts, keeper)
+
+    def _in_slices(self, variant: Variant, cuts: Sequence[Cut], keeper: SequenceKeeper) -> Variant:
+        """Returns the variant with its slices, whose numbers are below zero: ranks number what they record in
+        one order, and slices are no recordings.
+        """
+        first = 1 + variant.number * len(cuts)
+        slices = (
+            replace(variant, number=-first - at, cut=made, slice=SequenceSlice(at, keeper))
+            for at, made in enumerate(cuts)
+        )
+        return replace(variant, slices=tuple(slices))
 
     def _numbered(self, variant: Variant) -> Variant:
         self._made += 1
