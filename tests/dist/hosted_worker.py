@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from features_worker import Pair, outcome
 from parity_runs import Combination, interleaved
+from torch import Tensor
 
 from outsize.errors import UnsupportedPlan, WorldMismatch
 from outsize.ir.plan import Axes, Plan
@@ -25,6 +27,7 @@ from outsize.ir.schedule import Kind
 from outsize.policies.weights import OF_SEVERAL, Weights
 from outsize.run.host.residency import Residency
 from outsize.run.moves.host import HostMoves
+from outsize.run.stage.stage import StageExecutor
 from outsize.train.engine.factory import make_engine
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
@@ -124,6 +127,38 @@ def check_each_rank_loads_its_own_stages_once_a_pass(world: World) -> None:
     loads = [int(a.removesuffix(Kind.LOAD)) for a in spans if a.endswith(Kind.LOAD) and "UN" not in a]
     first, second, third = pair.engine.crew.stages
     assert loads == [first, second, third, first]
+
+
+def check_recomputed_stages_drop_what_they_have_sent(world: World) -> None:
+    """Outputs that were sent are alive in the first backward where autograd's graph has them, and are not
+    where the graph is that of a second forward.
+    """
+    for recompute in ("none", "full"):
+        fields = {**changes("gpt2", "host"), "recompute": recompute}
+        sent, alive = sent_and_alive(Pair(world, "gpt2", microbatches=MICROBATCHES, changes=fields))
+        assert sent >= 2 * MICROBATCHES
+        assert (alive == sent) if recompute == "none" else (alive <= 2), (recompute, alive, sent)
+
+
+def sent_and_alive(pair: Pair) -> tuple[int, int]:
+    """How many outputs this rank's stages have made in a step, and how many exist as its backwards begin."""
+    sent, alive = list[weakref.ref[Tensor]](), list[int]()
+    forward, backward = StageExecutor.forward, StageExecutor.backward
+
+    def noted(stage: StageExecutor, *args: Any) -> Any:
+        result = forward(stage, *args)
+        sent.extend(weakref.ref(value) for value in result.sent.values() if value.requires_grad)
+        return result
+
+    def counted(stage: StageExecutor, *args: Any) -> Any:
+        alive.append(sum(value() is not None for value in sent))
+        return backward(stage, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageExecutor, "forward", noted)
+        patch.setattr(StageExecutor, "backward", counted)
+        assert torch.equal(pair.step().loss, pair.accumulate())
+    return len(sent), alive[0]
 
 
 def check_what_does_not_run_is_refused(world: World) -> None:

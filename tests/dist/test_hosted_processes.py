@@ -13,6 +13,7 @@ CHECKS = [
     "weights_that_stay",
     "clipping_by_the_norm_of_all_ranks",
     "each_rank_loads_its_own_stages_once_a_pass",
+    "recomputed_stages_drop_what_they_have_sent",
     "what_does_not_run_is_refused",
 ]
 

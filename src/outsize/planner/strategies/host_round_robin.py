@@ -501,7 +501,8 @@ def _stages_of_each_rank(layout: Layout) -> list[list[int]]:
 def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout) -> RangeTables:
     """Returns the bytes of each stage; what a device holds for all of them in turn is divided evenly.
 
-    Gradients take the place of the optimizer's bytes, which exist all the time.
+    Gradients take the place of the optimizer's bytes, which exist all the time. Recomputed stages drop what
+    they have sent (run/stage/stage.py): an output exists while it is made, and one is on its way.
     """
     ranges, stay = whole.ranges, layout.weight_policy.stays_loaded
     weights, gradients = (np.zeros_like(size) for size in held)
@@ -517,6 +518,13 @@ def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout)
         pair = max((own_gradients + np.append(own_gradients[1:], 0)).tolist())
         gradients[own] = _shares(pair + int(tied_gradients[own].sum()), len(own))
     nothing, backward = np.zeros_like(ranges.saved), ranges.backward - ranges.gradients
+    sent, forward = ranges.sent, ranges.forward
+    if whole.activation_policy.recomputes:
+        sent, backward, forward = (
+            nothing,
+            backward + sent,
+            forward + np.diag(_largest_sent(ranges, layout), 1),
+        )
     casts = single_units(ranges.casts).copy()
     if whole.activation_policy.recomputes and not stay:  # They leave with the weights.
         for own in _stages_of_each_rank(layout):
@@ -526,10 +534,20 @@ def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout)
         weights=np.diag(weights, 1) + ranges.buffers - ranges.casts + np.diag(casts, 1),
         casts=np.diag(casts, 1),
         optimizer=np.diag(gradients, 1),
+        sent=sent,
+        forward=forward,
         backward=backward,
         first_backward=backward,
         **dict.fromkeys(("gradients", "master", "update", "saved_sent"), nothing),
     )
+
+
+def _largest_sent(ranges: RangeTables, layout: Layout) -> Bytes:
+    """Returns for each stage the largest output of its rank's stages."""
+    sent, largest = single_units(ranges.sent), np.zeros(layout.stages, np.int64)
+    for own in _stages_of_each_rank(layout):
+        largest[own] = sent[own].max()
+    return largest
 
 
 def _shares(total: int, count: int) -> list[int]:

@@ -179,10 +179,11 @@ class StageSetting:
 
     `again` is the function of a stage that is partly recomputed. `saving` replaces what autograd saves of a
     microbatch, where the host stores it. With `bare`, the stage does not reference values that it receives
-    and sends. `device` is the one of several whose generator is seeded; None: all are. `outer` is the user's
-    graph, where the stage's graph is a part of it: then no loss ends a forward, and no `.grad` is written.
-    `summed` are the stages of the run of which a backward was looked at by the bits of its weights. With
-    `exchanges` ranks divide the stage's layers, and its calls of collectives are those of Python.
+    and sends; with `drops_sent`, not those that it sends. `device` is the one of several whose generator is
+    seeded; None: all are. `outer` is the user's graph, where the stage's graph is a part of it: then no loss
+    ends a forward, and no `.grad` is written. `summed` are the stages of the run of which a backward was
+    looked at by the bits of its weights. With `exchanges` ranks divide the stage's layers, and its calls of
+    collectives are those of Python.
     """
 
     again: Callable[..., Any] | None = None
@@ -192,6 +193,7 @@ class StageSetting:
     outer: OuterGraph | None = None
     summed: set[int] = field(default_factory=set[int])
     exchanges: bool = False
+    drops_sent: bool = False
 
 
 @final
@@ -206,6 +208,7 @@ class StageExecutor(RunnableStage):
         self._kept = None if self._cast_weights is None else self._cast_weights.kept
         self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if setting.bare else enter
         self._roots_of: Callable[[Roots], Roots] = edges_of if setting.bare else identity
+        self._sent_roots_of = edges_of if setting.bare or setting.drops_sent else identity
         self._function, self._again, self._saving = program.function, setting.again, setting.saving
         self._inputs = program.inputs
         slots = [b for b in program.sent if b.weight is None]
@@ -317,7 +320,7 @@ class StageExecutor(RunnableStage):
         if not self._checked:
             self._check(sent, grad)
         if grad:
-            saved.sent, saved.loss = self._roots_of(sent), loss
+            saved.sent, saved.loss = self._sent_roots_of(sent), loss
             if self.outer is not None:
                 self.outer.listen(exits)
                 saved.loss = None

@@ -107,7 +107,11 @@ class StageFactory:
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
         exchanges = self.run.plan.axes.exchanges_values and self._backend is None and self.statistics is None
-        setting = StageSetting(recompute, save_context, is_bare, seeded, outer, self.summed, exchanges)
+        # Where devices take stages in turns, outputs of all microbatches would wait for their backwards.
+        drops_sent = policy.recomputes_all and self.run.plan.streams and outer is None
+        setting = StageSetting(
+            recompute, save_context, is_bare, seeded, outer, self.summed, exchanges, drops_sent
+        )
         stage = self._at(at, StageExecutor(program, model, setting), policy, of_call)
         return stage if variant.slice is None else SlicedStage(stage, variant.slice, model)
 
