@@ -86,6 +86,7 @@ MODELS: Final = (
         "fp16-fp16acc",
         {"1xrtx4090": 740.0, "8xrtx4090": 5516.0, "8xa800-80gb": 6301.0},
         FULL,
+        sequences=1,
     ),
     Published(
         "Qwen3 235B-A22B, LoRA",
