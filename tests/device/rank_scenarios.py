@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
+from outsize.device.alternation import Alternation
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ops.doctor.models import TIED
 from outsize.program.sharding.share import Share
@@ -544,3 +545,37 @@ def _error_of(call: Callable[[], object]) -> str:
     except Exception as error:
         return "\n".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
     return "nothing"
+
+
+def alternated(world: World, *, schedule: str, how: dict[str, Any]) -> dict[str, Any]:
+    """Losses and weights of two steps of 1f1b, and of a schedule whose forwards run inside of backwards, and
+    how many pairs have alternated.
+    """
+    x, y, found = *TIED.batch(WIDTH), dict[str, Any]()
+    device, run = device_of(world), Alternation.run
+    for name in ("1f1b", schedule):
+        pairs = list[None]()
+
+        def counted(*args: Any, pairs: list[None] = pairs) -> None:
+            pairs.append(None)
+            run(*args)
+
+        with patch.object(Alternation, "run", counted), _precision(world, how.get("autocast", False)):
+            engine = outsize.parallelize(
+                TIED.build(WIDTH),
+                (x,),
+                loss_fn=TIED.loss_fn,
+                target=y,
+                optimizer=adam,
+                cluster=f"{world.world_size}x{'cpu' if world.device_type == 'cpu' else 'h200'}",
+                stages=world.world_size // 2,
+                microbatches=len(x),
+                schedule=name,
+                axes={"tp": 2},
+                plan=outsize.Request(recompute=how.get("recompute", "none")),
+            )
+            losses = [engine.step(x.to(device), target=y.to(device)).loss for _ in range(2)]
+            weights = {n: p.detach() for n, p in engine.weights.named_parameters()}
+            values = {f"loss {number}": loss for number, loss in enumerate(losses)} | weights
+            found[name] = dict(zip(values, on_cpu([*values.values()]), strict=True)), len(pairs)
+    return found

@@ -43,7 +43,7 @@ class AbandonedError(BaseException):
 
 
 @final
-class _Turns:
+class _Alternating:
     """What both threads know. A gate is closed for the thread that does not have the turn."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Turns:
 
 
 # The pairs of computations that alternate now: one, since a process is one rank.
-_NOW: Final[list[_Turns]] = []
+_NOW: Final[list[_Alternating]] = []
 
 
 def give_way() -> None:
@@ -108,7 +108,7 @@ def is_alternating() -> bool:
     return bool(_NOW) and any(True for _ in _own())
 
 
-def _own() -> Iterator[tuple[_Turns, int]]:
+def _own() -> Iterator[tuple[_Alternating, int]]:
     """Yields the pair that the caller belongs to, and which of both it is; autograd's own threads, which are
     those of accelerators, belong to a helper.
     """
@@ -126,7 +126,7 @@ class Alternation:
     """Runs pairs of computations, with a helper thread that lives as long as this object does."""
 
     def __init__(self) -> None:
-        self._turns: _Turns | None = None
+        self._turns: _Alternating | None = None
         self._helper: Thread | None = None
 
     def run(self, here: Callable[[], None], helped: Callable[[], None]) -> None:
@@ -151,12 +151,12 @@ class Alternation:
         if failure is not None:
             raise failure
 
-    def _started(self) -> tuple[_Turns, Thread]:
+    def _started(self) -> tuple[_Alternating, Thread]:
         """Returns a helper that waits; a process that was forked has none of its parent's."""
         turns, helper = self._turns, self._helper
         if turns is not None and helper is not None and helper.is_alive() and not turns.is_broken:
             return turns, helper
-        turns = self._turns = _Turns()
+        turns = self._turns = _Alternating()
         flushes = float(torch.tensor(_DENORMAL, dtype=torch.float64) * 1.0) == 0.0
         helper = Thread(target=_help, args=(turns, flushes), name="outsize-alternation", daemon=True)
         self._helper = helper
@@ -165,7 +165,7 @@ class Alternation:
         return turns, helper
 
 
-def _end_helper(turns: _Turns, helper: Thread) -> None:
+def _end_helper(turns: _Alternating, helper: Thread) -> None:
     """Lets the helper run to its end."""
     try:
         while not (turns.has_ended[1] or turns.is_broken):
@@ -193,7 +193,7 @@ def _as_here(work: Callable[[], None]) -> Callable[[], None]:
     return there
 
 
-def _help(turns: _Turns, flushes: bool) -> None:
+def _help(turns: _Alternating, flushes: bool) -> None:
     """Runs what it is given whenever it has the turn, until it is given nothing."""
     torch.set_flush_denormal(flushes)
     turns.idents[1] = get_ident()

@@ -122,8 +122,8 @@ class UnitSeconds:
 
     def _mapped(self, change: Callable[[Seconds], Seconds]) -> Self:
         waits = self.waits and (change(self.waits[0]), change(self.waits[1]))
-        passes = (change(self.forward), change(self.backward_input), change(self.backward_weight))
-        return type(self)(*passes, waits)
+        forward, backward_input = change(self.forward), change(self.backward_input)
+        return type(self)(forward, backward_input, change(self.backward_weight), waits)
 
     def written(self, profile: Profile) -> Profile:
         """Returns the profile with these seconds."""

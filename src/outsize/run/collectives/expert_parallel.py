@@ -165,8 +165,9 @@ class ExpertParallelGroup(AxisGroup):
         there = table[self.place.rank]
         back = [row[self.place.rank] for row in table]
         pairs = owner.argsort(stable=True)[: sum(there)]
-        sent = x[pairs // choices], weight.reshape(-1)[pairs], flat[pairs]
-        rows, weights, experts = _Exchange.apply(self, there, back, *sent)
+        rows, weights, experts = _Exchange.apply(
+            self, there, back, x[pairs // choices], weight.reshape(-1)[pairs], flat[pairs]
+        )
         self._count(call, [sum(column) for column in zip(*table, strict=True)])
         made = self._apply(call, rows, experts - self._block(call)[0], weights)
         (made,) = _Exchange.apply(self, back, there, made)

@@ -139,11 +139,9 @@ class Interpreter:
         self._transport, self._clock = transport, clock
         self._mark = self._own_mark = clock.mark
         self._handlers = _Handlers(rank, schedule, programs, transport)
-        self._ops = self._handlers.bound()
         # Three marks an action: it begins, its messages are there, it has ended. A mark that is still zero
         # says where the rank is (`place`), so the watchdog costs a step nothing.
-        for number, op in enumerate(self._ops):
-            op.at = 3 * number
+        self._ops = [replace(op, at=3 * number) for number, op in enumerate(self._handlers.bound())]
         self._current = self._ops
         self._names: list[tuple[str, Lane]] = [(op.text, op.lane) for op in self._ops]
         self._times: list[Any] = []

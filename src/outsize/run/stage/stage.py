@@ -52,6 +52,7 @@ _IS_LEAF: Final = attrgetter("is_leaf")
 _GRADIENT: Final = attrgetter("grad")
 _use_count: Final = torch._C._storage_Use_Count
 _IN_PLACE: Final = nullcontext()
+_BACKWARDS: Final[tuple[Any, ...]] = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def _holders(tensor: Tensor) -> int:
@@ -225,7 +226,8 @@ class StageExecutor(RunnableStage):
         self._for_itself = _table_entries(program.weights - _for_others(program), model)
         self._without_gradient: list[TableEntry] = []
         self._unchanged = UnchangedWeights(model, program.stage, setting.summed)
-        self._exchanges = setting.exchanges and setting.outer is None and setting.saving is None
+        of_python = setting.outer is None and setting.saving is None and not _differentiates(program)
+        self._exchanges = setting.exchanges and of_python
         # A second forward does not run in the middle of another one that writes the same buffers, or draws.
         self._repeats_alone = _repeats_alone(program)
         self._saved: dict[int, BackwardEnds] = {}
@@ -529,6 +531,11 @@ class StageExecutor(RunnableStage):
                     next_step="outsize check MODEL, which names the unit",
                 )
         self._checked = True
+
+
+def _differentiates(program: StageProgram) -> bool:
+    """Tells whether a forward runs backwards, for which a device's thread of autograd would have no turn."""
+    return any(instruction.target in _BACKWARDS for instruction in program.spec.instructions)
 
 
 def _repeats_alone(program: StageProgram) -> bool:
