@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.device.alternation import Alternation
 from outsize.ir.plan import Plan
+from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.train.batch.batch import Batch
 from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
@@ -37,7 +38,7 @@ GPT2: Final[dict[str, Any]] = {
     "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
-# What is trained, and the axis of two ranks; `full` recomputes, `bf16` is autocast.
+# What is trained, and the axis of two ranks; `full` recomputes, `bf16` is autocast, `gloo` the backend.
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
     "llama": lambda: transformer("LlamaForCausalLM", "LlamaConfig", SMALL | {"tie_word_embeddings": True}),
     "gpt2": lambda: transformer("GPT2LMHeadModel", "GPT2Config", GPT2),
@@ -76,6 +77,12 @@ def casting(case: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if "bf16" in case.split(":") else nullcontext()
 
 
+def exchanging(case: str) -> AbstractContextManager[Any]:
+    """Within the context of a case of gloo ranks exchange by their backend, as on several machines."""
+    by_backend = mock.patch.object(RankCollectives, "_shared", return_value=None)
+    return by_backend if "gloo" in case.split(":") else nullcontext()
+
+
 def record_cases(cases: Iterable[str]) -> None:
     """Plans and records what the ranks need, in the process that they are forks of."""
     with recorded_once():
@@ -103,7 +110,7 @@ def trained(case: str, schedule: str, world: World) -> tuple[dict[str, Tensor], 
         pairs.append(None)
         run(*args)
 
-    with mock.patch.object(Alternation, "run", counted), casting(case):
+    with mock.patch.object(Alternation, "run", counted), casting(case), exchanging(case):
         for step in range(STEPS):
             values[f"loss {step}"] = engine.step(*batch.args, **batch.kwargs).loss
     return values | engine.weights.full_state_dict(), len(pairs)
