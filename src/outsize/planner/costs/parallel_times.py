@@ -274,8 +274,15 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
         backward[index] = waited_s + curves.seen_s(begun_s, hidden_by_s)
     busy = own.plus(forward + curves.launch_s * starts, backward + curves.launch_s * backward_starts)
     launching = launching.plus(curves.host_s * starts, curves.host_s * backward_starts)
-    behind = busy.behind_host(launching, sharing.blocks, curves.lateness(layout.microbatch_ranks))
-    return _waiting(behind, forward, backward, device)
+    late = curves.lateness(layout.microbatch_ranks)
+    behind = busy.behind_host(launching, sharing.blocks, late)
+    if host_link(device) is None:
+        return behind
+    # What a host that launches more slowly hides already is no wait.
+    alone = own.plus(curves.launch_s * starts, curves.launch_s * backward_starts)
+    alone = alone.behind_host(launching, sharing.blocks, late)
+    seen = (behind.forward - alone.forward).clip(0.0, forward)
+    return _waiting(behind, seen, (behind.backward - alone.backward).clip(0.0, backward), device)
 
 
 def _waiting(
