@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +17,15 @@ import outsize
 from outsize.capture.models.imports import import_transformers
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
+from outsize.run.collectives import sequence_slices
 from outsize.run.collectives.sequence_slices import KeptRows, SequenceKeeper
+from outsize.run.stage.stage import StageExecutor
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.variant import Variants
 
 transformers = import_transformers()
 
+METER = Path(__file__).resolve().parents[2] / "benchmarks" / "memory"
 TOKENS, WORDS = 16, 61
 LLAMA: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -205,6 +210,53 @@ def test_a_plan_says_what_it_holds() -> None:
     plans = [planned(model, batch, count, microbatches=4) for count in (1, 4)]
     held = [[s.activations_bytes for s in plan.expected.stages] for plan in plans if plan.expected]
     assert held[1][0] < held[0][0]  # Four microbatches: two in flight, or one and a quarter.
+
+
+def test_real_memory_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real storages of the first of four stages, with four microbatches: less than half in eight slices.
+
+    A CPU writes the masks of attention in pieces out, and saves them; accelerators do not. The meter knows no
+    masks of torch's own class.
+    """
+    monkeypatch.syspath_prepend(str(METER))
+    monkeypatch.setattr(sequence_slices, "causal", with_written_mask)
+    meter = importlib.import_module("meter").Meter(4)
+    run = StageExecutor.forward, StageExecutor.backward
+
+    def metered(method: Any) -> Any:
+        def of_stage(self: StageExecutor, *args: Any) -> Any:
+            meter.stage = self.program.stage
+            return method(self, *args)
+
+        return of_stage
+
+    monkeypatch.setattr(StageExecutor, "forward", metered(run[0]))
+    monkeypatch.setattr(StageExecutor, "backward", metered(run[1]))
+    ids = torch.randint(0, WORDS, (4, 256))
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    config = {**LLAMA, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+    peaks, expected = list[int](), list[int]()
+    for slices in (1, 8):
+        model = of_transformers("LlamaForCausalLM", "LlamaConfig", **config)
+        plan = planned(model, batch, slices, stages=4, microbatches=4)
+        engine = outsize.parallelize(model, (), batch, plan=plan)
+        engine.step(**batch, update=False)
+        meter.peaks, meter.live_bytes = [0] * 4, [0] * 4
+        with meter:
+            engine.step(**batch, update=False)
+        peaks.append(meter.peaks[0])
+        assert plan.expected is not None
+        expected.append(plan.expected.stages[0].activations_bytes)
+    assert peaks[1] < peaks[0] / 2
+    assert expected[1] < expected[0] / 2
+
+
+def with_written_mask(
+    function: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> Tensor:
+    rows, keys = query.shape[-2], key.shape[-2]
+    mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    return function(query, key, value, mask, scale=scale, enable_gqa=True)
 
 
 class Bidirectional(Own):

@@ -32,7 +32,7 @@ from outsize.ir.plan import Expected, Plan
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.schedule import CUSTOM_NAME, Action, Kind
 from outsize.planner.costs.roofline import NARROW, seconds
-from outsize.policies.activations import searched_for
+from outsize.policies.activations import Recompute, searched_for
 from outsize.policies.slices import SLICES
 from outsize.schedules.families import DEFAULT
 from outsize.schedules.planned import planned, written
@@ -212,8 +212,9 @@ def search_in_slices(
     return min(found, key=lambda plan: plan.expected.step_s if plan.expected else 0.0)
 
 
-def _policies(request: PlanRequest) -> tuple[str, ...]:
-    return tuple(searched_for(request.recompute))
+def _policies(request: PlanRequest) -> tuple[Recompute, ...]:
+    """Returns what is asked for, or else all that a search offers."""
+    return searched_for(None) if request.recompute is None else (request.recompute,)
 
 
 def _sliced(cut: Plan, request: PlanRequest) -> Plan:
