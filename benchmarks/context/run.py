@@ -2,6 +2,7 @@
 
 python benchmarks/context/run.py            two processes over gloo, as JSON
 python benchmarks/context/run.py --million  the plan of an 8B Llama, a million tokens, eight H100, as JSON
+python benchmarks/context/run.py --slices   the same as a pipeline of eight stages, in slices
 
 A two-layer Llama of 512 tokens trains over two ranks. Bytes are counted by the collectives (of whole tensors:
 each rank sends its half), seconds are those of a step on each rank. Then torch's experimental
@@ -19,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -105,7 +107,12 @@ def two_ranks() -> dict[str, Any]:
     }
 
 
-def million() -> dict[str, Any]:
+AXES: Final = ("--axes", "cp=8")
+# Other counts of slices fill the pipeline less, or do not fit.
+SLICES: Final = ("--axes", "pp", "--stages", "8", "--slices", "256", "--recompute", "full")
+
+
+def million(how: Sequence[str]) -> dict[str, Any]:
     """The plan of the million tokens: its step, memory and what it does for it."""
     options = [
         "--cluster",
@@ -114,10 +121,9 @@ def million() -> dict[str, Any]:
         "1",
         "--input",
         "1048576",
-        "--axes",
-        "cp=8",
         "--precision",
         "bf16",
+        *how,
     ]
     command = [str(Path(sys.executable).with_name("outsize")), "plan", MILLION, *options, "--json"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -127,12 +133,16 @@ def million() -> dict[str, Any]:
     kept = ("p50_bytes", "p95_bytes", "activations_bytes", "device_bytes")
     return {
         "step_s": expected["step_s"],
+        "bubble": expected["bubble"],
         "limited_by": expected["limited_by"],
         "pieces": {name: plan[name] for name in ("loss_pieces", "module_pieces")},
-        "memory": {name: expected["stages"][0][name] for name in kept},
+        "memory": {name: max(stage[name] for stage in expected["stages"]) for name in kept},
         "published": {"step_s": 380, "gigabytes": 56},
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(million() if "--million" in sys.argv else two_ranks(), indent=1))
+    pieces = ("--loss-pieces", "4", "--module-pieces", "4")
+    asked = {"--million": AXES, "--slices": (*SLICES, *pieces)}
+    of_million = next((how for flag, how in asked.items() if flag in sys.argv), None)
+    print(json.dumps(two_ranks() if of_million is None else million(of_million), indent=1))
