@@ -46,6 +46,15 @@ class Weighted(nn.Module):
         return self.beta * (y - target).square().mean()
 
 
+@final
+class Branched(nn.Sequential):
+    """A model that reads a number of the batch, so it runs by modules."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        return y if float(y.sum()) < 1e6 else -y
+
+
 def change_on_one_rank(engine: Engine, kind: str) -> None:
     """Two steps in which all ranks change a value alike, and one in which a rank alone does."""
     layers = list(engine.model.children())
@@ -93,6 +102,13 @@ if value:
     model, loss_fn = Shifted(*(Scaled(4, 4) for _ in range(8))), Weighted()
     how = {"stages": 1, "axes": {"dp_replicate": 2}} if value == "replica" else {"stages": ranks}
     how |= {"microbatches": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+if case.startswith("called"):
+    whole = Branched(*model) if case == "called-modules" else model
+    split = outsize.split(whole, (x,), stages=2)
+    own = x + int(rank)
+    with torch.set_grad_enabled(case != "called-evaluated"):
+        split(own)
+    raise SystemExit
 if case.endswith("gloo"):
     futex.AVAILABLE = False
 Path(f"called{rank}").touch()
@@ -113,3 +129,6 @@ if case in ("clipped", "rates"):
 if case == "batch":
     engine.step(x, target=x)
     engine.step(x + int(rank), target=x)
+if case == "evaluated":
+    engine.step(x, target=x)
+    engine.evaluate(x + int(rank), target=x)

@@ -42,6 +42,10 @@ CASES = {
         2,
         "the ranks of this run were given different batches in step 1; value 0: rank 0 has (8, 4) ",
     ),
+    **dict.fromkeys(
+        ("evaluated", "called", "called-evaluated", "called-modules"),
+        (2, "the ranks of this run were given different batches in step 0; value 0: rank 0 has "),
+    ),
     "closure": (
         2,
         "LBFGS takes each step from all weights together, by evaluating the batch several times; 2 ",
@@ -186,6 +190,7 @@ def launches() -> list[Any]:
     "outsize_run-mesh",
     "outsize_run-clipped",
     "outsize_run-batch",
+    "outsize_run-called-modules",
     "outsize_run-outsize",
     "outsize_run-plans",
     "outsize_run-loss",

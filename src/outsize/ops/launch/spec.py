@@ -191,11 +191,12 @@ def threads(nproc_per_node: int, cores: int) -> int:
 def worker_environment(
     nproc_per_node: int, base: Mapping[str, str], *, loopback: bool, cores: int
 ) -> dict[str, str]:
-    """Returns the workers' variables besides torchrun's; the user's settings of gloo, NCCL, OpenMP stay.
+    """Returns the workers' variables besides torchrun's; what the user has set stays.
 
-    A single process keeps torch's own choice of threads.
+    A single process keeps torch's own choice of threads. All ranks iterate over a set of texts in one order,
+    since Python's draw for it is left out: a loader may make its batches from one.
     """
-    variables: dict[str, str] = {}
+    variables = {"PYTHONHASHSEED": "0"}
     if nproc_per_node > 1:
         variables["OMP_NUM_THREADS"] = str(threads(nproc_per_node, cores))
     if loopback:

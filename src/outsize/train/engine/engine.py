@@ -115,7 +115,7 @@ class Engine:
         )
         if plan.form == "modules":
             self._executor: Executor = ByModules(run, crew, ownership)
-            self.calls = ByModuleCalls(run, ownership, self.by_modules)
+            self.calls = ByModuleCalls(run, ownership, self._split, self.by_modules)
         else:
             self._executor = pipelined = Pipelined(run, crew, ownership, recording)
             self.calls = ModelCalls(run, ownership, self._split, pipelined)
@@ -280,6 +280,7 @@ class Engine:
         # The caller's inference mode is left: a program that is recorded here must also run outside of it.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
             parts = self._split.of_call(args, kwargs, target)
+            self._split.compare_rarely("evaluation", parts)
             with self._sums():
                 result = self._executor.evaluate(parts, self.steps, gather=gather)
         self._update.equip()
@@ -296,6 +297,7 @@ class Engine:
         and generators stay unchanged; samples are drawn from rank 0's generator. Raises BadOption.
         """
         run = own_run(self.plan, self.crew, self._ownership, self._tensor, "generate")
+        self._split.compare_rarely("generation", [Batch(args, kwargs)])
         arguments = map_tensors(self.crew.here, (args, kwargs))
         with evaluating(self.model), borrowed_generators(), self.crew.moves.gathered_all():
             return generate(self.model, run, *arguments)

@@ -8,6 +8,7 @@ A batch that does not divide has microbatches that differ by one sample; a short
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -16,7 +17,7 @@ from outsize.train.batch.batch import Batch, as_target, microbatches_in
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.sampler import ReplicaBatches
 from outsize.train.context.run_context import RunContext
-from outsize.train.ranks.batch_check import insist_on_one_batch
+from outsize.train.ranks.batch_check import insist_on_one_batch, is_checked
 from outsize.train.ranks.divided_weights import DividedWeights
 
 
@@ -29,6 +30,7 @@ class MicrobatchSplit:
         rejects = rejection(run.model, run.options.loss_fn, home)
         rejects = rejects if tensor is None else tensor.whole()(rejects)
         self.dims = BatchDims(rejects, run.options.batch_dims)
+        self._compared = Counter[str]()
         self._counts: dict[int, int] = {}  # microbatches of this replica, by samples
 
     def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Batch]:
@@ -56,6 +58,13 @@ class MicrobatchSplit:
         if self._group is not None:
             replica = self._replicas.index if self._replicas.own_batches else 0
             insist_on_one_batch(self._group, parts, step, replica)
+
+    def compare_rarely(self, what: str, parts: Sequence[Batch]) -> None:
+        """Compares as `compare` does, in the first of such calls and then in ever rarer ones."""
+        number = self._compared[what]
+        self._compared[what] += 1
+        if is_checked(number):
+            self.compare(parts, number)
 
     def sampler(self, dataset: Any, *, shuffle: bool, seed: int, drop_last: bool) -> ReplicaBatches:
         """Returns what yields the indices of this rank's batches."""

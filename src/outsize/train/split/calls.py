@@ -33,7 +33,6 @@ from outsize.run.stage.rng import borrowed_generators
 from outsize.train.batch.batch import Batch
 from outsize.train.context.run_context import RunContext
 from outsize.train.crew.weight_ownership import Ownership
-from outsize.train.ranks.batch_check import is_checked
 from outsize.train.split.gradient_sums import PartSums, WholeSums
 from outsize.train.split.nodes import CallGradientSum, CallNodes, GradInputs, SharedInput, SummedWeights
 from outsize.train.split.opened_call import CallOutputs, OpenedCall
@@ -73,8 +72,10 @@ class BatchSplit(Protocol):
         """Returns the plan's microbatches, or so many."""
         ...
 
-    def compare(self, parts: Sequence[Batch], step: int) -> None:
-        """Raises WorldMismatch where ranks were given several batches."""
+    def compare_rarely(self, what: str, parts: Sequence[Batch]) -> None:
+        """Raises WorldMismatch where ranks were given several batches, in the first of such calls and then in
+        ever rarer ones.
+        """
         ...
 
 
@@ -100,13 +101,16 @@ class ByModuleCalls:
 
     is_last = True
 
-    def __init__(self, run: RunContext, ownership: Ownership, active: Active) -> None:
-        self._model, self._active = run.model, active
+    def __init__(
+        self, run: RunContext, ownership: Ownership, split: BatchSplit, active: Active
+    ) -> None:
+        self._model, self._split, self._active = run.model, split, active
         self.gradients = RankGradients(run, ownership)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Outputs = "all") -> Any:
         """Returns what the model returns. Raises BadOption, and whatever the model raises."""
         self.gradients.agree_on_trained()
+        self._split.compare_rarely(_kind_of_call(), [Batch(args, kwargs)])
         if torch.is_grad_enabled():
             self.gradients.mark()
             self.gradients.touch_stand_in()
@@ -195,6 +199,7 @@ class ModelCalls:
         self, batches: Sequence[Batch], microbatches: int | None, number: int, ranks: Outputs
     ) -> list[Any]:
         each = [self._split.of_batch(batch, microbatches) for batch in batches]
+        self._split.compare_rarely(_kind_of_call(), [part for parts in each for part in parts])
         outputs = self._executor.outputs([part for parts in each for part in parts], number)
         returned: list[Any] = []
         for own, parts in self._of_calls(outputs, each):
@@ -210,8 +215,7 @@ class ModelCalls:
         self.gradients.mark()
         each = [[part.mapped(_detached) for part in parts] for parts in given]
         every = [part for parts in each for part in parts]
-        if self._crew.mesh is not None and is_checked(number):
-            self._split.compare(every, number)
+        self._split.compare_rarely(_kind_of_call(), every)
         seat = next(n for n in count() if n not in self._seats)
         self._seats.add(seat)
         try:
@@ -278,6 +282,10 @@ class ModelCalls:
             return SharedInput.apply(groups, part) if is_wanted else part
 
         return batch.mapped(leaf)
+
+
+def _kind_of_call() -> str:
+    return "call" if torch.is_grad_enabled() else "call without gradients"
 
 
 def _inputs_with_gradient(part: Batch) -> GradInputs:

@@ -72,6 +72,11 @@ def test_threads_are_shared_out_unless_the_user_has_said() -> None:
     assert "OMP_NUM_THREADS" not in _environment(1)
 
 
+def test_sets_have_one_order_on_all_ranks_unless_the_user_has_said() -> None:
+    assert _environment(2)["PYTHONHASHSEED"] == "0"
+    assert "PYTHONHASHSEED" not in _environment(2, {"PYTHONHASHSEED": "random"})
+
+
 def test_nproc_values_of_torchrun() -> None:
     assert processes_for("3") == 3
     assert processes_for("cpu") >= 1
