@@ -141,7 +141,7 @@ $(PACKAGES)/installed: Makefile constraints.txt $(STAMP)
 	@echo "Installing into $(PACKAGES), once: a minute."
 	@rm -rf $(PACKAGES)
 	@$(BIN)/python $(INSTALL) -c constraints.txt --no-deps --target $(PACKAGES) torch_geometric tensordict pyvers orjson cloudpickle importlib_metadata zipp torchao bitsandbytes \
-	    optimum-quanto hqq termcolor trl sentence-transformers datasets dill multiprocess pandas pyarrow xxhash
+	    optimum-quanto hqq termcolor trl sentence-transformers setfit evaluate gliner datasets dill multiprocess pandas pyarrow xxhash
 	@touch $@
 
 .venv-llamafactory/installed: FRAMEWORK := llamafactory==0.9.5 bitsandbytes==0.50.2

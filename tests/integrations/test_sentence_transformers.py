@@ -11,6 +11,7 @@ import pytest
 import torch
 from forked import in_forks
 from patience import WHOLE_S, free_port
+from tiny_bert import bert_in, text
 from trainer_worker import transformers
 
 from outsize.integrations.trainers import split_trainers
@@ -18,41 +19,20 @@ from outsize.integrations.trainers import split_trainers
 st: Any = pytest.importorskip(
     "sentence_transformers", reason="sentence-transformers is not installed: make test-integrations"
 )
-WORDS = 60
 
 
 @pytest.fixture
 def bert(tmp_path: Path) -> str:
-    """The folder of a BERT of four layers with random weights and of its tokenizer."""
-    from tokenizers import Tokenizer, models
-    from tokenizers.pre_tokenizers import Whitespace
-
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
-        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    special = dict(enumerate(("<pad>", "</s>", "<unk>")))
-    words = Tokenizer(models.WordLevel({special.get(i, f"w{i}"): i for i in range(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    folder = str(tmp_path / "bert")
-    transformers.BertModel(config).save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=32
-    ).save_pretrained(folder)
-    return folder
-
-
-def text(length: int, draws: torch.Generator) -> str:
-    return " ".join(f"w{int(i)}" for i in torch.randint(3, WORDS, (length,), generator=draws))
+    return bert_in(tmp_path / "bert")
 
 
 def trained(bert: str, folder: Path, kind: str, batches: int = 1) -> list[dict[str, Any]]:
-    """What three updates and an evaluation log, without times."""
+    """What three updates and an evaluation log, without times, and behind them what the model says."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from pyarrow import Table
     from sentence_transformers.sentence_transformer import losses, modules
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 
     torch.manual_seed(0)
     draws = torch.Generator().manual_seed(0)
@@ -66,24 +46,28 @@ def trained(bert: str, folder: Path, kind: str, batches: int = 1) -> list[dict[s
     loss = {
         "pairs": lambda: losses.MultipleNegativesRankingLoss(model),
         "pairs in pieces": lambda: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4),
+        "pairs of all ranks": lambda: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True),
         "cosine": lambda: losses.CosineSimilarityLoss(model),
     }[kind]()
+    columns = ([row[name] for row in rows] for name in ("anchor", "positive"))
+    evaluator = EmbeddingSimilarityEvaluator(*columns, [i % 5 / 5 for i in range(24)], batch_size=8)
     arguments = st.SentenceTransformerTrainingArguments(
         str(folder), per_device_train_batch_size=8, gradient_accumulation_steps=batches, max_steps=3,
         logging_steps=1, learning_rate=1e-2, report_to="none", use_cpu=True, save_strategy="no",
         disable_tqdm=True,
     )  # fmt: skip
     trainer = st.SentenceTransformerTrainer(
-        model=model, args=arguments, train_dataset=data, eval_dataset=data, loss=loss
+        model=model, args=arguments, train_dataset=data, eval_dataset=data, loss=loss, evaluator=evaluator
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     trainer.evaluate()
     trainer.save_model(str(folder / "saved"))
     times = ("runtime", "per_second")
-    return [
+    logs = [
         {k: v for k, v in log.items() if not any(t in k for t in times)} for log in trainer.state.log_history
     ]
+    return [*logs, {"said": model.encode(["w7 w8 w9", "w11"]).tolist()}]
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -109,8 +93,8 @@ def test_a_split_encoder_has_the_digits_of_the_plain_one(
 
 
 @pytest.mark.dist
-@pytest.mark.sample("pairs in pieces")
-@pytest.mark.parametrize("kind", ["pairs", "pairs in pieces"])
+@pytest.mark.sample("pairs in pieces", "pairs of all ranks")
+@pytest.mark.parametrize("kind", ["pairs", "pairs in pieces", "pairs of all ranks"])
 def test_so_has_one_over_two_processes(kind: str, bert: str, tmp_path: Path) -> None:
     expected = trained(bert, tmp_path / "plain", kind)  # First: ranks are forks, which have its imports.
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

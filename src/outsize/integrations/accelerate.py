@@ -14,12 +14,16 @@ main process stays, and what it alone has decided reaches the others by Accelera
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from outsize.capture.fakes.fake_model import is_fake
@@ -45,6 +49,34 @@ def one_process_for_data(state: Any) -> int:
         _keep_broadcasts(SimpleNamespace(distributed_type=state.distributed_type, device=state.device))
     state.distributed_type, state.num_processes = accelerate.DistributedType.NO, 1
     return processes
+
+
+@contextmanager
+def told_of_one_process() -> Iterator[None]:
+    """Tells code that asks torch itself, and not Accelerate, of one process within the context, such as an
+    evaluator that shares its samples out among ranks, or a loss that gathers from them.
+
+    outsize and torch have the truth; a rank is what it was.
+    """
+    told = {"is_initialized": False, "get_world_size": 1}
+    really = {name: getattr(dist, name) for name in told}
+
+    def telling(name: str) -> Callable[..., Any]:
+        @functools.wraps(really[name])
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            asking: str = sys._getframe(1).f_globals.get("__name__", "")
+            is_told = not args and not kwargs and asking.partition(".")[0] not in ("outsize", "torch")
+            return told[name] if is_told else really[name](*args, **kwargs)
+
+        return tell
+
+    for name in told:
+        setattr(dist, name, telling(name))
+    try:
+        yield
+    finally:
+        for name, function in really.items():
+            setattr(dist, name, function)
 
 
 def _keep_broadcasts(state: object) -> None:

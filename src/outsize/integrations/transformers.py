@@ -44,7 +44,7 @@ from outsize.capture.models.imports import import_package
 from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.device.accelerators import device_type
 from outsize.errors import BadCheckpoint, BadOption, NotCapturable
-from outsize.integrations.accelerate import one_process_for_data
+from outsize.integrations.accelerate import one_process_for_data, told_of_one_process
 from outsize.integrations.model_calls import (
     AskedOfModel,
     CallArguments,
@@ -69,6 +69,7 @@ from outsize.integrations.trainer_parts.called_models import (
     stages_in,
 )
 from outsize.integrations.trainer_parts.observed import watched
+from outsize.integrations.trainer_parts.other_calls import meet_other_calls
 from outsize.integrations.trainer_parts.own_python import OwnPython
 from outsize.integrations.update import Lookahead
 from outsize.ir.plan import Plan
@@ -166,6 +167,7 @@ class Trainer(transformers.Trainer, ABC):
                     next_step="trainer.train(), and then trainer.engine",
                 )
             self._engine = self._parallelized()
+            meet_other_calls(self._engine, self._runs_models)
             self._split = SplitModel(self._engine, self._evaluated)
         return self._engine
 
@@ -365,7 +367,8 @@ class Trainer(transformers.Trainer, ABC):
         """Runs an evaluation or a prediction, whose next batches can be looked at."""
         before, self._coming = self._coming, Lookahead(dataloader)
         try:
-            return super().evaluation_loop(self._coming, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+            with told_of_one_process():
+                return super().evaluation_loop(self._coming, *args, **kwargs)  # pyright: ignore[reportArgumentType]
         finally:
             self._coming = before
             self._predicted.clear()
@@ -634,15 +637,22 @@ class Trainer(transformers.Trainer, ABC):
             if model is not self.model:
                 model.requires_grad_(False)
                 options = planned(options, self.engine.plan) if self.follows(model) else beside(options)
-                return called_engine(model, example, count, options)
+                made = called_engine(model, example, count, options)
+                meet_other_calls(made, self._runs_models)
+                return made
             if self._engine is None or self._engine.model is not model:
                 makes = self._parts or self._own_optimizer
                 self._engine = called_engine(model, example, count, {**options, "optimizer": makes})
+                meet_other_calls(self._engine, self._runs_models)
         if self._resumes is not None:
             self._attach()
             self._engine.state.resume(self._resumes)
             self._resumes = None
         return self._engine
+
+    def _runs_models(self) -> bool:
+        """Tells whether a step of the trainer's own Python runs, whose calls of models are met there."""
+        return self._own is not None and self._own.is_active
 
     def follows(self, model: nn.Module) -> bool:
         """Returns whether a model beside the trained one has its weights, by names and shapes: then pairs, of

@@ -22,6 +22,7 @@ from outsize.integrations.split_options import batches_of_replica, split_into
 from outsize.ir.plan import Plan
 from outsize.ops.training import parallelize
 from outsize.train.batch.batch import Batch
+from outsize.train.batch.samples import lists_in
 from outsize.train.engine.engine import Engine
 from outsize.train.split.calls import insist_on_calls, tell_of_modules
 
@@ -81,8 +82,10 @@ def called_engine(model: nn.Module, example: Batch, count: int, options: Mapping
     if not isinstance(own.get("plan"), Plan):
         own = split_into(own, batches_of_replica(own, count, example.size), samples)
         own["plan"] = replace(own["plan"], loop=True)
-    # Where others have other numbers of rows, as patches of images, `parallelize` finds the samples'.
+    # Where others have other numbers of rows, as patches of images, or a list has an item for each sample,
+    # `parallelize` finds the samples'.
     is_plain = all(tensor.shape[:1] in ((), (example.size,)) for tensor in example.tensors())
+    is_plain &= not any(len(part) == example.size for _, part in lists_in(example.tree()))
     whole = example.resized(samples) if is_plain else example
     engine = parallelize(model, whole.args, whole.kwargs, **own)
     insist_on_calls(engine.plan, engine.crew.local_replicas)

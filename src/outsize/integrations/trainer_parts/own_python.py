@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
+from outsize.integrations.accelerate import told_of_one_process
 from outsize.integrations.trainer_parts.deferred_loss import DeferredLoss, value_of
 from outsize.integrations.trainer_parts.turns import PythonStates, Turns
 from outsize.train.engine.engine import Engine
@@ -138,6 +139,11 @@ class OwnPython:
 
     # -- calls of the models -------------------------------------------------------------------------------
 
+    @property
+    def is_active(self) -> bool:
+        """Returns whether calls of the models run over the stages now."""
+        return bool(self._active)
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Lets code call the models over the stages of their plans."""
@@ -148,7 +154,8 @@ class OwnPython:
         self._base = self._states.take()
         self._route()
         try:
-            yield
+            with told_of_one_process():
+                yield
         finally:
             self._unroute()
             self._active = []

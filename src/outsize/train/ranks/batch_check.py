@@ -56,8 +56,8 @@ def _mismatch(step: int, one: tuple[int, list[str]], other: tuple[int, list[str]
     return WorldMismatch(
         f"the ranks of this run were given different batches in step {step}",
         numbers=numbers,
-        next_step="seed the data loader alike on every rank, and set PYTHONHASHSEED=0 where it goes through a "
-        "set of texts; or outsize.Ranks(own_batches=True) for a batch per replica",
+        next_step="seed the data loader alike on every rank, and set PYTHONHASHSEED=0 where it goes through "
+        "a set of texts; or outsize.Ranks(own_batches=True) for a batch per replica",
     )
 
 

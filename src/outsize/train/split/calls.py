@@ -101,9 +101,7 @@ class ByModuleCalls:
 
     is_last = True
 
-    def __init__(
-        self, run: RunContext, ownership: Ownership, split: BatchSplit, active: Active
-    ) -> None:
+    def __init__(self, run: RunContext, ownership: Ownership, split: BatchSplit, active: Active) -> None:
         self._model, self._split, self._active = run.model, split, active
         self.gradients = RankGradients(run, ownership)
 
@@ -116,6 +114,12 @@ class ByModuleCalls:
             self.gradients.touch_stand_in()
         with self._active():
             return self._model(*args, **kwargs)
+
+    def compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises WorldMismatch where ranks are about to call a module with other values than each other, in
+        the first of such calls and then in ever rarer ones. Every rank calls this.
+        """
+        self._split.compare_rarely("call by modules", [Batch(args, kwargs)])
 
     def together(self, calls: Sequence[Call], microbatches: int = 1) -> list[Any]:
         """Returns what the calls return, which run one after the other, each in one piece."""
@@ -171,6 +175,12 @@ class ModelCalls:
         Raises BadOption, and whatever the model raises.
         """
         return self._run([Batch(args, kwargs)], None, ranks)[0]
+
+    def compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises WorldMismatch where ranks are about to call a module with other values than each other, in
+        the first of such calls and then in ever rarer ones. Every rank calls this.
+        """
+        self._split.compare_rarely("call by modules", [Batch(args, kwargs)])
 
     def together(self, calls: Sequence[Call], microbatches: int = 1) -> list[Any]:
         """Returns what each of these calls returns, all of whose forwards are one pipeline, with so many

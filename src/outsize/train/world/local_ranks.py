@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import runpy
 import subprocess
 import sys
@@ -92,13 +93,18 @@ def run_in_forks(ranks: int, work: Callable[[], None], *, joins: bool = True) ->
     run; returns when all have ended.
 
     The first rank that fails ends the others. Its traceback goes to stderr, and RankFailed is raised; an
-    error of outsize is raised itself, also the watchdog's, which ends all ranks.
+    error of outsize is raised itself, also the watchdog's, which ends all ranks. Python's generator is in
+    each fork what it is here, where Python would seed it anew.
     """
-    context = multiprocessing.get_context("fork")
+    context, state = multiprocessing.get_context("fork"), random.getstate()
+
+    def run() -> None:
+        random.setstate(state)
+        work()
 
     def fork(folder: Path, rank: int) -> _RankProcess:
         place = ranks if joins else 0
-        process = context.Process(target=_run_in_thread, args=(folder, rank, place, work), daemon=True)
+        process = context.Process(target=_run_in_thread, args=(folder, rank, place, run), daemon=True)
         with warnings.catch_warnings():
             # Newer Pythons warn where the caller has threads; nothing of theirs is waited for here.
             warnings.simplefilter("ignore", DeprecationWarning)
