@@ -27,6 +27,7 @@ OUTSIZE: Final = str(Path(__file__).parents[2] / "src" / "outsize")
 ALLOWED: Final = {
     "train/check/check.py:_send": "a live model, where nothing can be forked: in a folder of mode 0700",
     "train/check/worker.py:_loaded": "reads that file; the folder belongs to the same user",
+    "integrations/transformers.py:evaluation_loop": "what a trainer broadcasts by itself, to its own ranks",
     "integrations/transformers.py:_save_rng_state": "a file of the Trainer, by the Trainer",
     "integrations/transformers.py:_load_optimizer_and_scheduler": "the same",
     "train/crew/pretrained.py:save_whole": "a file that the model's own class writes",
