@@ -87,8 +87,8 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     """
     model = in_plans_order(plan, graph, profile)
     if _is_in_slices(plan):
-        units, *of_slice = sliced.in_units(plan, *model)
-        return timeline(units, *of_slice, cluster)
+        units, slices, seconds = sliced.in_units(plan, *model)
+        return timeline(units, slices, seconds, cluster)
     if plan.host_stages:
         played, stage_of = host_computed.timeline(plan, *model, cluster), tuple(range(len(plan.stages)))
     elif plan.streams:

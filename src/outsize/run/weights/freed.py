@@ -39,7 +39,12 @@ def _readable() -> frozenset[Any]:
     names = [getattr(Tensor, name, None) for name in _PROPERTIES.split()]
     accessors = [getattr(p, kind, None) for p in names for kind in ("__get__", "__set__", "__delete__")]
     methods = [getattr(Tensor, name) for name in _METHODS.split()]
-    functions = [torch.is_complex, torch.is_floating_point, torch.numel]
+    functions = [
+        torch.is_complex,
+        torch.is_floating_point,
+        torch.numel,
+        torch._has_compatible_shallow_copy_type,
+    ]
     return frozenset((*filter(None, accessors), *methods, *functions))
 
 
@@ -50,6 +55,7 @@ _OF_THE_SHAPE: Final = frozenset((torch.empty_like, torch.zeros_like, torch.ones
 _COMPARISONS: Final = frozenset((Tensor.__eq__, Tensor.__ne__))
 # These give the same values under another tensor.
 _ALIASES: Final = frozenset((Tensor.detach, vars(torch._C.TensorBase)["data"].__get__))
+_STAYS: Final = (Tensor.to, vars(torch._C.TensorBase)["data"].__set__)
 
 
 _EVERY_RANK: Final = ContextVar("every rank", default=False)
@@ -96,6 +102,8 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             return _freed(func(*args, **kwargs), FreedBuffer, next(_freed_in(args)))
+    if func in _STAYS and _stays(func, args, kwargs):
+        return args[0] if func is Tensor.to else None
     loads = func is Tensor.copy_ and not isinstance(args[1], FreedWeight)
     makes = func in _OF_THE_SHAPE and kwargs.get("device") is not None
     asks_for_none = func in _COMPARISONS and args[1] is None  # `weight == None`, `None in [weight]`
@@ -104,6 +112,20 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     return _freed(result, FreedBuffer, args[0]) if func in _ALIASES else result
+
+
+def _stays(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tells whether a weight is to be as it is: moved to this rank's device, where it would be, or set to
+    itself; `model.to(device)` does both.
+    """
+    weight: Any = args[0]
+    if func is not Tensor.to:
+        return args[1] is weight
+    device, dtype, _, layout = torch._C._nn._parse_to(*args[1:], **kwargs)
+    is_home = device is None or (
+        device.type == weight._home.type and device.index in (None, weight._home.index)
+    )
+    return is_home and dtype in (None, weight.dtype) and layout is None
 
 
 def _copied(self: Any, memo: dict[int, Any]) -> Any:
