@@ -102,6 +102,9 @@ if value:
     model, loss_fn = Shifted(*(Scaled(4, 4) for _ in range(8))), Weighted()
     how = {"stages": 1, "axes": {"dp_replicate": 2}} if value == "replica" else {"stages": ranks}
     how |= {"microbatches": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+if case.endswith("gloo"):
+    futex.AVAILABLE = False
+Path(f"called{rank}").touch()
 if case.startswith("called"):
     whole = Branched(*model) if case == "called-modules" else model
     split = outsize.split(whole, (x,), stages=2)
@@ -109,9 +112,6 @@ if case.startswith("called"):
     with torch.set_grad_enabled(case != "called-evaluated"):
         split(own)
     raise SystemExit
-if case.endswith("gloo"):
-    futex.AVAILABLE = False
-Path(f"called{rank}").touch()
 engine = parallelize(model, (x,), loss_fn=loss_fn, target=x, **how)
 if value:
     engine.step(x, target=x)
