@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -101,6 +101,15 @@ def test_what_one_raises_ends_the_other(here_fails: bool) -> None:
     assert said == ["B0", "F0", "B ends", "F ends"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where a shell has started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_the_helper_has_the_turn_ends_both() -> None:
     """Ctrl-C reaches the thread that waits; the next pair has a new helper."""
     alternation, said = Alternation(), list[str]()
@@ -112,7 +121,6 @@ def test_an_interrupt_while_the_helper_has_the_turn_ends_both() -> None:
         said.append("never")
 
     def signal_here() -> None:
-
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
