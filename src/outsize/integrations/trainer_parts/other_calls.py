@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from outsize.train.engine.engine import Engine
@@ -43,6 +44,8 @@ def meet_other_calls(engine: Engine, is_busy: Callable[[], bool]) -> None:
 
 
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # It is a constant there, and the table is not looked at.
+        return _plain_call(module, *args, **kwargs)
     split = _SPLIT.get(module)
     if split is None or split.engine.crew.progress.doing or split.is_busy():
         return _plain_call(module, *args, **kwargs)
