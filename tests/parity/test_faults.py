@@ -89,7 +89,7 @@ def run_twice(stage: StageExecutor, *args: Any) -> Any:
     return forward(stage, *args)
 
 
-def backward_in_reverse(name: Any, stages: int, microbatches: int, ranks: int, _: Any = ()) -> Schedule:
+def backward_in_reverse(name: Any, stages: int, microbatches: int, ranks: int, *_: Any) -> Schedule:
     """Law 1 broken: GPipe with the backwards from the last microbatch to the first."""
     made = build(name, stages, microbatches, ranks)
     rows = []
