@@ -30,7 +30,7 @@ ALLOWED: Final = {
     "integrations/transformers.py:evaluation_loop": "what a trainer broadcasts by itself, to its own ranks",
     "integrations/transformers.py:_save_rng_state": "a file of the Trainer, by the Trainer",
     "integrations/transformers.py:_load_optimizer_and_scheduler": "the same",
-    "train/crew/pretrained.py:save_whole": "a file that the model's own class writes",
+    "gliner/model.py": "a file that a model's own class writes",
     "torch/utils/data": "a user's own worker processes send batches by pipes from this one",
     "torchdata/stateful_dataloader": "the same",
     "torch/_inductor": "compiled code, which torch.compile keeps in the user's own folder",
