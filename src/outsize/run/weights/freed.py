@@ -121,7 +121,8 @@ def _stays(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     weight: Any = args[0]
     if func is not Tensor.to:
         return args[1] is weight
-    device, dtype, _, layout = torch._C._nn._parse_to(*args[1:], **kwargs)
+    parse: Any = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
+    device, dtype, _, layout = parse(*args[1:], **kwargs)
     is_home = device is None or (
         device.type == weight._home.type and device.index in (None, weight._home.index)
     )
