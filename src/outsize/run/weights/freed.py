@@ -43,7 +43,7 @@ def _readable() -> frozenset[Any]:
         torch.is_complex,
         torch.is_floating_point,
         torch.numel,
-        torch._has_compatible_shallow_copy_type,
+        torch._has_compatible_shallow_copy_type,  # pyright: ignore[reportPrivateImportUsage]
     ]
     return frozenset((*filter(None, accessors), *methods, *functions))
 
