@@ -156,7 +156,9 @@ def write(axis: str, model: str, rows: list[dict[str, Any]]) -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load": round(os.getloadavg()[1], 1),
     }
-    (RESULTS / f"{axis}-{model}.json").write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    (RESULTS / f"{axis}-{model}.json".replace(" ", "-")).write_text(
+        json.dumps(head | {"rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":
