@@ -44,7 +44,7 @@ class AbandonedError(BaseException):
 
 @final
 class _Alternating:
-    """What both threads know. A gate is closed for the thread that does not have the turn."""
+    """Holds what both threads know. A gate is closed for the thread that does not have the turn."""
 
     def __init__(self) -> None:
         self.gates = (Lock(), Lock())

@@ -20,7 +20,7 @@ from typing import Final, final
 @final
 @dataclass(frozen=True, kw_only=True)
 class SequenceSlices:
-    """What the package says of slices of sequences, and what a user types for them.
+    """Holds the words of slices of sequences for people, and what a user types for them.
 
     name     the field of a plan and of a request
     title    what a sentence calls the mechanism

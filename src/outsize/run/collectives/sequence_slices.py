@@ -39,7 +39,7 @@ _WIDER: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 @final
 @dataclass(eq=False)
 class KeptOfMicrobatch:
-    """What the slices of one microbatch have left in a stage, by the call that reads it."""
+    """Holds what the slices of one microbatch have left in a stage, by the call that reads it."""
 
     rows: dict[Site, Tensor] = field(default_factory=dict[Site, Tensor])
     gradients: dict[Site, Tensor] = field(default_factory=dict[Site, Tensor])
@@ -49,7 +49,7 @@ class KeptOfMicrobatch:
 
 @final
 class KeptRows:
-    """What a stage keeps of its microbatches in flight; `now` is that of the microbatch that it computes."""
+    """Holds what a stage keeps of its microbatches in flight; `now` is that of the one that it computes."""
 
     def __init__(self) -> None:
         self._kept: dict[int, KeptOfMicrobatch] = {}
@@ -77,7 +77,7 @@ class KeptRows:
 
 @final
 class SequenceKeeper:
-    """What the slices of one program share: for each of its stages, the rows that it keeps."""
+    """Holds what the slices of one program share: for each of its stages, the rows that it keeps."""
 
     def __init__(self, slices: int) -> None:
         self.slices = slices
