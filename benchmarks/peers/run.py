@@ -107,9 +107,9 @@ def line_of(found: dict[str, Any]) -> str:
     ratio, before = found["ratio"], found.get("before_ratio")
     spread = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
     old = "" if before is None else f"{before['median']:.2f}"
-    point, bound = f"{found['point']:.0f} microbatches", ""
-    if "share" in found:
-        point, bound = f"{100 * found['share']:.0f} %", f"{found['bound_s'] / found['peer_s']:.2f}"
+    is_share = found["point"] < 1
+    point = f"{100 * found['share']:.0f} %" if is_share else f"{found['point']:.0f} microbatches"
+    bound = f"{found['bound_s'] / found['peer_s']:.2f}" if "bound_s" in found else ""
     cells = [found["axis"], found["model"], str(found["samples"]), point]
     return f"| {' | '.join([*cells, old, spread, bound])} |"
 

@@ -118,7 +118,26 @@ def pipelines(case: Case, batch: dict[str, Tensor], count: int, rank: int) -> di
         steps[schedule.__name__] = pipelined(
             schedule(stage, count, loss_fn=next_token_loss), half, batch, rank
         )
-    return steps
+    return steps | {"computing": stage_alone(LlamaHalf(made(case), first=rank == 0), batch, count, rank)}
+
+
+def stage_alone(half: LlamaHalf, batch: dict[str, Tensor], count: int, rank: int) -> Step:
+    """One half of the layers over all microbatches, without messages and so without a bubble."""
+    optimizer = adamw(half.parameters())
+    tokens, labels = batch["input_ids"].chunk(count), batch["labels"].chunk(count)
+    hidden = torch.randn(*tokens[0].shape, half.layers[0].hidden_size)
+
+    def step() -> None:
+        for microbatch in range(count):
+            if rank == 0:
+                half(tokens[microbatch]).backward(hidden)
+            else:
+                values = half(hidden.clone().requires_grad_())
+                (next_token_loss(values, labels[microbatch]) / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def pipelined(schedule: Any, half: nn.Module, batch: dict[str, Tensor], rank: int) -> Step:
