@@ -127,9 +127,10 @@ class GradientSum:
         if learning:
             arrival_counts[id(parameter)] = arrival_counts.get(id(parameter), 0) + 1
             return
-        bucket.arrived.add(id(parameter))
+        if arrival_counts.get(id(parameter)) == 1:
+            bucket.fill(parameter)
         queue = self._queues[stage]
-        while self._left[-1:] == [stage] and queue and queue[0].complete(arrival_counts):
+        while self._left[-1:] == [stage] and queue and queue[0].complete():
             self._send(queue.pop(0))
 
     def _buckets(self, stage: int) -> list[_Bucket | _Sparse]:
@@ -210,31 +211,58 @@ class _Bucket:
     """The gradients of one dtype on one device in a row, then a 1 for each that exists."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: RankGroup) -> None:
-        self.parameters, self.arrived, self._group = parameters, set[int](), group
+        self.parameters, self._group = parameters, group
         self._ranks = RankCollectives.of(group.device)
+        self._flat: Tensor | None = None
+        self._places: dict[int, Tensor] = {}  # By parameter whose gradient has not come.
         self._sum: SummedTerms | None = None
         self._is_whole = True
 
-    def complete(self, arrival_counts: Mapping[int, int]) -> bool:
-        """Tells whether all gradients have arrived that will."""
-        all_arrived = len(self.arrived) == len(self.parameters)
-        return all_arrived and all(arrival_counts.get(id(parameter)) == 1 for parameter in self.parameters)
+    def complete(self) -> bool:
+        """Tells whether all gradients have arrived."""
+        return self._flat is not None and not self._places
+
+    def fill(self, parameter: Tensor) -> None:
+        """Moves a whole gradient that has arrived into the bucket; `.grad` is None until the sum is there.
+
+        So it is read while it is in the cache, and its memory serves the next gradient of the backward.
+        """
+        self._opened()
+        self._move(parameter, self._places.pop(id(parameter)))
+
+    def _opened(self) -> Tensor:
+        """Returns the bucket's memory."""
+        if self._flat is None:
+            first, sizes = self.parameters[0], [p.numel() for p in self.parameters]
+            self._flat = self._ranks.buffer(sum(sizes) + len(sizes), first.dtype, first.device)
+            *places, there = self._flat.split([*sizes, len(sizes)])
+            there.fill_(1)
+            self._places = dict(zip(map(id, self.parameters), places, strict=True))
+        return self._flat
+
+    def _move(self, parameter: Tensor, place: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None
+        place.view(parameter.shape).copy_(grad if grad.layout is torch.strided else grad.to_dense())
 
     def send(self) -> None:
-        """Begins the all-reduce."""
-        first = self.parameters[0]
-        sizes = [p.numel() for p in self.parameters]
-        flat = self._ranks.buffer(sum(sizes) + len(sizes), first.dtype, first.device)
-        *places, there = flat.split([*sizes, len(sizes)])
-        there.copy_(torch.tensor([parameter.grad is not None for parameter in self.parameters]))
-        for place, parameter in zip(places, self.parameters, strict=True):
+        """Begins the all-reduce, with what has not been filled in yet."""
+        flat = self._opened()
+        there = flat[-len(self.parameters) :]
+        lacks = []
+        for at, parameter in enumerate(self.parameters):
+            place = self._places.pop(id(parameter), None)
+            if place is None:
+                continue
             if parameter.grad is None:
                 place.zero_()
+                lacks.append(at)
             else:
-                grad = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
-                place.view(parameter.shape).copy_(grad)
-        self._is_whole = all(parameter.grad is not None for parameter in self.parameters)
-        self._sum = self._ranks.begin_sum(flat)
+                self._move(parameter, place)
+        self._is_whole = not lacks
+        if lacks:
+            there[lacks] = 0
+        self._sum, self._flat = self._ranks.begin_sum(flat), None
 
     def received(self) -> list[Tensor]:
         """Waits; returns whether each gradient exists on any replica, unless all exist on this one."""
@@ -249,8 +277,7 @@ class _Bucket:
         places = [term.split(sizes) for term in self._sum.terms()]
         for parameter, *terms in zip(self.parameters, *places, strict=False):
             if self._is_whole or next(has_gradient):
-                if parameter.grad is None or parameter.grad.layout is not torch.strided:
-                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter)
                 _add_up([term.view(parameter.shape) for term in terms], parameter.grad)
         self._sum.close()
         self._sum = None
@@ -262,10 +289,10 @@ class _Sparse:
 
     def __init__(self, parameter: nn.Parameter, group: RankGroup) -> None:
         self._parameter, self._group = parameter, group
-        self.parameters, self.arrived = (), set[int]()
+        self.parameters = ()
         self._parts: list[Tensor] = []
 
-    def complete(self, arrival_counts: Mapping[int, int]) -> bool:
+    def complete(self) -> bool:
         """Returns False: sparse gradients are sent at the end."""
         return False
 
