@@ -48,7 +48,7 @@ from outsize.run.device_graphs.static_values import (
     is_plain,
     layout_of,
 )
-from outsize.run.stage.base import Gradients, Result, RunnableStage
+from outsize.run.stage.base import Gradients, Result, StageAround
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import MicrobatchSeed, Seed
 from outsize.run.stage.stage import BackwardEnds, StageExecutor
@@ -194,12 +194,12 @@ class _Flight:
 
 
 @final
-class GraphedStage(RunnableStage):
+class GraphedStage(StageAround[StageExecutor]):
     """Runs one StageProgram by graphs of its device, where they can be recorded."""
 
     def __init__(self, stage: StageExecutor, device: torch.device, graphs: DeviceGraphs) -> None:
         """Records what `stage` does on `device`."""
-        self._stage, self.program = stage, stage.program
+        super().__init__(stage)
         self._graphs, self._recorder = graphs, graphs.recorder(device)
         self._attributes = _attributes(self.program)
         self._instructions = sorted({i.origin for i in self.program.spec.instructions if i.random})
@@ -266,15 +266,6 @@ class GraphedStage(RunnableStage):
         if microbatch in self._flying:
             return self.backward(microbatch, weight, gradients)
         return self._stage.backward_input(microbatch, weight, gradients)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self._stage.backward_weight(microbatch)
-
-    def tied_parameter(self, key: int) -> Tensor:
-        return self._stage.tied_parameter(key)
-
-    def forget_casts(self) -> None:
-        self._stage.forget_casts()
 
     def forget(self) -> None:
         self._stage.forget()

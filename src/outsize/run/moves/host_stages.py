@@ -32,7 +32,7 @@ from outsize.device.accelerators import CPU, is_accelerator
 from outsize.device.streams import TorchStreams
 from outsize.errors import UnsupportedPlan
 from outsize.run.moves.base import Moves, PassedValues, ValueKey
-from outsize.run.stage.base import Gradients, Result, RunnableStage
+from outsize.run.stage.base import Gradients, Result, RunnableStage, StageAround
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.rng import Seed
 from outsize.run.stage.stage import identity
@@ -143,14 +143,8 @@ def _sent(link: DeviceLink, tensor: Tensor | None) -> Tensor | None:
 
 
 @final
-class HostStage(RunnableStage):
+class HostStage(StageAround[RunnableStage]):
     """Runs a stage on the host: brings what comes from elsewhere there."""
-
-    def __init__(self, stage: RunnableStage) -> None:
-        self._stage, self.program, self.outer = stage, stage.program, stage.outer
-
-    def begin(self, grad_scale: Tensor | None = None) -> None:
-        self._stage.begin(grad_scale)
 
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], received: Sequence[Tensor], seed: Seed
@@ -165,18 +159,6 @@ class HostStage(RunnableStage):
 
     def backward_input(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
         return self._stage.backward_input(microbatch, weight, _on_host(gradients))
-
-    def backward_weight(self, microbatch: int) -> None:
-        self._stage.backward_weight(microbatch)
-
-    def tied_parameter(self, key: int) -> Tensor:
-        return self._stage.tied_parameter(key)
-
-    def forget_casts(self) -> None:
-        self._stage.forget_casts()
-
-    def forget(self) -> None:
-        self._stage.forget()
 
 
 def _on_host(gradients: Gradients) -> Gradients:

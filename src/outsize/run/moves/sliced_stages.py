@@ -19,21 +19,18 @@ import torch
 from torch import Tensor
 
 from outsize.run.collectives.sequence_slices import SequenceSlice
-from outsize.run.stage.base import Gradients, Result, RunnableStage
+from outsize.run.stage.base import Gradients, Result, RunnableStage, StageAround
 from outsize.run.stage.rng import Seed
 
 
 @final
-class SlicedStage(RunnableStage):
+class SlicedStage(StageAround[RunnableStage]):
     """Runs a stage of one slice, with the weights of a model; its microbatches are slices."""
 
     def __init__(self, stage: RunnableStage, of: SequenceSlice, model: object) -> None:
-        self._stage, self.program, self.outer = stage, stage.program, stage.outer
+        super().__init__(stage)
         self._keeper, self._number = of.keeper, of.number
         self._kept = of.keeper.of(stage.program.stage, model)
-
-    def begin(self, grad_scale: Tensor | None = None) -> None:
-        self._stage.begin(grad_scale)
 
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], received: Sequence[Tensor], seed: Seed
@@ -58,12 +55,6 @@ class SlicedStage(RunnableStage):
     def backward_weight(self, microbatch: int) -> None:
         self._enter(microbatch)
         self._stage.backward_weight(microbatch)
-
-    def tied_parameter(self, key: int) -> Tensor:
-        return self._stage.tied_parameter(key)
-
-    def forget_casts(self) -> None:
-        self._stage.forget_casts()
 
     def forget(self) -> None:
         self._kept.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from torch import Tensor
 
@@ -74,3 +74,39 @@ class RunnableStage(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Drops what an unfinished step left."""
+
+
+_Inner = TypeVar("_Inner", bound=RunnableStage)
+
+
+class StageAround(RunnableStage, Generic[_Inner]):
+    """Runs another stage as it is; subclasses add to some of its calls."""
+
+    def __init__(self, stage: _Inner) -> None:
+        self._stage, self.program, self.outer = stage, stage.program, stage.outer
+
+    def begin(self, grad_scale: Tensor | None = None) -> None:
+        self._stage.begin(grad_scale)
+
+    def forward(
+        self, microbatch: int, inputs: Sequence[Tensor], received: Sequence[Tensor], seed: Seed
+    ) -> Result:
+        return self._stage.forward(microbatch, inputs, received, seed)
+
+    def backward(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+        return self._stage.backward(microbatch, weight, gradients)
+
+    def backward_input(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+        return self._stage.backward_input(microbatch, weight, gradients)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._stage.backward_weight(microbatch)
+
+    def tied_parameter(self, key: int) -> Tensor:
+        return self._stage.tied_parameter(key)
+
+    def forget_casts(self) -> None:
+        self._stage.forget_casts()
+
+    def forget(self) -> None:
+        self._stage.forget()
