@@ -34,6 +34,7 @@ from outsize.cli.verbs.explain_plan import explain_plan
 from outsize.cli.verbs.fit import fit
 from outsize.cli.verbs.measure import measure
 from outsize.cli.verbs.plan import plan
+from outsize.cli.verbs.rehearse import rehearse
 from outsize.cli.verbs.run import RunCommand
 from outsize.cli.verbs.run import run as run_verb
 from outsize.cli.verbs.trace import trace
@@ -89,6 +90,7 @@ _VERBS: Final = (
     _Verb(measure, _DECIDE, "Time MODEL's units on this machine, for its plan"),
     _Verb(run_verb, _RUN, "Run a script over processes, or train MODEL some steps"),
     _Verb(check, _RUN, "Train MODEL split and plain; compare all numbers' bits"),
+    _Verb(rehearse, _RUN, "Run a plan for many devices here, with a small model"),
     _Verb(tune, _RUN, "Find the fastest split of MODEL here by real steps"),
     _Verb(trace, _RUN, "Trace a step, predicted and measured, for Perfetto"),
     _Verb(emit, _RUN, "Write a job file for Slurm, Kubernetes, Ray, ..."),

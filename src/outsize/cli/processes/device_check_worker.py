@@ -7,13 +7,12 @@ doctor <-- FOLDER/outcome.json                                                  
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import final
 
 from outsize.cli.processes.job import JobFolder
+from outsize.cli.processes.limited import end_with_caller
 from outsize.ir.base import Record
 
 
@@ -40,7 +39,7 @@ def main(folder: JobFolder) -> int:
     """Runs the check, or starts its ranks; returns the exit code."""
     job = CheckJob.model_validate_json(folder.job.read_text(encoding="utf-8"))
     if job.is_launcher or job.processes == 1:
-        threading.Thread(target=_die_with_doctor, daemon=True).start()
+        end_with_caller()
     if job.is_launcher:
         from outsize.cli.processes.launch import LaunchPlace
 
@@ -49,15 +48,6 @@ def main(folder: JobFolder) -> int:
         return LaunchPlace().launch(argv, job.processes, module=True, shown_as=job.check)
     _run(job, folder)
     return 0
-
-
-def _die_with_doctor() -> None:
-    """Waits until nobody holds the other end of this process's input, and ends its process group.
-
-    Ranks of a joint check end with their launcher, which is this process.
-    """
-    os.read(0, 1)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _run(job: CheckJob, folder: JobFolder) -> None:

@@ -6,16 +6,13 @@ has its last lines.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from outsize.cli.processes.device_check_worker import CheckJob, CheckOutcome
 from outsize.cli.processes.job import JobFolder
+from outsize.cli.processes.limited import run_limited
 from outsize.ir.answers.device_report import CheckResult
 
 if TYPE_CHECKING:
@@ -61,32 +58,8 @@ def _judged(finding: CheckOutcome) -> dict[str, object]:
 
 def _ended(folder: JobFolder, limit_s: float) -> str | None:
     """Runs the worker to its end or to the limit; returns what went wrong, None where nothing did."""
-    command = [sys.executable, "-m", "outsize.cli.processes.device_check_worker", str(folder.path)]
-    with (folder.path / "output").open("w+", encoding="utf-8", errors="replace") as output:
-        # The check ends where nobody holds the other end of its input: also when doctor itself is killed.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _kill_group(process)
-        output.seek(0)
-        said = output.read().strip()[-_LAST_CHARACTERS:]
+    code, output = run_limited("device_check_worker", folder, limit_s)
+    said = output[-_LAST_CHARACTERS:]
     if code is None:
         return f"not over after {limit_s:.0f} s" + (f": {said}" if said else "")
     return f"exit code {code}: {said}" if code or not folder.outcome.exists() else None
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends the check's process and all that it has started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()

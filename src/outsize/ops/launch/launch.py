@@ -374,6 +374,9 @@ def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Callable[[En
             _say(f"outsize: the run is saved, and goes on with {many} here")
             return
         codes.append(_report(spec, ended.failure, ended.world_size))
+        if spec.failures is not None:
+            with spec.failures.open("a", encoding="utf-8") as failures:
+                failures.write(f"{ended.failure.to_json()}\n")
         if ended.restarts_left:
             fewer = ended.processes < spec.nproc_per_node
             size = f", {ended.processes} of {spec.processes} here" if fewer else ""

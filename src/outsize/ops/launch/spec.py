@@ -33,13 +33,14 @@ class LaunchSpec:
     typed, where argv is something else (a MODEL, which our own worker module builds). `grace_s` is how long
     processes may take to end after a failure or a signal, in seconds, before they are killed; torchrun's
     --shutdown-timeout overrides it. `watch` are the watchdog's options; None: the environment's. Of
-    `nproc_per_node` processes those that are killed are not replaced while `least_nproc` stay; None: all are.
-    `on_oom` is passed to `parallelize`. `peer_copies` is how often the run copies itself into memory, as
-    checkpoint/interval.py reads it. `secret_file` has the secret of the machines (run_secret.py), else the
-    environment has it. `publishes` makes it seen by `outsize top`. `memory_share` is how much of
-    each device's memory the run may have; None: all. `ranks_per_device` of its processes compute on each
-    device, and divide that share. `beside` is what goes on in the launcher as long as the
-    run does, given the folder in which it is published. Raises BadOption (E106).
+    `nproc_per_node` processes those that are killed are not replaced while `least_nproc` stay; None: all
+    are. `on_oom` is passed to `parallelize`. `peer_copies` is how often the run copies itself into memory,
+    as checkpoint/interval.py reads it. `secret_file` has the secret of the machines (run_secret.py), else
+    the environment has it. `publishes` makes it seen by `outsize top`. `memory_share` is how much of each
+    device's memory the run may have; None: all. `ranks_per_device` of its processes compute on each device,
+    and divide that share. `beside` is what goes on in the launcher as long as the run does, given the
+    folder in which it is published. `failures` is a file that gets a line for each attempt that failed:
+    how, as train/world/failure.py has it. Raises BadOption (E106).
     """
 
     argv: tuple[str, ...]
@@ -57,6 +58,7 @@ class LaunchSpec:
     memory_share: float | None = None
     ranks_per_device: int = 1
     beside: Callable[[RunFolder | None], AbstractContextManager[None]] = lambda _: nullcontext()
+    failures: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""

@@ -18,7 +18,7 @@ the RunContext (train/context/run_context.py), which was there before all of the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -90,6 +90,14 @@ class Crew(ABC):
         self._built = LruCache[_Combination, list[Interpreter]](_BUILT)
         self._schedules = LruCache[Any, Schedule](_SCHEDULES)
         self._executors: dict[_StageKey, RunnableStage] = {}
+        self._between: Callable[[int, Transport], Transport] = lambda _, transport: transport
+
+    def send_through(self, between: Callable[[int, Transport], Transport]) -> None:
+        """Lets what `between(rank, transport)` returns carry the messages of steps from now on, for a
+        rehearsal that looks at each message; `rank` is one of the pipeline.
+        """
+        self._between = between
+        self._built.drop(lambda key: True)
 
     @property
     def moves(self) -> Moves:
@@ -158,7 +166,8 @@ class Crew(ABC):
             )
             rank_transports = transports.items()
             return [
-                Interpreter(r, schedule, programs, t, self._clock(r, replica)) for r, t in rank_transports
+                Interpreter(r, schedule, programs, self._between(r, t), self._clock(r, replica))
+                for r, t in rank_transports
             ]
 
         numbers = tuple(variant.number for variant in variants)

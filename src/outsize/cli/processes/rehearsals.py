@@ -1,0 +1,185 @@
+"""Rehearses a plan for many devices with a small model on this machine (`outsize rehearse`).
+
+plan, MODEL  --record on meta-->  axes in small worlds, a small model  --each world in processes of its own-->
+first / later / again of each rank  --judge-->  Rehearsal
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import torch
+
+from outsize.axes.registry import AXES
+from outsize.cli.model_input import batch_size
+from outsize.cli.processes.job import JobFolder
+from outsize.cli.processes.limited import run_limited
+from outsize.cli.processes.rehearsal_worker import RehearsalJob
+from outsize.errors import BadOption
+from outsize.ir.answers.rehearsal import Rehearsal, RehearsedWorld
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Axes, Plan
+from outsize.ops.rehearsal.judge import Judge, RankFiles
+from outsize.ops.rehearsal.small_model import ModelShrinker, Shrunken, SmallModel
+from outsize.ops.rehearsal.small_plan import SmallLayout, kinds_of, small_layout, small_plan, walk
+from outsize.ops.rehearsal.worlds import pairs_met, small_worlds
+from outsize.policies.precisions import FP32
+from outsize.schedules.planned import planned
+from outsize.train.world.world import visible_accelerators
+
+LIMIT_S: Final = 300.0
+HANG_S: Final = 20.0
+
+
+@final
+@dataclass(frozen=True)
+class RehearsedModel:
+    """What is rehearsed: MODEL with its example, the plan, and how."""
+
+    model: str
+    input: str | None
+    batch: int | None
+    plan: Plan
+    most_ranks: int
+    seed: int = 0
+    hang_s: float = HANG_S
+    limit_s: float = LIMIT_S
+
+    def rehearsed(self, tell: Callable[[str], None]) -> Rehearsal:
+        """Runs all worlds, up to the first that does not hold, and returns what they have shown. Raises
+        BadOption, ModelMismatch, and what building the model raises.
+        """
+        start = time.perf_counter()
+        plan = self.plan
+        _insist_on_ranks(plan, self.most_ranks)
+        tell(f"recording {self.model}")
+        large = SmallModel(self.model, self.input, self.seed)
+        built = large.made(batch_size(self.batch, plan), meta=True, as_it_is=True)
+        case = built.case.in_pieces(plan.loss_pieces, plan.module_pieces)
+        captured = case.captured(plan.microbatch_size)
+        graph = captured.graph
+        plan.owners(graph)  # a plan of another model, or with other units, must not pass
+        actions, messages = walk(plan, captured, case.whole) if plan.form == "tape" else (0, 0)
+        axes = small_worlds(plan.axes, self.most_ranks, keeps_stages=bool(plan.actions))
+        layouts = [small_layout(plan, each) for each in axes]
+        with JobFolder.temporary() as folder:
+            stages = max(layout.stages for layout in layouts)
+            shrinker = ModelShrinker(plan, axes, graph, stages, folder.path, tell)
+            shrunken = shrinker.shrunken(large, built.model)
+            worlds = list[RehearsedWorld]()
+            for number, layout in enumerate(layouts, 1):
+                tell(f"world {number} of {len(layouts)}: {_axes_text(layout.axes)}")
+                worlds.append(self._world(layout, shrunken, graph))
+                if not worlds[-1].holds:
+                    break
+        met, apart = pairs_met(plan.axes, [world.axes for world in worlds if world.holds])
+        return Rehearsal(
+            model=plan.model,
+            axes=plan.axes,
+            schedule=plan.schedule,
+            stages=len(plan.stages),
+            microbatches=plan.microbatches,
+            actions=actions,
+            messages=messages,
+            parameters=built.parameters,
+            small_parameters=shrunken.parameters,
+            changes=shrunken.changes,
+            dropped=len(shrunken.small.dropped),
+            kinds=len(kinds_of(graph)),
+            missing_kinds=shrunken.missing,
+            worlds=tuple(worlds),
+            met=tuple((a, b) for a, b in met),
+            apart=tuple((a, b) for a, b in apart),
+            unlike=tuple(_unlike(plan)),
+            device=_device_type(),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _world(self, layout: SmallLayout, shrunken: Shrunken, graph: ModelGraph) -> RehearsedWorld:
+        start, threads = time.perf_counter(), torch.get_num_threads()
+        torch.set_num_threads(1)  # as in the ranks: some kernels add up in as many parts as there are threads
+        try:
+            world = self._run(layout, shrunken, graph)
+        finally:
+            torch.set_num_threads(threads)
+        return world.model_copy(update={"seconds": time.perf_counter() - start})
+
+    def _run(self, layout: SmallLayout, shrunken: Shrunken, graph: ModelGraph) -> RehearsedWorld:
+        small = shrunken.small
+        built = small.made(layout.batch_size)
+        case = built.case
+        captured = case.captured(layout.samples)
+        pieces = case.in_pieces(self.plan.loss_pieces, self.plan.module_pieces)
+        plan = small_plan(self.plan, graph, pieces.captured(layout.samples).graph, layout, _device_type())
+        ranks = plan.axes.world_size
+        rows = planned(
+            plan.schedule, layout.stages, plan.microbatches, plan.axes.pp, plan.actions, plan.slices
+        )
+        job = RehearsalJob(
+            plan=plan,
+            spec=small.spec,
+            input=small.input,
+            seed=small.seed,
+            dropped=small.dropped,
+            killed=ranks // 2,
+            hang_s=self.hang_s,
+            per_device=_ranks_per_device(ranks),
+            is_launcher=True,
+        )
+        with JobFolder.temporary() as folder:
+            folder.job.write_text(job.to_json(), encoding="utf-8")
+            code, said = run_limited("rehearsal_worker", folder, self.limit_s)
+            judge = Judge(
+                plan=plan,
+                built=built,
+                captured=captured,
+                files=RankFiles(Path(folder.path)),
+                seed=small.seed,
+                killed=job.killed,
+                said=said if code is not None else None,
+            )
+            return judge.judged(sum(map(len, rows.actions)))
+
+
+def _insist_on_ranks(plan: Plan, most: int) -> None:
+    """Raises BadOption for a plan of one device, and for one whose rows name more ranks than there may be."""
+    if plan.axes.world_size == 1:
+        raise BadOption(
+            "the plan is for one device, where no message is sent",
+            numbers=f"cluster {plan.cluster}",
+            next_step="outsize check MODEL --plan FILE",
+        )
+    if plan.actions and plan.axes.pp > most:
+        raise BadOption(
+            "the plan's rows name the ranks of its pipeline, so it cannot be shorter",
+            numbers=f"{plan.axes.pp} ranks of a pipeline, at most {most} ranks here",
+            next_step="outsize plan MODEL --schedule 1f1b --out FILE",
+        )
+
+
+def _unlike(plan: Plan) -> Iterator[str]:
+    """Yields what ranks do here in another way than the plan says, but for sizes."""
+    if plan.precision != FP32.name:
+        yield f"precision {plan.precision}: computed in {FP32.name}"
+    if plan.kernels != "eager":
+        yield f"kernels {plan.kernels}: computed eagerly"
+    if plan.optimizer != "adamw":
+        yield f"optimizer {plan.optimizer}: adamw"
+
+
+def _axes_text(axes: Axes) -> str:
+    return " x ".join(f"{axis.name} {axes.of(axis)}" for axis in AXES if axes.of(axis) > 1)
+
+
+def _device_type() -> str:
+    kind, count = visible_accelerators()
+    return kind if count else "cpu"
+
+
+def _ranks_per_device(ranks: int) -> int:
+    _, count = visible_accelerators()
+    return -(-ranks // count) if count else 1
