@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.cli.processes.rehearsals import RehearsedModel
-from outsize.ir.answers.rehearsal import Rehearsal
+from outsize.ir.answers.runs.rehearsal import Rehearsal
 from outsize.ir.plan import Axes, Plan
 from outsize.ops.rehearsal.small_model import SmallModel
 from outsize.run.stage.stage import StageExecutor as Stage

@@ -20,7 +20,7 @@ from outsize.cli.processes.job import JobFolder
 from outsize.cli.processes.limited import run_limited
 from outsize.cli.processes.rehearsal_worker import RehearsalJob
 from outsize.errors import BadOption
-from outsize.ir.answers.rehearsal import Rehearsal, RehearsedWorld
+from outsize.ir.answers.runs.rehearsal import Rehearsal, RehearsedWorld
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan
 from outsize.ops.rehearsal.judge import Judge, RankFiles

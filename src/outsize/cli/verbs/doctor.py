@@ -63,7 +63,7 @@ def doctor(
         health = doctor(os.environ)
 
     def tables() -> Iterable[RenderableType]:
-        from outsize.report.tables.health import health_tables
+        from outsize.report.tables.device_report import health_tables
 
         return [health_tables(health)]
 

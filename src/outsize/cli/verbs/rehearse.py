@@ -15,7 +15,7 @@ from outsize.cli.screen import Screen
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from outsize.ir.answers.rehearsal import Rehearsal
+    from outsize.ir.answers.runs.rehearsal import Rehearsal
 
 FAILED = 1
 MOST_RANKS = 8

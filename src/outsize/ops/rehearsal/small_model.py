@@ -32,7 +32,7 @@ from outsize.capture.models.load import example, load
 from outsize.capture.models.losses import Objective, objective
 from outsize.errors import BadOption
 from outsize.errors.interruptions import suppressed
-from outsize.ir.answers.rehearsal import Change
+from outsize.ir.answers.runs.rehearsal import SmallerNumber
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan
 from outsize.ops.rehearsal.settings import Name, Numbers, Settings, named, settings_of
@@ -109,7 +109,7 @@ class Shrunken:
     small: SmallModel
     graph: ModelGraph
     parameters: int
-    changes: tuple[Change, ...]
+    changes: tuple[SmallerNumber, ...]
     missing: tuple[str, ...]
 
 
@@ -153,7 +153,7 @@ class ModelShrinker:
             raise _too_large(large.spec, parameters)
         before = {} if settings is None else settings.numbers
         numbers = [
-            Change(name=named(name), before=before[name], now=now)
+            SmallerNumber(name=named(name), before=before[name], now=now)
             for name, now in changes.items()
             if before[name] != now
         ]
@@ -269,7 +269,7 @@ class ModelShrinker:
 
     # -- the batch ----------------------------------------------------------------------------------
 
-    def _with_small_batch(self, small: SmallModel) -> tuple[SmallModel, tuple[Change, ...]]:
+    def _with_small_batch(self, small: SmallModel) -> tuple[SmallModel, tuple[SmallerNumber, ...]]:
         """Returns the model with shorter sequences or smaller images, as far as it takes them."""
         shape = _sample_shape(small.made(1, meta=True))
         if shape is None:
@@ -281,7 +281,7 @@ class ModelShrinker:
             attempt = replace(small, input="x".join(map(str, now)))
             if self._keeps(attempt):
                 changes = (
-                    Change(name=f"--input [{place}]", before=before, now=after)
+                    SmallerNumber(name=f"--input [{place}]", before=before, now=after)
                     for place, (before, after) in enumerate(zip(shape, now, strict=True))
                     if before != after
                 )

@@ -31,7 +31,7 @@ Key = tuple[int, int, int, int]
 
 
 @final
-class Message(Record):
+class SeenMessage(Record):
     """Is one message as one end has it: the other end's place in the pipeline, what identifies it, the
     stage that reads the value (also of its gradient), and its digest.
     """
@@ -58,13 +58,13 @@ class Message(Record):
 
 
 @final
-class Messages(Record):
+class SeenMessages(Record):
     """Are all messages of a rank in a step."""
 
-    sent: tuple[Message, ...] = ()
-    received: tuple[Message, ...] = ()
+    sent: tuple[SeenMessage, ...] = ()
+    received: tuple[SeenMessage, ...] = ()
 
-    def digest_of(self, received: Message, receiver: int) -> str | None:
+    def digest_of(self, received: SeenMessage, receiver: int) -> str | None:
         """Returns the digest with which this rank has sent what came in at a place; None: it has not sent
         it.
         """
@@ -78,8 +78,8 @@ class Witness:
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
-        self._sent: dict[int, list[Message]] = {}
-        self._received: dict[int, list[Message]] = {}
+        self._sent: dict[int, list[SeenMessage]] = {}
+        self._received: dict[int, list[SeenMessage]] = {}
 
     def between(self, rank: int, transport: Transport) -> Transport:
         """Returns a transport that is looked at."""
@@ -87,11 +87,11 @@ class Witness:
         return _SeenTransport(transport, sent, received, self._stages)
 
     @property
-    def messages(self) -> Messages:
+    def messages(self) -> SeenMessages:
         """Returns the messages of this process's only rank."""
         sent = [message for messages in self._sent.values() for message in messages]
         received = [message for messages in self._received.values() for message in messages]
-        return Messages(sent=tuple(sent), received=tuple(received))
+        return SeenMessages(sent=tuple(sent), received=tuple(received))
 
     @property
     def digests(self) -> dict[Key, str]:
@@ -117,7 +117,7 @@ def messages_in_one_process(plan: Plan, built: BuiltModel, seed: int) -> Mapping
 @final
 class _SeenTransport(Transport):
     def __init__(
-        self, transport: Transport, sent: list[Message], received: list[Message], stages: int
+        self, transport: Transport, sent: list[SeenMessage], received: list[SeenMessage], stages: int
     ) -> None:
         self._transport, self._sent, self._received, self._stages = transport, sent, received, stages
 
@@ -136,9 +136,11 @@ class _SeenTransport(Transport):
     def flush(self) -> None:
         self._transport.flush()
 
-    def _message(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> Message:
+    def _message(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> SeenMessage:
         stage = channel % CHANNELS // 2 % self._stages
-        return Message(peer=peer, channel=channel, microbatch=microbatch, stage=stage, digest=_digest(tensor))
+        return SeenMessage(
+            peer=peer, channel=channel, microbatch=microbatch, stage=stage, digest=_digest(tensor)
+        )
 
 
 @final

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from outsize.ir.answers.rehearsal import Culprit, ProofResult, Rehearsal, RehearsedWorld
+from outsize.ir.answers.runs.rehearsal import Culprit, ProofResult, Rehearsal, RehearsedWorld
 from outsize.ir.formatting import seconds_text
 from outsize.report.tables import table_style
 

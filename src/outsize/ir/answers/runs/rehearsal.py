@@ -62,7 +62,7 @@ class RehearsedWorld(Record):
 
 
 @final
-class Change(Record):
+class SmallerNumber(Record):
     """Is a number of the model or of its batch, before and in the rehearsal."""
 
     name: str
@@ -90,7 +90,7 @@ class Rehearsal(Record):
     messages: int
     parameters: int
     small_parameters: int
-    changes: tuple[Change, ...]
+    changes: tuple[SmallerNumber, ...]
     dropped: int
     kinds: int
     missing_kinds: tuple[str, ...]
