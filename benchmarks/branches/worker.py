@@ -22,9 +22,9 @@ from outsize.capture.models.imports import import_torchvision
 from outsize.ir.plan import Plan, stages_from_units
 from outsize.ir.profile import ProfileSet
 from outsize.report.wording import sentence
+from outsize.schedules.builders import written
 from outsize.schedules.compose import compose
 from outsize.schedules.job import Job, StageCost
-from outsize.schedules.planned import written
 from outsize.train.engine.factory import agreed
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave

@@ -19,9 +19,9 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_units
 from outsize.ir.stage_graph import summed
 from outsize.planner.costs.stage_edges import edges_among, flows
+from outsize.schedules.builders import written
 from outsize.schedules.compose import compose
 from outsize.schedules.job import Job, StageCost
-from outsize.schedules.planned import written
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.check.compare import PlainLoop, TrainingSnapshot, reference_snapshot
 

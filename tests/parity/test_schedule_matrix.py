@@ -22,10 +22,10 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
 from outsize.ir.schedule import placed
 from outsize.ir.units.names import compress_units
+from outsize.schedules.builders import written
 from outsize.schedules.compose import compose
 from outsize.schedules.families import families
 from outsize.schedules.job import Job, StageCost
-from outsize.schedules.planned import written
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.check.compare import (
     PlainLoop,

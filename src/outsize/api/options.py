@@ -24,8 +24,8 @@ from outsize.ir.answers.request import NONE_SEARCHED, LayoutOptions, PlanRequest
 from outsize.ir.base import first_problem
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
 from outsize.policies.activations import KEEP
+from outsize.schedules.builders import read, written
 from outsize.schedules.families import FORWARD, GPIPE
-from outsize.schedules.planned import read, written
 
 if TYPE_CHECKING:
     import torch

@@ -423,7 +423,7 @@ def schedule_or_file(text: str | None) -> ScheduleName | Schedule | None:
 
     Raises BadOption and InvalidSchedule.
     """
-    from outsize.schedules.planned import read
+    from outsize.schedules.builders import read
 
     if text is None or text in offered():
         return text

@@ -28,7 +28,8 @@
         ├── BoundaryMismatch    E402   a tensor on the wire is not what the tape promised
         ├── NotSaved            E403   a checkpoint could not be written; the older ones are whole
         ├── RunHung             E404   ranks wait for one that will not come
-        └── Preempted           E405   a signal asked the run to end, and it has saved itself
+        ├── Preempted           E405   a signal asked the run to end, and it has saved itself
+        └── SilentCorruption    E406   a device computes other bits than others for the same work
 
 Only leaves are raised; the inner classes are for `except`. The message is one line:
 `NoFeasiblePlan [E201]: what; numbers. Next: what to type.`
@@ -271,6 +272,15 @@ class Preempted(RunError):
 
     code = "E405"
     exit_code = 75
+
+
+@final
+class SilentCorruption(RunError):
+    """A device has computed other bits than others for the same work; the text names it. No weight has
+    changed in this step.
+    """
+
+    code = "E406"
 
 
 def error_of(fields: Mapping[str, str | bool]) -> OutsizeError:

@@ -6,10 +6,12 @@
 An action is `<stage><kind><microbatch>`. `F` forward, `B` full backward, `I` input gradient, `W` weight
 gradient, `SEND_F / RECV_F` activations, `SEND_B / RECV_B` gradients, `UNSHARD / RESHARD / REDUCE_GRAD`
 (FSDP), `LOAD / UNLOAD` (weights in host memory), `OFFLOAD_F / OFFLOAD_B` (what a forward or a backward has
-left goes to the host), `FETCH_F / FETCH_B` (what a forward or a backward needs comes back). The stage is
-always the one that performs the action. A transfer whose other end is not the neighbouring stage names it:
-`0SEND_F3@2` is stage 0 sending microbatch 3's skip edge to stage 2. The CSV form has one line per rank,
-actions in order: what is simulated is what is run.
+left goes to the host), `FETCH_F / FETCH_B` (what a forward or a backward needs comes back), `SHOW / VERIFY`
+(what the rank has computed is told to another one, and what another one has computed is repeated here). The
+stage is always the one that performs the action. A transfer whose other end is not the neighbouring stage
+names it: `0SEND_F3@2` is stage 0 sending microbatch 3's skip edge to stage 2. `0VERIFY3@2` repeats microbatch
+3 of stage 2 on the rank of stage 0, `0VERIFY3` that of stage 0 of another replica. The CSV form has one line
+per rank, actions in order: what is simulated is what is run.
 
 `(0F3;0B1)OVERLAP_F_B` are two actions of a row, one after the other, that run together: the forward computes
 while the backward waits for other ranks, and the other way round. Both begin when both have their messages,
@@ -47,6 +49,8 @@ class Kind(StrEnum):
     OFFLOAD_B = "OFFLOAD_B"
     FETCH_F = "FETCH_F"
     FETCH_B = "FETCH_B"
+    SHOW = "SHOW"
+    VERIFY = "VERIFY"
 
     # Enum's own `__hash__` is a Python function, which is slow for the many lookups of actions.
     __hash__ = str.__hash__
@@ -57,6 +61,7 @@ TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 LEAVING = frozenset({Kind.RESHARD, Kind.UNLOAD})
 OFFLOAD = frozenset({Kind.OFFLOAD_F, Kind.OFFLOAD_B})
 FETCH = frozenset({Kind.FETCH_F, Kind.FETCH_B})
+VERIFICATION = frozenset({Kind.SHOW, Kind.VERIFY})
 NO_MICROBATCH = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.LOAD, Kind.UNLOAD})
 
 # Schedules whose rows a plan holds: composed by the planner for one plan, or written by a person.
@@ -106,13 +111,13 @@ class Action:
 
     def __str__(self) -> str:
         number = "" if self.microbatch < 0 else str(self.microbatch)
-        default = self.stage + _NEIGHBOUR.get(self.kind, 0)
-        suffix = f"@{self.peer}" if self.kind in TRANSFER and self.peer != default else ""
+        default = self.stage + _NEIGHBOUR[self.kind] if self.kind in TRANSFER else -1
+        suffix = f"@{self.peer}" if self.peer != default else ""
         return f"{self.stage}{self.kind}{number}{suffix}"
 
 
 def _peer(stage: int, kind: Kind, named: str | None, text: str) -> int:
-    if kind not in TRANSFER:
+    if kind not in TRANSFER and (named is None or kind is not Kind.VERIFY):
         if named is not None:
             raise ValueError(f"{text!r}: only sends and receives name a peer")
         return -1

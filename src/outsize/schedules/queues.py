@@ -35,6 +35,7 @@ from typing import NamedTuple, final
 
 from outsize.ir.schedule import TRANSFER, Action, Kind, Schedule
 from outsize.schedules.message import RECEIVES, SENDS, Ends, Message, Wire, message_of
+from outsize.schedules.verified import shown_for, verified_stage
 
 QueueOf = Callable[[Wire], Hashable]
 """The name of the queue of a wire; a rank has one queue for all its wires of one name."""
@@ -91,6 +92,7 @@ class _Game:
     _queues: dict[tuple[int, Hashable], deque[Action]] = field(default_factory=lambda: defaultdict(deque))
     _done: set[Message] = field(default_factory=set[Message])
     _needs: dict[Action, set[Message]] = field(default_factory=lambda: defaultdict(set))
+    _shown: set[Action] = field(default_factory=set[Action])
 
     def __post_init__(self) -> None:
         self._column = [0] * self.schedule.ranks
@@ -111,11 +113,15 @@ class _Game:
                     self._sent[message[:3]].append(message)
                 self._queue(action).append(action)
                 self._match(message)
+            elif action.kind is Kind.SHOW:
+                self._shown.add(action)
         return self._column[rank] > start
 
     def _can_run(self, action: Action) -> bool:
         if action.kind in TRANSFER:
             return self._too_early(action) is None
+        if action.kind is Kind.VERIFY:
+            return shown_for(action) in self._shown
         return self._needs.get(action, set()) <= self._done
 
     def _too_early(self, action: Action) -> Message | None:
@@ -149,6 +155,8 @@ class _Game:
     def waits_for(self, waiting: Waiting) -> Waiting:
         """Returns what an action waits for, where nothing can go on."""
         rank, action = waiting
+        if action.kind is Kind.VERIFY:
+            return Waiting(self._rank_of[verified_stage(action)], shown_for(action))
         if action.kind not in TRANSFER:
             missing = min(self._needs[action] - self._done)
             return Waiting(rank, missing.receive)

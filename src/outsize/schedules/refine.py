@@ -27,7 +27,7 @@ from outsize.ir.schedule import CUSTOM_NAME, Action, Kind, Schedule
 from outsize.ir.units.names import compress_units
 from outsize.ir.units.recompute_segments import blocks
 from outsize.policies.activations import KEEP
-from outsize.schedules.planned import planned, written
+from outsize.schedules.builders import planned, written
 
 
 def by_blocks(plan: Plan, graph: ModelGraph) -> Plan:

@@ -11,11 +11,10 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import Action, Kind, Schedule, parse_row, together
-from outsize.schedules.builders import build
+from outsize.schedules.builders import build, first, read, written
 from outsize.schedules.check import check, check_compute, check_waits
 from outsize.schedules.families import family_of
 from outsize.schedules.lower import lower
-from outsize.schedules.planned import first, read, written
 
 ONE, V = "1f1b-overlap", "dualpipe-v"
 SIZES = [*product(range(2, 9), (1, 2, 3, 5, 8, 13, 20))]

@@ -30,8 +30,8 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.offload.host_traffic import layerwise
 from outsize.planner.simulation.host_copies import CopyCosts, updates_end_s
 from outsize.planner.simulation.simulate import StageCost, simulate
+from outsize.schedules.builders import planned
 from outsize.schedules.offload import ROOM, with_loads, with_value_copies
-from outsize.schedules.planned import planned
 
 # So many compute actions are played, or rounds of all ranks, or microbatches one by one.
 ACTIONS: Final = 4096

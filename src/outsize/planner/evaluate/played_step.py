@@ -65,9 +65,9 @@ from outsize.planner.simulation.critical_path import (
     behind,
 )
 from outsize.planner.simulation.simulate import StageCost
+from outsize.schedules.builders import planned
 from outsize.schedules.message import PRODUCERS
 from outsize.schedules.offload import with_activation_copies
-from outsize.schedules.planned import planned
 from outsize.schedules.refine import divided, pieces_of_stages
 from outsize.schedules.sharded import BUCKET_BYTES, with_gathers
 

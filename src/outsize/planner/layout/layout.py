@@ -47,7 +47,7 @@ MOST_STAGES: Final = 64
 
 @final
 class ScheduleKey(NamedTuple):
-    """Holds the arguments of `schedules.planned`; equal keys have the same schedule."""
+    """Holds the arguments of `schedules.builders.planned`; equal keys have the same schedule."""
 
     schedule: ScheduleName
     stages: int

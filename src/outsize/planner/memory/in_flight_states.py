@@ -17,10 +17,9 @@ from outsize.ir.schedule import Schedule
 from outsize.planner.costs.stage_edges import Along
 from outsize.planner.layout.layout import ScheduleKey
 from outsize.planner.memory.account import InFlightState, JointStates, joint_states, peak_states
-from outsize.schedules.builders import build, row_of
+from outsize.schedules.builders import build, planned, row_of
 from outsize.schedules.families import family_of
 from outsize.schedules.lower import in_chain, lower
-from outsize.schedules.planned import planned
 
 States = tuple[InFlightState, ...]
 """Holds the states of one stage that no other state of it covers."""

@@ -16,8 +16,8 @@ from outsize.ir.schedule import CUSTOM_NAME, Schedule
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.strategies.parallel_branches import even_runs
+from outsize.schedules.builders import read, written
 from outsize.schedules.check import check, check_waits
-from outsize.schedules.planned import read, written
 
 
 def with_schedule(

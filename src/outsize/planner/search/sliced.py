@@ -34,8 +34,8 @@ from outsize.ir.schedule import CUSTOM_NAME, Action, Kind
 from outsize.planner.costs.roofline import NARROW, seconds
 from outsize.policies.activations import Recompute, searched_for
 from outsize.policies.slices import SLICES
+from outsize.schedules.builders import planned, written
 from outsize.schedules.families import DEFAULT
-from outsize.schedules.planned import planned, written
 
 Model = tuple[ModelGraph, Profile]
 Price = Callable[[Plan, ModelGraph, Profile, Cluster], Plan]

@@ -10,6 +10,8 @@ It simulates a lowered schedule, the same list that the interpreter runs, with s
              sent, its receive is posted (rendezvous, as in NCCL and gloo) and the wire is free
     copies   between a device and its host, where weights or activations are in host memory: a queue for each
              direction, in parallel to compute, which waits for what it needs (host_copies.py)
+    verify   work of another rank is repeated once that one has shown it (schedules/verified.py), for the
+             seconds of its forward and backward; what is shown takes no time
 Every start is a maximum of ends and every end a sum (a max-plus system), so a step never gets shorter
 when a cost grows; heap ties cannot change it.
 
@@ -35,6 +37,7 @@ from outsize.planner.simulation.event_kernel import Event, Kernel, Process
 from outsize.planner.simulation.host_copies import CopyCosts, CopyQueues
 from outsize.schedules.job import StageCost as StageCost
 from outsize.schedules.message import RECEIVES, SENDS, Ends, Message, message_of
+from outsize.schedules.verified import verified_s, verified_stage
 
 EdgeBytes = Mapping[tuple[int, int], int]
 COPIES: Final = frozenset({Kind.LOAD, Kind.UNLOAD}) | OFFLOAD | FETCH
@@ -129,6 +132,7 @@ class _Simulation:
         self._sent: defaultdict[Message, Event] = defaultdict(Event)
         self._posted: defaultdict[Message, Event] = defaultdict(Event)
         self._arrived: defaultdict[Message, Event] = defaultdict(Event)
+        self._shown: defaultdict[tuple[int, int], Event] = defaultdict(Event)
 
     def run(self, schedule: Schedule) -> None:
         """Starts a process for each rank and each wire, and runs the clock to the end."""
@@ -156,11 +160,22 @@ class _Simulation:
                 if queues is not None:
                     yield from self._until(queues.arrival_s(action))
                 yield from self._span(rank, "compute", action, self._compute_s[action])
-            elif queues is not None:
-                yield from self._until(queues.room_s(row, at))
-                start_s, end_s = queues.begin(row, at, self._kernel.now_s)
-                if end_s > start_s:
-                    self._note(rank, "load", action, start_s, end_s)
+            else:
+                yield from self._beside(rank, row, at, queues)
+
+    def _beside(self, rank: int, row: Sequence[Action], at: int, queues: CopyQueues | None) -> Process:
+        """Plays what is verified and copied between the actions of a step."""
+        action = row[at]
+        if action.kind is Kind.SHOW:
+            self._kernel.fire(self._shown[action.stage, action.microbatch])
+        elif action.kind is Kind.VERIFY:
+            yield self._shown[verified_stage(action), action.microbatch]
+            yield from self._span(rank, "compute", action, self._compute_s[action])
+        elif queues is not None:
+            yield from self._until(queues.room_s(row, at))
+            start_s, end_s = queues.begin(row, at, self._kernel.now_s)
+            if end_s > start_s:
+                self._note(rank, "load", action, start_s, end_s)
 
     def _wire(self, rank: int, queue: Sequence[Message]) -> Process:
         for message in queue:
@@ -202,17 +217,19 @@ def _compute_seconds(
             numbers=f"{schedule.stages} stages, {len(costs)} costs",
             next_step="pass one StageCost for each stage",
         )
-    free = {*SENDS, *RECEIVES, *(COPIES if with_copies else ())}
+    free = {*SENDS, *RECEIVES, Kind.SHOW, *(COPIES if with_copies else ())}
     cells = [a for row in schedule.actions for a in row if a.kind not in free]
-    lasting = {action: _cost_s(action, costs[action.stage]) for action in cells}
+    lasting = {action: _cost_s(action, costs) for action in cells}
     for forward, backward in (pair for row in schedule.actions for pair in partners(row).items()):
         lasting[backward] = costs[backward.stage].beside_s(backward.kind, costs[forward.stage])
     return lasting
 
 
-def _cost_s(action: Action, cost: StageCost) -> float:
+def _cost_s(action: Action, costs: Sequence[StageCost]) -> float:
     if action.kind in COMPUTE:
-        return cost.seconds(action.kind)
+        return costs[action.stage].seconds(action.kind)
+    if action.kind is Kind.VERIFY:
+        return verified_s(action, costs)
     raise InvalidSchedule(
         f"{action} has no cost",
         numbers=f"known are F, B, I, W, sends, receives, and copies whose costs are given, not {action.kind}",

@@ -48,11 +48,10 @@ from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state
 from outsize.planner.memory.range_tables import RangeTables
 from outsize.planner.partition.stage_prices import Pipeline
 from outsize.policies.activations import KEEP, RECOMPUTE, activation_policy
-from outsize.schedules.builders import build
+from outsize.schedules.builders import build, written
 from outsize.schedules.compose import compose, is_split, quick_s
 from outsize.schedules.families import COMPOSED, families
 from outsize.schedules.job import Job, StageCost
-from outsize.schedules.planned import written
 
 Models = Mapping[int, tuple[ModelGraph, Profile]]
 Seconds = dict[Edge, float]

@@ -36,6 +36,7 @@ from outsize.ir.schedule import (
     LEAVING,
     NO_MICROBATCH,
     OFFLOAD,
+    VERIFICATION,
     Action,
     Kind,
     Schedule,
@@ -319,7 +320,7 @@ class _Handlers:
 
     def _bind(self, at: int) -> BoundAction:
         action, moves = self._row[at], self._programs.moves
-        if action.kind in NO_MICROBATCH | OFFLOAD | FETCH:
+        if action.kind in NO_MICROBATCH | OFFLOAD | FETCH | VERIFICATION:
             return BoundAction(str(action), "load", self._move(action, moves.action(self._row, at)))
         op = self._table()[action.kind](action)
         arrival = moves.arrival(self._row, at) if action.kind in COMPUTE else None

@@ -33,6 +33,8 @@ WORDS: Final = {
     Kind.OFFLOAD_B: "offload gradients",
     Kind.FETCH_F: "fetch activations",
     Kind.FETCH_B: "fetch gradients",
+    Kind.SHOW: "show work",
+    Kind.VERIFY: "repeat work",
 }
 _WAIT: Final = "wait"
 

@@ -90,6 +90,11 @@ class MicrobatchSeed(Seed):
     def __init__(self, seed: int, step: int, microbatch: int, device: torch.device | None = None) -> None:
         self._of, self._device = (seed, step, microbatch), device
 
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Returns the seed of the run, the number of the step and that of the microbatch."""
+        return self._of
+
     def __call__(self, instruction: int, device: torch.device | None = None) -> None:
         seed_all(self.number(instruction), device or self._device)
 

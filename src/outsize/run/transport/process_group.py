@@ -24,6 +24,7 @@ from outsize.errors import BoundaryMismatch
 from outsize.program.values.tensor_bits import flat_bytes
 from outsize.run.transport.base import CHANNELS, Pending, Transport
 from outsize.run.transport.groups import HOST_BACKENDS, RankGroup, device_backend, unbound_group
+from outsize.run.transport.values import value_bytes, value_of_bytes
 from outsize.run.transport.wire_layout import HEADER, NOTHING, WireLayout, pack
 
 # So many sends of a channel, its layout among them, may be under way; unless a schedule needs more to end.
@@ -385,3 +386,35 @@ def _changed(channel: int, before: WireLayout | None, now: WireLayout | None) ->
         numbers=f"first {before}, now {now}",
         next_step="outsize check MODEL, which names the unit",
     )
+
+
+@final
+class ValuePackets:
+    """Sends values of any kind between two ranks of a group over the host: what is sent waits for nobody.
+
+    A rank reads the packets of another one in the order in which they were sent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    def send(self, peer: int, value: Any) -> None:
+        """Begins to send a value. Raises NotSendable."""
+        data = value_bytes(value)
+        for part in (torch.tensor([len(data)]), data):
+            self._sent.append((self._group.send([part], peer, 0), part))
+
+    def receive(self, peer: int) -> Any:
+        """Waits for the next value of a rank; its tensors are on the host."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self._group.recv([size], peer, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._group.recv([data], peer, 0).wait()
+        return value_of_bytes(data)
+
+    def flush(self) -> None:
+        """Waits until all that was sent has been read."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()

@@ -18,7 +18,7 @@ the RunContext (train/context/run_context.py), which was there before all of the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -50,10 +50,10 @@ from outsize.run.transport.control_messages import all_gather_json, all_gather_v
 from outsize.run.transport.process_group import SENDS_AHEAD, TransportGroups
 from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.run.transport.same_host import connect
+from outsize.schedules.builders import planned
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
 from outsize.schedules.message import wires
-from outsize.schedules.planned import planned
 from outsize.schedules.queues import circle_of
 from outsize.train.context.run_context import RunContext, device_of, stages_on
 from outsize.train.crew.open_pipeline import OpenPipeline, schedule_of_call
@@ -61,9 +61,9 @@ from outsize.train.variants.lru import LruCache
 from outsize.train.variants.microbatch_group import GroupOutputs, MakeStage, PipelineInputs
 from outsize.train.variants.variant import Variant
 
-_Combination = tuple[tuple[int, ...], tuple[int, ...], bool, int, int | None, tuple[int, ...]]
-"""Variants and channels by microbatch, whether there are gradients, the replica, the seat of a call, and the
-order of its backwards.
+_Combination = tuple[tuple[int, ...], tuple[int, ...], bool, int, int | None, tuple[int, ...], Hashable]
+"""Variants and channels by microbatch, whether there are gradients, the replica, the seat of a call and the
+order of its backwards, and what is verified.
 """
 _StageKey = tuple[int, int, int, int | None]
 """A variant, a stage, a replica, and the seat of a call."""
@@ -161,6 +161,9 @@ class Crew(ABC):
             channels = [CHANNELS * channel for channel in load.channels]
             cuts = [variant.cut for variant in variants]
             moves = self._moves_of(cuts, of_call=load.seat is not None)
+            if load.verified is not None:
+                moves = load.verified.moves(moves)
+                stages = {place: load.verified.shown(stage, *place) for place, stage in stages.items()}
             programs = Programs(
                 len(self._plan.stages), lambda *place: stages[place], channels, moves, self.values
             )
@@ -170,8 +173,9 @@ class Crew(ABC):
                 for r, t in rank_transports
             ]
 
-        numbers = tuple(variant.number for variant in variants)
-        key = (numbers, tuple(load.channels), torch.is_grad_enabled(), replica, load.seat, load.order)
+        numbers, grad = tuple(variant.number for variant in variants), torch.is_grad_enabled()
+        verified = None if load.verified is None else load.verified.key
+        key = (numbers, tuple(load.channels), grad, replica, load.seat, load.order, verified)
         return self._built.get(key, build)
 
     def _moves_of(self, cuts: Sequence[Cut], *, of_call: bool) -> Moves:
@@ -201,7 +205,8 @@ class Crew(ABC):
     def _schedule(self, load: PipelineInputs) -> Schedule:
         variants, order, of_call = load.variants, load.order, load.seat is not None
         training, count, first = torch.is_grad_enabled(), len(variants), variants[0]
-        key = (first.wiring, count, training, of_call, order, load.slices)
+        verified = load.verified
+        key = (first.wiring, count, training, of_call, order, load.slices, verified and verified.key)
 
         def make() -> Schedule:
             if of_call:
@@ -212,7 +217,8 @@ class Crew(ABC):
                     self._plan, first.cut, count // load.slices, training=training, slices=load.slices
                 )
             cuts = [variant.cut for variant in variants]
-            return self._moves_of(cuts, of_call=of_call).scheduled(lowered, first.cut)
+            moves = self._moves_of(cuts, of_call=of_call)
+            return (moves if verified is None else verified.moves(moves)).scheduled(lowered, first.cut)
 
         return self._schedules.get(key, make)
 

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from outsize.device.accelerators import float16_sums, has_float16_sums, is_accelerator
 from outsize.errors import BadOption, UnsupportedPlan
+from outsize.errors.arguments import insist_on_whole_number
 from outsize.errors.names import ENGINE, MOVED, missing
 from outsize.ir.answers.compilation import GraphUse
 from outsize.ir.answers.utilisation import Utilisation
@@ -92,7 +93,7 @@ class Engine:
         insist_on_backend(options.compiled, plan.form)
         self.model, self.model_with_loss, self.plan = run.model, whole, plan
         self.crew = crew = crew_of(run)
-        self._options = options
+        self._searches = options.compiled is None  # where a loss is lost
         self.rank, self.seed, self.compilation = crew.global_rank, options.seed, options.compilation
         follows = options.on_out_of_memory
         self._noting = nullcontext if follows is None else partial(noting_what_follows, follows)
@@ -192,7 +193,7 @@ class Engine:
         self._update.equip()
         wrong_step = self._watch.look(steps, loss)
         if wrong_step is not None:
-            self._warn_of_loss(wrong_step, loss, parts)
+            _warn_of_loss(self, self._executor, wrong_step, loss, parts, searches=self._searches)
         with outside_autocast(), self._noting():
             norm = self._update.run() if update and not by_closure else None
         if by_closure:
@@ -208,15 +209,6 @@ class Engine:
             self._update.after_backward()
         losses = tuple(self.crew.by_microbatch(trained.own)) if gather else None
         return StepResult(loss, norm, losses, trained.outputs, self._reports.imbalance)
-
-    def _warn_of_loss(self, step: int, loss: Tensor, parts: Sequence[Batch]) -> None:
-        """Says that the loss of a step is not finite, and where that begins."""
-        # Ranks whose hosts run ahead of their devices notice it at different steps, and cannot search.
-        apart = self.crew.mesh is not None and is_accelerator(loss.device)
-        place = None
-        if not apart and self._options.compiled is None:
-            place = non_finite_place(self.model, lambda: self._executor.evaluate(parts, self.steps))
-        warn_of_loss(step, parts, self.weights.named_parameters(), place)
 
     def update(self) -> Tensor | None:
         """Unscales and clips (if asked for), steps the optimizer and zeros gradients; returns the norm before
@@ -345,6 +337,18 @@ class Engine:
         """
         return self._split.sampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
+    def verify(self, every: int = 100) -> None:
+        """Lets ranks repeat each other's work in every `every`-th step, while they idle, and compare bits; 0
+        ends that.
+
+        A replica repeats a microbatch of another one, or without replicas a rank that of the rank before it,
+        whose stage's weights go along. Where bits differ, a third rank decides, and the step raises
+        SilentCorruption on all ranks, before the optimizer. Every rank calls this. Where kernels do not
+        repeat their bits it says so and stays off. Raises BadOption and UnsupportedPlan.
+        """
+        insist_on_whole_number(every, "every", 0, "engine.verify(every=100), or every=0 to end it")
+        self._executor.verify(every)
+
     def timeline(self) -> Timeline:
         """Returns the measured timeline of the last step, over all ranks; every rank must call this."""
         return self.crew.timeline()
@@ -406,6 +410,18 @@ class Engine:
             "an engine is not called like a module",
             next_step="engine.step(x, target=y) to train, engine.evaluate(x) for outputs",
         )
+
+
+def _warn_of_loss(
+    engine: Engine, executor: Executor, step: int, loss: Tensor, parts: Sequence[Batch], *, searches: bool
+) -> None:
+    """Says that the loss of a step is not finite, and where that begins."""
+    # Ranks whose hosts run ahead of their devices notice it at different steps, and cannot search.
+    apart = engine.crew.mesh is not None and is_accelerator(loss.device)
+    place = None
+    if not apart and searches:
+        place = non_finite_place(engine.model, lambda: executor.evaluate(parts, engine.steps))
+    warn_of_loss(step, parts, engine.weights.named_parameters(), place)
 
 
 def _moved(engine: Engine, name: str) -> tuple[Any, str]:

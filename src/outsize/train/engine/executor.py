@@ -13,6 +13,7 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
+from outsize.errors import BadOption
 from outsize.ir.answers.compilation import StageGraphs
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.results import BatchLoss, EvalResult
@@ -28,6 +29,16 @@ class Executor(ABC):
     def recorded(self) -> tuple[StageGraphs, ...]:
         """Returns what was recorded as graphs of devices, by stage."""
         return ()
+
+    def verify(self, every: int) -> None:
+        """Lets ranks repeat each other's work in every `every`-th step; 0 ends that. All ranks call this.
+
+        Raises BadOption where there are no stages to repeat.
+        """
+        raise BadOption(
+            "ranks cannot repeat the work of each other where the model runs by modules, in its own Python",
+            next_step="leave engine.verify() out",
+        )
 
     @abstractmethod
     def prepare(self, parts: Sequence[Batch]) -> None:

@@ -53,6 +53,7 @@ from outsize.train.variants.microbatch_group import GroupOutputs, PipelineInputs
 from outsize.train.variants.model_state import StructureVersions
 from outsize.train.variants.results import BatchLoss, EvalResult, rebuilt
 from outsize.train.variants.variant import RecordingOptions, Variant, Variants
+from outsize.train.verify.verification import Repeats, Verification
 
 
 @final
@@ -133,6 +134,7 @@ class Pipelined(Executor):
     ) -> None:
         model, plan, options = run.whole, run.plan, run.options
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
+        self._run_context = run
         self._seed = options.seed
         self._expert_calls = None if recording.tensor is None else recording.tensor.expert_calls
         self._has_copies = copies = crew.local_replicas > 1
@@ -164,10 +166,16 @@ class Pipelined(Executor):
         self._adopted: set[int] = set()  # variants of which each weight has found an owner
         self._results = _Results(crew, run.model)
         self._counting: list[bool] = []  # for each piece of the last step: does it count?
+        self._verification: Verification | None = None
 
     @property
     def recorded(self) -> tuple[StageGraphs, ...]:
         return () if self._graphs is None else self._graphs.stages
+
+    def verify(self, every: int) -> None:
+        statistics = self._statistics
+        repeats = Repeats(self._repeat, nullcontext if statistics is None else statistics.paused)
+        self._verification = Verification(self._run_context, repeats, every) if every else None
 
     def prepare(self, parts: Sequence[Batch]) -> None:
         with self._programs.running():
@@ -281,10 +289,15 @@ class Pipelined(Executor):
             results = self._run_pieces(step, pieces)
         else:
             self._adopt(step.variants)
+            verification = self._verification
+            is_verified = verification is not None and verification.due(step.number)
             with replicas.summing(self._ownership.trained_by_stage), self._all_or_nothing(step):
-                results = self._run_pieces(step, pieces)
+                results = self._run_pieces(step, pieces, verification if is_verified else None)
                 if self._has_copies:
                     self._replica_copies.add_up(self._state)
+            if verification is not None and is_verified:
+                with self._all_or_nothing(step):
+                    verification.conclude()
             replicas.spread(self._ownership.own(written) if written else ())
         self._end()
         return results
@@ -330,23 +343,29 @@ class Pipelined(Executor):
             error.add_note("outsize: the step was dropped with all gradients, also those of steps before it")
             raise
 
-    def _run_pieces(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
+    def _run_pieces(
+        self, step: _Step, pieces: list[Piece], verification: Verification | None = None
+    ) -> list[GroupOutputs]:
         with ExitStack() as stack:
             for casts in self._casts.values():
                 if casts.kept is not None:
                     stack.enter_context(casts.kept.step())
             try:
-                return self._run_rounds(step, pieces)
+                return self._run_rounds(step, pieces, verification)
             finally:  # Copies of weights that autocast's calls have used are those of one step.
                 for casts in self._casts.values():
                     casts.clear()
 
-    def _run_rounds(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
+    def _run_rounds(
+        self, step: _Step, pieces: list[Piece], verification: Verification | None
+    ) -> list[GroupOutputs]:
         results: list[GroupOutputs] = []
         rounds = self._rounds(step.variants, pieces)
         for groups in rounds:
             self._crew.replicas.begin_round(last=groups is rounds[-1])
             loads = [self._load(step, members, replica) for replica, members in groups]
+            if verification is not None and groups is rounds[0]:
+                loads = [verification.begin(step.number, load) for load in loads]
             is_whole_step = len(groups[0][1]) == len(step.parts)
             try:
                 outputs = self._crew.run(loads, self._stage, step.optimizer if is_whole_step else None)
@@ -427,6 +446,11 @@ class Pipelined(Executor):
         self, variant: Variant, program: StageProgram, replica: int, device: torch.device | None
     ) -> RunnableStage:
         return self._factory.make(variant, program, self._model, device, of_call=self._crew.moves)
+
+    def _repeat(self, variant: Variant, number: int) -> RunnableStage:
+        """Returns a new stage of a variant, for a repeat beside a step; it shares no copies of weights."""
+        factory = StageFactory(self._run_context)
+        return factory.make(variant, variant.cut.programs[number], self._model, self._crew.device)
 
     def _collecting(self) -> AbstractContextManager[None]:
         return (

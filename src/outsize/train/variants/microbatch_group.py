@@ -4,13 +4,14 @@ return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
 
+from outsize.run.moves.base import Moves
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import Seed
@@ -33,6 +34,23 @@ class GroupOutputs:
     pieces: list[Piece] = field(default_factory=list)
 
 
+class VerifiedWork(Protocol):
+    """What one step shows to other ranks, and repeats of theirs (train/verify/places.py)."""
+
+    @property
+    def key(self) -> Hashable:
+        """Returns what tells it from that of other steps."""
+        ...
+
+    def shown(self, stage: RunnableStage, number: int, microbatch: int) -> RunnableStage:
+        """Returns the stage of this number, which notes its work if it is the one that is shown."""
+        ...
+
+    def moves(self, inner: Moves) -> Moves:
+        """Returns the moves of a step together with what is shown and verified."""
+        ...
+
+
 @final
 class PipelineInputs(NamedTuple):
     """Microbatches of one wiring for one replica's pipeline, each with its variant, share and seed.
@@ -51,6 +69,7 @@ class PipelineInputs(NamedTuple):
     grad_scale: Tensor | None = None
     seat: int | None = None
     order: tuple[int, ...] = ()
+    verified: VerifiedWork | None = None  # what is shown to other ranks, and what of theirs is repeated
 
     @property
     def slices(self) -> int:

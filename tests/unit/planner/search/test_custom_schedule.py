@@ -11,8 +11,7 @@ from outsize.ir.cluster import make_cluster
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.planner.search.search import search
 from outsize.planner.strategies.parallel_branches import even_runs
-from outsize.schedules.builders import build
-from outsize.schedules.planned import written
+from outsize.schedules.builders import build, written
 
 V = ("0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1", "1F0,1F1,2F0,2B0,1B0,2F1,2B1,1B1")
 

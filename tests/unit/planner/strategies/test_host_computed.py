@@ -26,9 +26,9 @@ from outsize.planner.search.evaluate_plan import price, timeline
 from outsize.planner.search.search import search
 from outsize.planner.strategies import host_computed
 from outsize.policies.weights import HOST_COMPUTED, RESIDENT
+from outsize.schedules.builders import read
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
-from outsize.schedules.planned import read
 
 MIB = 1 << 20
 VALUE = 4 * MIB

@@ -23,7 +23,7 @@ from outsize.planner.dag.stage_levels import StageLevels, by_branches
 from outsize.planner.search.evaluate_plan import price, timeline
 from outsize.planner.search.search import search
 from outsize.planner.strategies.parallel_branches import WORTH
-from outsize.schedules.planned import read
+from outsize.schedules.builders import read
 
 ROOMY: Final = 10**12
 Model = tuple[ModelGraph, Profile]

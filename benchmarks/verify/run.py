@@ -1,0 +1,151 @@
+"""Question: what does it cost to verify each other's work, as a share of all steps?
+
+One launch for each layout, a pinned rank per core. Every tenth step is verified; the others are what it is
+compared with, so both see the same machine. The first verified steps, in which ranks try whether they repeat
+their own bits, are told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+HERE: Final = Path(__file__).parent
+TARGET: Final = 0.01
+EVERY, USUAL = 10, 100
+_LAUNCHER: Final = (
+    "import sys; from outsize.ops.launch.launch import run_script; "
+    "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
+)
+LAYOUTS: Final = {
+    "two stages": {"processes": 2, "stages": 2, "replicas": 1},
+    "two replicas": {"processes": 2, "stages": 1, "replicas": 2},
+}
+
+
+def rank(options: argparse.Namespace) -> None:
+    """Trains on one rank; rank 0 writes the seconds of all steps."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import outsize
+    from outsize.train.world.join import join
+    from outsize.train.world.world import leave
+
+    world = join()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    width = options.width
+    model = nn.Sequential(*(m for _ in range(options.layers) for m in (nn.Linear(width, width), nn.Tanh())))
+    x, y = (torch.randn(options.rows * options.microbatches * options.replicas, width) for _ in range(2))
+    plan = outsize.plan(
+        model, (x,), loss_fn=nn.functional.mse_loss, target=y, cluster=f"{world.world_size}xcpu",
+        stages=options.stages, microbatches=options.microbatches, axes={"dp_replicate": options.replicas},
+    )  # fmt: skip
+    engine = outsize.parallelize(
+        model, (x,), {}, plan=plan, loss_fn=nn.functional.mse_loss, target=y,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+    )  # fmt: skip
+    for _ in range(5):
+        engine.step(x, target=y)
+    engine.verify(every=EVERY)
+    laps = []
+    for _ in range(options.steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.step(x, target=y)
+        laps.append(time.perf_counter() - begin)
+    if world.rank == 0:
+        options.out.write_text(json.dumps(laps))
+    leave(world)
+
+
+def measure(layout: dict[str, int], extra: list[str]) -> dict[str, Any]:
+    """Launches one layout; returns medians and shares."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "laps.json"
+        command = [
+            sys.executable,
+            "-c",
+            _LAUNCHER,
+            str(layout["processes"]),
+            str(Path(__file__)),
+            "--out",
+            str(out),
+        ]
+        command += ["--stages", str(layout["stages"]), "--replicas", str(layout["replicas"]), *extra]
+        subprocess.run(command, check=True)
+        laps = json.loads(out.read_text())
+    plain = statistics.median(lap for at, lap in enumerate(laps) if at % EVERY)
+    verified = [lap for at, lap in enumerate(laps) if at % EVERY == 0]
+    low, median, high = statistics.quantiles(verified[2:], n=4)
+    return {
+        "step_ms": plain * 1e3,
+        "verified_step_ms": {
+            "median": median * 1e3,
+            "q1": low * 1e3,
+            "q3": high * 1e3,
+            "laps": len(verified) - 2,
+        },
+        "first_step_ms": verified[0] * 1e3,
+        "share_at_100": (median / plain - 1) / USUAL,
+    }
+
+
+def main() -> None:
+    """All layouts, as a table and as JSON under results/."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    for name, value in {"width": 512, "layers": 8, "rows": 64, "microbatches": 8, "steps": 300}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=1)
+    options = parser.parse_args()
+    if options.out is not None:
+        rank(options)
+        return
+    sizes = {name: getattr(options, name) for name in ("width", "layers", "rows", "microbatches", "steps")}
+    extra = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    machine = f"{platform.machine()}-{platform.system().lower()}"
+    result = {
+        "date": str(datetime.date.today()),
+        "machine": machine,
+        "target": TARGET,
+        **sizes,
+        "rows_by_layout": {name: measure(layout, extra) for name, layout in LAYOUTS.items()},
+        "load": os.getloadavg()[0],
+    }
+    path = HERE / "results" / f"{result['date']}_{machine}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if options.json else table(result))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = ["layout          step ms  verified ms  first ms  share of all steps at 1 in 100 (target 1 %)"]
+    for name, row in result["rows_by_layout"].items():
+        median = row["verified_step_ms"]["median"]
+        lines.append(
+            f"{name:14s} {row['step_ms']:8.1f} {median:12.1f} {row['first_step_ms']:9.1f}  "
+            f"{row['share_at_100']:.2%}"
+        )
+    return "\n".join([*lines, f"load {result['load']:.1f}"])
+
+
+if __name__ == "__main__":
+    main()
