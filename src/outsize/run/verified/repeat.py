@@ -27,7 +27,7 @@ from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import MicrobatchSeed
 from outsize.run.verified.digests import Noted
 from outsize.run.verified.shown_work import (
-    Work,
+    StageWork,
     note_forward,
     note_gradients,
     note_weights,
@@ -48,7 +48,7 @@ def repeated(
     program: StageProgram,
     make: Callable[[], RunnableStage],
     model: nn.Module,
-    work: Work,
+    work: StageWork,
     device: torch.device,
     given: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
@@ -94,7 +94,7 @@ def _at_positions(positions: Sequence[int], tensors: Sequence[Tensor]) -> list[A
 def _twins(
     program: StageProgram,
     model: nn.Module,
-    work: Work,
+    work: StageWork,
     device: torch.device,
     given: Mapping[str, Tensor] | None,
 ) -> Iterator[Place]:

@@ -39,7 +39,7 @@ LOSS: Final = "the loss"
 
 @final
 @dataclass
-class Work:
+class StageWork:
     """What goes into the forward and the backward of a microbatch on a stage.
 
     `shapes` are those of all inputs of the microbatch's program, `inputs` those that the stage reads,
@@ -62,10 +62,10 @@ class Work:
 
 @final
 @dataclass(slots=True)
-class Record:
+class WorkRecord:
     """What a shown stage has noted last: its work, and digests of what came out."""
 
-    work: Work = field(default_factory=lambda: Work(-1, -1))
+    work: StageWork = field(default_factory=lambda: StageWork(-1, -1))
     noted: Noted = field(default_factory=Noted)
 
 
@@ -73,7 +73,7 @@ class Record:
 class ShownStage(RunnableStage):
     """Runs a stage as it is, and notes in a record what it is given and what it computes."""
 
-    def __init__(self, stage: RunnableStage, model: nn.Module, record: Record) -> None:
+    def __init__(self, stage: RunnableStage, model: nn.Module, record: WorkRecord) -> None:
         self._stage, self._model, self._record = stage, model, record
         self.program, self.outer = stage.program, stage.outer
         self._grad_scale: Tensor | None = None
@@ -93,7 +93,7 @@ class ShownStage(RunnableStage):
         assert isinstance(seed, MicrobatchSeed)
         own = [inputs[position] for position in program.inputs]
         record.noted = Noted()
-        record.work = Work(
+        record.work = StageWork(
             program.stage,
             microbatch,
             shapes=[tuple(x.shape) for x in inputs],
@@ -154,7 +154,7 @@ def note_gradients(noted: Noted, sink: Gradients) -> None:
         noted.add(f"the gradient of value {key}", gradient)
 
 
-def note_work(noted: Noted, work: Work) -> None:
+def note_work(noted: Noted, work: StageWork) -> None:
     """Notes what went in, so that what arrived otherwise is not taken for what was computed."""
     gradients = [work.gradients[key] for key in sorted(work.gradients)]
     for tensor in (*work.inputs, *work.received, *work.buffers.values(), *gradients):

@@ -173,9 +173,15 @@ class Pipelined(Executor):
         return () if self._graphs is None else self._graphs.stages
 
     def verify(self, every: int) -> None:
-        statistics = self._statistics
-        repeats = Repeats(self._repeat, nullcontext if statistics is None else statistics.paused)
-        self._verification = Verification(self._run_context, repeats, every) if every else None
+        run, statistics = self._run_context, self._statistics
+
+        def make(variant: Variant, number: int) -> RunnableStage:
+            # A factory of its own shares no copies of weights with the step.
+            factory, program = StageFactory(run), variant.cut.programs[number]
+            return factory.make(variant, program, self._model, self._crew.device)
+
+        repeats = Repeats(make, nullcontext if statistics is None else statistics.paused)
+        self._verification = Verification(run, repeats, every) if every else None
 
     def prepare(self, parts: Sequence[Batch]) -> None:
         with self._programs.running():
@@ -410,7 +416,7 @@ class Pipelined(Executor):
         fresh = {v.number: v for v in variants if v.number not in self._adopted}
         if fresh:
             for variant in fresh.values():
-                self._ownership.adopt(partial(self._placement, variant))
+                self._ownership.adopt(partial(_placement, self._model, variant))
             self._adopted |= fresh.keys()
             self._tell_placement()
 
@@ -422,7 +428,7 @@ class Pipelined(Executor):
         self._looks_checked = self._settings.looks
 
     def _settle(self, variants: Sequence[Variant]) -> None:
-        self._ownership.settle(partial(self._placement, variants[0]))
+        self._ownership.settle(partial(_placement, self._model, variants[0]))
         self._tell_placement()
 
     def _tell_placement(self) -> None:
@@ -431,10 +437,6 @@ class Pipelined(Executor):
         if placement is not self._told:
             self._told = placement
             self.variants.place(PlacedWeights(placement.homes, apart=self._crew.world_size > 1))
-
-    def _placement(self, variant: Variant) -> Placement:
-        """Returns where a variant puts the weights; all ranks have the buffers that a step reads first."""
-        return placement_of_cut(variant.cut, self._model, variant.buffers_read_first)
 
     def _stage(
         self, variant: Variant, program: StageProgram, replica: int, device: torch.device | None
@@ -446,11 +448,6 @@ class Pipelined(Executor):
         self, variant: Variant, program: StageProgram, replica: int, device: torch.device | None
     ) -> RunnableStage:
         return self._factory.make(variant, program, self._model, device, of_call=self._crew.moves)
-
-    def _repeat(self, variant: Variant, number: int) -> RunnableStage:
-        """Returns a new stage of a variant, for a repeat beside a step; it shares no copies of weights."""
-        factory = StageFactory(self._run_context)
-        return factory.make(variant, variant.cut.programs[number], self._model, self._crew.device)
 
     def _collecting(self) -> AbstractContextManager[None]:
         return (
@@ -467,6 +464,11 @@ class Pipelined(Executor):
         own_calls = [part[: len(part) * sum(counts) // len(counts)] for part in calls]
         on_host = [[(n, mean.cpu(), m2.cpu()) for n, mean, m2 in part] for part in own_calls]
         return [list(chain(*parts)) for parts in zip(*replicas.of_all(on_host), strict=True)]
+
+
+def _placement(model: nn.Module, variant: Variant) -> Placement:
+    """Returns where a variant puts the weights; all ranks have the buffers that a step reads first."""
+    return placement_of_cut(variant.cut, model, variant.buffers_read_first)
 
 
 def _call_outputs(

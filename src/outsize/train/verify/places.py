@@ -5,7 +5,7 @@
     one         its own work, and the weights of the stage,    that of rank p - 1, with its weights
     pipeline    to rank p + 1, the last one to the first
 
-A `CheckPlace` is one such turn: a stage of this rank and one that it repeats, with a microbatch. Rows of
+A `VerifiedTurn` is one such turn: a stage of this rank and one that it repeats, with a microbatch. Rows of
 actions are made once for each, as for other actions, so a step that is verified walks its list like any other
 one, and a step that is not knows nothing of this.
 """
@@ -20,7 +20,7 @@ from outsize.ir.schedule import VERIFICATION, Action, Kind, Schedule
 from outsize.run.moves.base import Moves
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.cut import Cut
-from outsize.run.verified.shown_work import Record, ShownStage
+from outsize.run.verified.shown_work import ShownStage, WorkRecord
 from outsize.schedules.job import StageCost
 from outsize.schedules.verified import Check, step_s, with_checks
 from outsize.train.context.run_context import RunContext, stages_on
@@ -31,16 +31,16 @@ UNPRICED: Final = StageCost(1.0, 2.0)
 
 @final
 @dataclass(eq=False)
-class CheckPlace:
+class VerifiedTurn:
     """One turn of verification: what each rank of the pipeline shows, and what happens on this rank."""
 
     checks: tuple[Check, ...]
     own: Check
     costs: tuple[StageCost, ...]
-    show: Callable[[CheckPlace], None]
-    verify: Callable[[CheckPlace], None]
+    show: Callable[[VerifiedTurn], None]
+    verify: Callable[[VerifiedTurn], None]
     run: RunContext
-    record: Record = field(default_factory=Record)
+    record: WorkRecord = field(default_factory=WorkRecord)
     added: float | None = None  # Which share of a step is added, as it is simulated.
 
     @property
@@ -85,7 +85,7 @@ def costs_of(run: RunContext) -> tuple[StageCost, ...]:
 class _VerifyingMoves(Moves):
     """Performs the moves of a step, and SHOW and VERIFY of a turn."""
 
-    def __init__(self, inner: Moves, place: CheckPlace) -> None:
+    def __init__(self, inner: Moves, place: VerifiedTurn) -> None:
         self._inner, self._place = inner, place
 
     def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:

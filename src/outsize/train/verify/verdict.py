@@ -43,7 +43,7 @@ class Case:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Judgement:
     """Says which rank is wrong (None: nobody can tell), whether it `repeats` that, who disagrees with it, and
     in what, with both digests. `unsteady`: nobody repeats what it has computed, so kernels do not.
     """
@@ -57,7 +57,7 @@ class Verdict:
     unsteady: bool = False
 
 
-def judge(case: Case) -> Verdict:
+def judge(case: Case) -> Judgement:
     """Returns who is wrong."""
     one, other = case.first[case.checked], case.first[case.checker]
     third = case.again.get(case.third) if case.third is not None else None
@@ -70,7 +70,7 @@ def judge(case: Case) -> Verdict:
     mine, theirs = (other, one) if wrong == case.checker else (one, other)
     names = different(mine, theirs)
     ranks = (case.checked, case.checker, *(() if third is None or case.third is None else (case.third,)))
-    return Verdict(
+    return Judgement(
         wrong,
         case.again.get(wrong) == mine if wrong is not None else False,
         tuple(rank for rank in ranks if rank != wrong),
@@ -82,7 +82,7 @@ def judge(case: Case) -> Verdict:
 
 
 def error_of_verdict(
-    verdict: Verdict, stage: int, microbatch: int, step: int, names: list[str]
+    verdict: Judgement, stage: int, microbatch: int, step: int, names: list[str]
 ) -> SilentCorruption:
     """Returns the error for a step; `names` are those of the devices, by rank."""
     what_differs = _listed(verdict.names)

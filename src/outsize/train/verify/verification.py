@@ -48,12 +48,12 @@ from outsize.run.transport.groups import unbound_group
 from outsize.run.transport.process_group import ValuePackets
 from outsize.run.verified.digests import Noted, different
 from outsize.run.verified.repeat import NotRepeated, repeated
-from outsize.run.verified.shown_work import Work, note_weights, note_work, sendable_weights, weights_of
+from outsize.run.verified.shown_work import StageWork, note_weights, note_work, sendable_weights, weights_of
 from outsize.schedules.verified import Check
 from outsize.train.context.run_context import RunContext
 from outsize.train.variants.microbatch_group import PipelineInputs
 from outsize.train.variants.variant import Variant
-from outsize.train.verify.places import CheckPlace, checks_of_turn, costs_of
+from outsize.train.verify.places import VerifiedTurn, checks_of_turn, costs_of
 from outsize.train.verify.verdict import Case, error_of_verdict, judge
 
 TRIALS: Final = 2
@@ -82,9 +82,9 @@ class _Turn:
 
     step: int
     load: PipelineInputs
-    own: Work | None = None
+    own: StageWork | None = None
     own_digests: Mapping[str, int] = field(default_factory=dict)
-    checked: Work | None = None
+    checked: StageWork | None = None
     checked_digests: Mapping[str, int] = field(default_factory=dict)
     found: Mapping[str, int] = field(default_factory=dict)
     given: Mapping[str, Tensor] | None = None
@@ -122,7 +122,7 @@ class Verification:
         self._to, self._from = self._ring[(at + 1) % len(self._ring)], self._ring[at - 1]
         self._names = _insist_on_equal_devices(host, run.device)
         self._turns, self._first = 0, -1
-        self._places: dict[tuple[Check, ...], CheckPlace] = {}
+        self._places: dict[tuple[Check, ...], VerifiedTurn] = {}
         self._tried: set[tuple[int, int]] = set()
         self._turn: _Turn | None = None
 
@@ -148,7 +148,7 @@ class Verification:
         own = checks[self._run.rank]
         place = self._places.get(checks)
         if place is None:
-            place = CheckPlace(checks, own, costs_of(self._run), self._show, self._verify, self._run)
+            place = VerifiedTurn(checks, own, costs_of(self._run), self._show, self._verify, self._run)
             self._places[checks] = place
         self._turns += 1
         return load._replace(verified=place)
@@ -189,7 +189,7 @@ class Verification:
 
     # -- actions -----------------------------------------------------------------------------------------
 
-    def _show(self, place: CheckPlace) -> None:
+    def _show(self, place: VerifiedTurn) -> None:
         """Sends the work that this rank has done to the one that checks it, and tries to repeat it here."""
         turn, record = self._turn, place.record
         assert turn is not None
@@ -212,7 +212,7 @@ class Verification:
             turn.reason = turn.reason or str(error)
             self._packets.send(self._to, {"reason": turn.reason})
 
-    def _try(self, turn: _Turn, variant: Variant, work: Work) -> None:
+    def _try(self, turn: _Turn, variant: Variant, work: StageWork) -> None:
         """Repeats the own work, once for each stage of a program; raises NotRepeated where bits differ."""
         key = variant.number, work.stage
         if key in self._tried:
@@ -225,7 +225,7 @@ class Verification:
                 )
         self._tried.add(key)
 
-    def _verify(self, place: CheckPlace) -> None:
+    def _verify(self, place: VerifiedTurn) -> None:
         """Repeats the work of another rank, and compares."""
         turn = self._turn
         assert turn is not None
@@ -237,7 +237,7 @@ class Verification:
         with self._reporting(turn):
             turn.found = self._repeat(turn, packet["work"], turn.given)
 
-    def _repeat(self, turn: _Turn, work: Work, given: Mapping[str, Tensor] | None) -> dict[str, int]:
+    def _repeat(self, turn: _Turn, work: StageWork, given: Mapping[str, Tensor] | None) -> dict[str, int]:
         variant = _variant_for(turn.load, work)
         program = variant.cut.programs[work.stage]
         make = partial(self._repeats.make, variant, work.stage)
@@ -291,7 +291,7 @@ class Verification:
         stage, microbatch = facts[checked][2]
         raise error_of_verdict(verdict, stage, microbatch, turn.step, self._names).on_all_ranks()
 
-    def _tell(self, third: int, turn: _Turn, work: Work) -> None:
+    def _tell(self, third: int, turn: _Turn, work: StageWork) -> None:
         """Sends work with its weights; None where they cannot be sent."""
         program = turn.load.variants[work.microbatch].cut.programs[work.stage]
         try:
@@ -300,7 +300,7 @@ class Verification:
             self._packets.send(third, None)
 
     def _once_more(
-        self, turn: _Turn, work: Work, given: Mapping[str, Tensor] | None
+        self, turn: _Turn, work: StageWork, given: Mapping[str, Tensor] | None
     ) -> dict[str, int] | None:
         """Returns the digests of a repeat; None where it fails."""
         with self._reporting(turn):
@@ -316,7 +316,7 @@ class Verification:
         return next(iter(same or others), None)
 
 
-def _variant_for(load: PipelineInputs, work: Work) -> Variant:
+def _variant_for(load: PipelineInputs, work: StageWork) -> Variant:
     """Returns the program of the microbatch: the one of this rank with inputs of these shapes."""
     order = sorted(range(len(load.variants)), key=lambda at: at != work.microbatch)
     for at in order:

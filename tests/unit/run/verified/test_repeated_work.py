@@ -18,8 +18,8 @@ from outsize.run.stage.stage import StageExecutor
 from outsize.run.verified.digests import Noted, different
 from outsize.run.verified.repeat import NotRepeated, repeated
 from outsize.run.verified.shown_work import (
-    Record,
     ShownStage,
+    WorkRecord,
     note_weights,
     note_work,
     sendable_weights,
@@ -65,9 +65,9 @@ def cut_of(model: nn.Module, x: Tensor, target: Tensor) -> Cut:
 
 def work_of(
     model: nn.Module, stages: Cut, inputs: list[Tensor], *, split: bool = False
-) -> tuple[Record, dict[str, int]]:
+) -> tuple[WorkRecord, dict[str, int]]:
     """Runs a shown microbatch; returns what was noted, and all digests."""
-    (program,), shown = stages.programs, Record()
+    (program,), shown = stages.programs, WorkRecord()
     stage = ShownStage(StageExecutor(program, model), model, shown)
     went_in = Noted()
     note_weights(went_in, weights_of(program, model))
@@ -83,7 +83,7 @@ def work_of(
     return shown, {**went_in.numbers(), **shown.noted.numbers()}
 
 
-def again(stages: Cut, model: nn.Module, shown: Record) -> dict[str, int]:
+def again(stages: Cut, model: nn.Module, shown: WorkRecord) -> dict[str, int]:
     (program,) = stages.programs
     return repeated(program, lambda: StageExecutor(program, model), model, shown.work, CPU)
 
