@@ -28,7 +28,7 @@ from outsize.ops.rehearsal.small_model import ModelShrinker, Shrunken, SmallMode
 from outsize.ops.rehearsal.small_plan import SmallLayout, kinds_of, small_layout, small_plan, walk
 from outsize.ops.rehearsal.worlds import pairs_met, small_worlds
 from outsize.policies.precisions import FP32
-from outsize.schedules.planned import planned
+from outsize.schedules.builders import planned
 from outsize.train.world.world import visible_accelerators
 
 LIMIT_S: Final = 300.0

@@ -29,8 +29,8 @@ from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.plan import Axes, Plan, Stage, stages_from_bounds
 from outsize.policies.activations import KEEP
 from outsize.run.stage.cut import cut as cut_model
+from outsize.schedules.builders import planned
 from outsize.schedules.message import SENDS
-from outsize.schedules.planned import planned
 from outsize.train.crew.crew import make_schedule
 from outsize.train.variants.instruction_owners import instruction_owners
 

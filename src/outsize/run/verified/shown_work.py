@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from outsize.program.weights.lookup import weight_named
-from outsize.run.stage.base import Gradients, Result, RunnableStage
+from outsize.run.stage.base import Gradients, Result, RunnableStage, StageAround
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import MicrobatchSeed, Seed
 from outsize.run.verified.digests import Noted
@@ -70,12 +70,12 @@ class WorkRecord:
 
 
 @final
-class ShownStage(RunnableStage):
+class ShownStage(StageAround[RunnableStage]):
     """Runs a stage as it is, and notes in a record what it is given and what it computes."""
 
     def __init__(self, stage: RunnableStage, model: nn.Module, record: WorkRecord) -> None:
-        self._stage, self._model, self._record = stage, model, record
-        self.program, self.outer = stage.program, stage.outer
+        super().__init__(stage)
+        self._model, self._record = model, record
         self._grad_scale: Tensor | None = None
 
     @property
@@ -129,15 +129,6 @@ class ShownStage(RunnableStage):
         work = self._record.work
         work.share, work.split = weight, split
         work.gradients = {key: None if g is None else _copied(g) for key, g in gradients.items()}
-
-    def tied_parameter(self, key: int) -> Tensor:
-        return self._stage.tied_parameter(key)
-
-    def forget_casts(self) -> None:
-        self._stage.forget_casts()
-
-    def forget(self) -> None:
-        self._stage.forget()
 
 
 def note_forward(noted: Noted, result: Result) -> None:
