@@ -35,6 +35,7 @@ POLICIES: Final[dict[str, dict[str, Any]]] = {
     "full": {"recompute": "full"},
     "selective": {"recompute": "selective"},
     "offload": {"recompute": "offload"},
+    "streamed": {"recompute": "streamed"},
     "sharded": {"weights": "sharded"},
     "host": {"weights": "host"},
     "host-optimizer": {"weights": "host-optimizer"},

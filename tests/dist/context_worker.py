@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.ir.plan import Plan
+from outsize.policies import heads
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.context.options import EngineOptions
@@ -90,7 +92,7 @@ def axes_of(text: str) -> tuple[str, dict[str, int], dict[str, Any]]:
     axes = {mark.rstrip("0123456789"): int(mark[-1]) for mark in marks if mark[-1].isdigit()}
     options: dict[str, Any] = {"recompute": "none"}
     for mark in marks:
-        if mark in ("full", "selective", "offload"):
+        if mark in ("full", "selective", "offload", "streamed"):
             options["recompute"] = mark
         elif mark == "sharded":
             options["weights"] = mark
@@ -124,11 +126,20 @@ def dtype_of(text: str) -> torch.dtype:
     return torch.float32 if name in SINGLE or text.endswith(":single") else torch.float64
 
 
+@contextmanager
+def gathering(text: str) -> Iterator[None]:
+    """Where the case says so, keys and values are gathered one head at a time, however few they are."""
+    before = heads.PIECE_BYTES
+    heads.PIECE_BYTES = 1 if "heads" in text.split(":") else before  # pyright: ignore
+    yield
+    heads.PIECE_BYTES = before  # pyright: ignore
+
+
 def record_cases(texts: Iterable[str], ranks: int) -> None:
     """Records what the ranks of a launch need, in the process that they are forks of."""
     with recorded_once():
         for text in texts:
-            with all_in(dtype_of(text)):
+            with all_in(dtype_of(text)), gathering(text):
                 model, batch = made(axes_of(text)[0], dtype_of(text), OWN_CASES)
                 plan_of(model, batch, text, ranks)
                 dims = BatchDims(rejection(model, loss_of), loss(batch)["batch_dims"])
@@ -207,7 +218,7 @@ def main(folder: Path, cases: list[str]) -> None:
     world = join()
     found: dict[str, Any] = {}
     for text in cases:
-        with all_in(dtype_of(text)):
+        with all_in(dtype_of(text)), gathering(text):
             found[text] = compared(text, world, folder)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
     leave(world)

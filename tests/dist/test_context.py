@@ -15,6 +15,8 @@ ALONE = (
     "llama",
     "llama:pieces",
     "llama:offload:generated",
+    "llama:heads",
+    "llama:heads:streamed:pieces",
     "shallow:compiled",  # of one layer: each collective ends a graph, and two layers take 20 s to compile
     "t5:pieces",
     "padded",

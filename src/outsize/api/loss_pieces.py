@@ -22,6 +22,7 @@ from outsize.ir.findings import PiecesOfLoss
 from outsize.ir.plan import Plan
 from outsize.planner.evaluate.ranking import BITS
 from outsize.planner.search.relaxations import Relaxation, relaxed
+from outsize.policies.activations import STREAMED
 from outsize.program.loss_in_pieces.rewrite import LossBytes, loss_bytes
 from outsize.train.measure.training_case import TrainingCase
 
@@ -102,6 +103,11 @@ class _Pieces:
             return self.solved(module_pieces)
         return None
 
+    def streamed(self) -> SearchedPlan | None:
+        """Returns what the search finds with wide modules in pieces and blocks on the host."""
+        request = self.request.model_copy(update={"recompute": STREAMED.name})
+        return replace(self, request=request).found(self.sizes.pieces)
+
 
 RELAXATIONS: Final[tuple[Relaxation[_Pieces, SearchedPlan], ...]] = (
     Relaxation(
@@ -117,6 +123,13 @@ RELAXATIONS: Final[tuple[Relaxation[_Pieces, SearchedPlan], ...]] = (
         answers=(NoFeasiblePlan,),
         helps=lambda _: True,
         finds=lambda asked: asked.found(asked.sizes.pieces),
+    ),
+    Relaxation(
+        name="what blocks keep on the host besides",
+        relaxes=frozenset({"loss_pieces", "module_pieces", "recompute"}),
+        answers=(NoFeasiblePlan,),
+        helps=lambda asked: asked.request.recompute is None and asked.request.mesh(1).token_parts > 1,
+        finds=lambda asked: asked.streamed(),
     ),
 )
 """Lists what is given up where a loss in one piece has no plan on any axes; small logits stay whole."""

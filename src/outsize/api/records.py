@@ -385,7 +385,8 @@ class Request(OptionRecord):
     recompute: Annotated[Recompute | None, "'full'"] = None
     """"full" recomputes all activations in the backward, stage by stage, or block by block where a stage
     does not fit; "selective" those of some units, "offload" stores them on the host until their backward,
-    "none" leaves them on the device."""
+    "streamed" so what blocks receive and attention returns, and recomputes the rest block by block, "none"
+    leaves them on the device."""
     weights: Annotated[Weights | None, "'sharded'"] = None
     """"sharded" or "resident" (whole during a step) over `dp_shard`; "host-optimizer" keeps the optimizer
     and its states on the host, "host" weights and gradients as well, "host-activations" also what stages
@@ -401,8 +402,9 @@ class Request(OptionRecord):
     fits, weights on the host. By default sums over replicas or tp may be rounded in another order, where
     a step is shorter for it by more than a prediction's error."""
     kernels: Annotated[Kernels | None, "'compiled'"] = None
-    """The kernels whose seconds the plan tells: "eager" (the default) launches one for each op; "compiled"
-    are inductor's (`compiled=True`), "graphs" are replayed as graphs of the device (`device_graphs=True`),
+    """The kernels whose seconds the plan tells: "eager" (the default) launches one for each op; "flash-3" has
+    the attention that `torch.nn.attention.activate_flash_attention_impl("FA3")` takes; "compiled" are
+    inductor's (`compiled=True`), "graphs" are replayed as graphs of the device (`device_graphs=True`),
     "compiled-graphs" both; "fused" and "fused-graphs" are those of a transformer engine, which outsize does
     not run: for trainings of other systems."""
     bn: Annotated[BatchNormMode | None, "'sync'"] = None

@@ -144,7 +144,8 @@ Kernels = Annotated[
     typer.Option(
         "--kernels",
         help="Stack of kernels whose seconds are told: one for each op (eager, the default), replayed as "
-        "graphs, compiled, or both; fused: those of a transformer engine, which outsize does not run.",
+        "graphs, compiled, or both; flash-3: with FlashAttention-3, which torch is told to take; fused: "
+        "those of a transformer engine, which outsize does not run.",
     ),
 ]
 BatchNorm = Annotated[

@@ -184,8 +184,9 @@ class Unit(Record):
     for each microbatch until the batch is over: what inference returns or caches. The three tuples give
     work by family of ops and pass; they are empty where it was not counted. `divided` is set where the graph
     has `tensor`; `in_sequence` replaces it under sequence parallelism. `row_gather_bytes` is set where the
-    graph has `rows`: bytes of whole tensors that ranks with rows of each sequence gather; so is `row_maxima`,
-    in how many operands of a pass they ask each other for the largest element. `routed_bytes` are
+    graph has `rows`: bytes of whole tensors that ranks with rows of each sequence gather, in pieces of these
+    heads (`row_heads`) where that is not 0; so is `row_maxima`, in how many operands of a pass they ask each
+    other for the largest element. `routed_bytes` are
     the tokens that it gives to experts, each with `choices` of them.
     """
 
@@ -206,6 +207,7 @@ class Unit(Record):
     cast_bytes: int = 0
     lasting_bytes: int = 0
     row_gather_bytes: int = 0
+    row_heads: int = 0
     row_maxima: int = 0
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()

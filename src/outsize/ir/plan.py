@@ -76,7 +76,7 @@ ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 Precision = PrecisionName
 """A precision is stored by its name; policies/precisions.py has its record."""
 BatchNormMode = Literal["micro", "deferred", "sync"]
-Kernels = Literal["eager", "graphs", "compiled", "compiled-graphs", "fused", "fused-graphs"]
+Kernels = Literal["eager", "flash-3", "graphs", "compiled", "compiled-graphs", "fused", "fused-graphs"]
 """A stack of kernels is stored by its name; planner/costs/kernel_stacks.py has its record."""
 # A plan has memory for so many times the mean rank's rows of experts on the fullest rank of ep.
 EXPERT_MARGIN: Final = 1.5
@@ -540,7 +540,7 @@ class Plan(Record):
         """Returns the indices of those units, given by name, that the stage recomputes."""
         policy, patterns = self.activation_policy(stage), self.stages[stage].recomputed
         if not policy.lists_units:
-            return frozenset(range(len(names)) if policy.recomputes_all else ())
+            return frozenset(range(len(names)) if policy.recomputes else ())
         wanted = {name for pattern in patterns for name in unroll(pattern, len(names))}
         return frozenset(u for u, name in enumerate(names) if wanted.intersection(prefixes(name)))
 
@@ -681,7 +681,7 @@ def _beside_slices(plan: Plan) -> str:
         plan.axes.beside_slices: bool(plan.axes.beside_slices),
         "sequence parallelism": plan.sequence_parallel,
         f"weights {plan.weights!r}": plan.weight_policy.on_host or plan.weight_policy.shards_weights,
-        "activations on the host": any(policy.offloads for policy in plan.activation_policies),
+        "activations on the host": any(policy.uses_host for policy in plan.activation_policies),
         "rows of a schedule": bool(plan.actions),
         f"form {plan.form!r}": plan.form != "tape",
         f"bn {plan.bn!r}": plan.bn != "micro",

@@ -5,6 +5,9 @@
                the backward with a second forward
     selective  does so with some of its units                  Korthikanti et al., arXiv 2205.05198, sec. 5
     offload    keeps it on the host                            vDNN: Rhu et al., arXiv 1602.08124, sec. 3
+    streamed   keeps what blocks receive, and what attention   DistFlashAttn: Li et al., arXiv 2310.03294,
+               returns, on the host, and computes the rest of  sec. 3.3, which keeps it on the device
+               a block again before its backward
 
 A plan has a policy (`Plan.recompute`), and each stage may have another one. Everything that the package knows
 of a policy is in its record below: the bytes that wait on the device (`keeps_all`, `offloads`), the seconds
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, final
 
-Recompute = Literal["none", "selective", "full", "offload"]
+Recompute = Literal["none", "selective", "full", "offload", "streamed"]
 
 
 @final
@@ -37,6 +40,8 @@ class ActivationPolicy:
     forwards        how often a forward is computed: twice where the backward begins with a second one
     recomputes_all  the second forward is of the whole stage, before the first gradient
     lists_units     the plan lists the units with a second forward (`Stage.recomputed`)
+    streams_blocks  what each block receives goes to the host behind it, with what attention has returned in
+                    it, which is not computed again, and comes back before its second forward
     actions         the actions that it adds to a row, in the grammar of ir/schedule.py
     searched        the policies that the search offers a stage where this one is asked for, preferred first
     text            what a report says of a stage or a plan that does so; empty for the plain backward
@@ -51,6 +56,7 @@ class ActivationPolicy:
     forwards: int = 1
     recomputes_all: bool = False
     lists_units: bool = False
+    streams_blocks: bool = False
     actions: frozenset[str] = frozenset()
     searched: tuple[Recompute, ...]
     text: str
@@ -62,6 +68,16 @@ class ActivationPolicy:
     def offloads(self) -> bool:
         """Tells whether what autograd saves is on the host until the backward."""
         return "OFFLOAD_F" in self.actions
+
+    @property
+    def in_blocks(self) -> bool:
+        """Returns whether what is recomputed is so block by block."""
+        return self.lists_units or self.streams_blocks
+
+    @property
+    def uses_host(self) -> bool:
+        """Returns whether something waits on the host for its backward."""
+        return self.offloads or self.streams_blocks
 
     @property
     def recomputes(self) -> bool:
@@ -116,13 +132,24 @@ OFFLOAD: Final = ActivationPolicy(
     share_text="on the host",
     help="they are stored on the host",
 )
+STREAMED: Final = ActivationPolicy(
+    name="streamed",
+    paper="Li et al., arXiv 2310.03294, sec. 3.3",
+    forwards=2,
+    streams_blocks=True,
+    searched=("streamed",),
+    text="recomputed block by block, but attention, from the host",
+    block_text="recomputed block by block, but attention, from the host",
+    share_text="all but attention",
+    help="what blocks receive and attention returns is stored on the host, the rest is recomputed",
+)
 # What the search offers a stage where nothing is asked for, the preferred one first.
 OPEN: Final = SELECTIVE.searched
 # A stage that needs no list of units keeps all of its activations or recomputes all.
 WHOLE_STAGE: Final[tuple[Recompute, ...]] = (KEEP.name, RECOMPUTE.name)
 
 _POLICIES: Final[Mapping[str, ActivationPolicy]] = MappingProxyType(
-    {policy.name: policy for policy in (KEEP, RECOMPUTE, SELECTIVE, OFFLOAD)}
+    {policy.name: policy for policy in (KEEP, RECOMPUTE, SELECTIVE, OFFLOAD, STREAMED)}
 )
 
 
@@ -156,6 +183,11 @@ def by_units(names: Iterable[Recompute]) -> bool:
     return any(activation_policy(name).lists_units for name in names)
 
 
+def any_in_blocks(names: Iterable[Recompute]) -> bool:
+    """Tells whether under one of these policies a stage may hold one block at a time in its backward."""
+    return any(activation_policy(name).in_blocks for name in names)
+
+
 def any_offloads(names: Iterable[Recompute]) -> bool:
     """Tells whether one of these policies has activations on the host."""
-    return any(activation_policy(name).offloads for name in names)
+    return any(activation_policy(name).uses_host for name in names)

@@ -109,7 +109,7 @@ class WeightPolicy:
         """
         if self.activations is not None:
             return activations == self.activations
-        return not (self.on_host and activation_policy(activations).offloads)
+        return not (self.on_host and activation_policy(activations).uses_host)
 
     def allowed(self, activations: Iterable[Recompute]) -> tuple[Recompute, ...]:
         """Returns those of these policies of activations that run with it."""

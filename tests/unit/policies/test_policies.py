@@ -92,7 +92,7 @@ def test_a_stage_that_keeps_nothing_else_is_searched_as_it_is_asked_for() -> Non
 
 def test_a_second_forward_takes_its_seconds() -> None:
     seconds = {policy.name: policy.compute_s(1.0, 2.0) for policy in activation_policies()}
-    assert seconds == {"none": 3.0, "selective": 4.0, "full": 4.0, "offload": 3.0}
+    assert seconds == {"none": 3.0, "selective": 4.0, "full": 4.0, "offload": 3.0, "streamed": 4.0}
 
 
 def test_states_are_divided_over_replicas_and_over_ranks_that_share_sequences() -> None:

@@ -17,6 +17,7 @@ from outsize.errors import BadOption
 from outsize.ir.graph import ModelGraph, RowFacts
 from outsize.program.liveness import live
 from outsize.program.sharding.axis_group import CountedGroup, collective_of
+from outsize.program.sharding.context_parallel.calls import IN_PIECES
 from outsize.program.sharding.context_parallel.row_tape import row_tape
 from outsize.program.sharding.context_parallel.rows import by_rows
 from outsize.program.sharding.scaled_linear import SCALED
@@ -49,7 +50,7 @@ def with_rows(captured: Captured, model: nn.Module, ranks: int) -> ModelGraph:
         return ModelGraph(**fields)
     local = row_tape(tape, rows, dict(model.named_modules()), CountedGroup(RankPosition(0, ranks)))
     alive = live(local, local.output_slots() if local.loss is None else (local.loss.slot,))
-    gathered, maxima = Counter[int](), Counter[int]()
+    gathered, maxima, heads = Counter[int](), Counter[int](), Counter[int]()
     for instruction in local.instructions:
         call = collective_of(instruction)
         if call is None or not alive[instruction.index]:
@@ -57,9 +58,20 @@ def with_rows(captured: Captured, model: nn.Module, ranks: int) -> ModelGraph:
         unit = bisect_right(captured.starts, instruction.origin) - 1
         if call.name == "gather":
             gathered[unit] += sum(local.metas[slot].size_bytes for slot in instruction.defines())
+        if call.name == IN_PIECES:
+            # The slots of both tapes are the same: those of keys and values are whole in the tape of one.
+            keys = [tape.metas[each.slot] for each in instruction.args[1:3]]
+            gathered[unit] += sum(meta.size_bytes for meta in keys)
+            heads[unit] += keys[0].shape[-3]
         maxima[unit] += call.name == SCALED
     units = [
-        u.model_copy(update={"row_gather_bytes": gathered[u.index], "row_maxima": maxima[u.index]})
+        u.model_copy(
+            update={
+                "row_gather_bytes": gathered[u.index],
+                "row_heads": heads[u.index],
+                "row_maxima": maxima[u.index],
+            }
+        )
         for u in graph.units
     ]
     fields |= {"units": tuple(units), "rows": RowFacts(tokens=rows.tokens)}

@@ -236,7 +236,7 @@ class PlanRequest(AskedAxes):
             "a schedule of one's own": bool(self.actions),
             f"chunks={self.chunks}": (self.chunks or 1) > 1,
             f"weights={self.weights!r}": self.weight_policy.on_host or self.weight_policy.shards_weights,
-            f"recompute={self.recompute!r}": self.activation_policy.offloads,
+            f"recompute={self.recompute!r}": self.activation_policy.uses_host,
             f"bn={self.bn!r}": self.bn != "micro",
         }
         others = [what for what, is_asked in beside.items() if is_asked]

@@ -55,6 +55,6 @@ def _functions(graph: ModelGraph, plan: Plan) -> int:
     names = [unit.name for unit in graph.units]
     block_of, count = blocks(names), dict[str, int]()
     for number, stage in enumerate(plan.stages):
-        chosen = plan.recomputed(number, names) if plan.activation_policy(number).lists_units else ()
+        chosen = plan.recomputed(number, names) if plan.activation_policy(number).in_blocks else ()
         count[stage.device] = count.get(stage.device, 0) + max(1, len(segments(block_of, chosen)))
     return max(count.values())

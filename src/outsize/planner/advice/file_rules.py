@@ -82,7 +82,8 @@ def _is_trial(reason: Reason, plan: Plan, microbatches: int) -> bool:
 
 
 def _recompute(plan: Plan, expected: Expected) -> Iterator[SecondForward]:
-    if not activation_policy(plan.recompute).recomputes:
+    policy = activation_policy(plan.recompute)
+    if not policy.recomputes or policy.streams_blocks:
         return
     forward_s = sum(f.forward_s for f in expected.stages)
     yield SecondForward(gain=forward_s / sum(f.forward_s + f.backward_s for f in expected.stages))

@@ -20,7 +20,7 @@ from outsize.planner.layout.tensor_parallel import SavedBytes
 from outsize.planner.memory.headroom import room_bytes
 from outsize.planner.memory.optimizer_states import OptimizerBytes
 from outsize.planner.memory.range_tables import Bytes, bytes_of_units
-from outsize.policies.activations import Recompute, by_units, saves_memory
+from outsize.policies.activations import Recompute, any_in_blocks, saves_memory
 
 # This index selects all entries of sums over the units before each.
 EACH: Final = slice(None)
@@ -95,7 +95,7 @@ class MemoryBounds:
         if layout.hosted:
             return True
         least = self.bytes_of(layout)
-        acting = 0.0 if by_units(recompute) else least.saved / layout.chunks
+        acting = 0.0 if any_in_blocks(recompute) else least.saved / layout.chunks
         updating = self._updating(layout, -1) - least.casts
         return least.fixed + least.gradients + max(acting, updating) <= sum(rooms)
 
@@ -103,7 +103,7 @@ class MemoryBounds:
         """Returns what each stage may hold in these options."""
         least = self.bytes_of(layout, EACH)
         graded, options = least.fixed + least.gradients, saves_memory(recompute)
-        anew = 0.0 * least.saved if by_units(recompute) else least.saved
+        anew = 0.0 * least.saved if any_in_blocks(recompute) else least.saved
         updating = graded - least.casts + self._updating(layout, EACH)
         return Room(least.fixed, graded, updating, least.saved, anew, room_bytes, options)
 

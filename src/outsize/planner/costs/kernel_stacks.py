@@ -3,6 +3,7 @@
 A forward is recorded op by op, as PyTorch runs it. What runs in the end depends on the stack of kernels:
 
     eager            a kernel for each op, launched from Python and autograd
+    flash-3          the same, with the attention that torch is told to take: FlashAttention-3
     graphs           the same kernels, replayed as a graph of the device (`device_graphs=`)
     compiled         inductor's kernels, launched by its wrapper (`compiled=`)
     compiled-graphs  inductor's kernels, replayed as a graph
@@ -12,8 +13,8 @@ A forward is recorded op by op, as PyTorch runs it. What runs in the end depends
     fused-graphs     the same kernels, replayed as a graph
 
 A stack is one record, which changes recorded works (`of_graph`) and the host's seconds for an op (`on`).
-Whoever prices sees a graph and a cluster, and knows of no stack. outsize runs the first four; the last two
-are those of other systems, and are asked for (`Request(kernels=...)`).
+Whoever prices sees a graph and a cluster, and knows of no stack. outsize runs those before `fused`; the last
+two are those of other systems. They are asked for (`Request(kernels=...)`), as is what a user tells torch.
 
     of all ops by elements and reductions in one pass of a unit one kernel is left, and of their bytes those
     that cross its border:    forward    what the unit takes and gives
@@ -127,7 +128,7 @@ class KernelStack(Record):
     def of_graph(self, graph: ModelGraph) -> ModelGraph:
         """Returns the graph with the works of this stack's kernels; itself where they are those of ops."""
         if self.kernels.single == 1:
-            return graph
+            return _with_flash_attention(graph) if self.kernels.library_attention else graph
         if self.kernels.saves_as_read:
             graph = _frozen_as_read(_saved_as_read(graph), self.operand_orders)
         if self.kernels.library_scales:
@@ -197,6 +198,20 @@ class KernelStack(Record):
             reached = figure_of("matmul", device.kind)
             update["product_share"] = reached * figure_of("sustained_matmul", device.kind)
         return device.model_copy(update=update)
+
+
+def _with_flash_attention(graph: ModelGraph) -> ModelGraph:
+    """Returns the graph whose attention computes its softmax while it multiplies other rows."""
+
+    def hidden(works: Sequence[Work]) -> tuple[Work, ...]:
+        return tuple(
+            work.model_copy(update={"instructions": 0}) if work.family == "attention" else work
+            for work in works
+        )
+
+    passes = "forward", "backward_input", "backward_weight"
+    units = (u.model_copy(update={name: hidden(getattr(u, name)) for name in passes}) for u in graph.units)
+    return _changed(graph, units=tuple(units))
 
 
 def _borders(graph: ModelGraph) -> tuple[list[int], list[int], list[int]]:

@@ -68,17 +68,18 @@ class Sharing:
     """Holds what a graph says about the share of each device of a group; it is the same for every mesh.
 
     `passes` are the distinct passes; unit u has `passes[pass_of[u]]`. `divided` is the share of each unit's
-    work that tp splits. `units` say what tp ranks reduce and gather. `keys` maps units to the
-    bytes of keys and values that cp ranks gather, `maxima` to the operands of which they ask each other for
-    the largest element, in each pass. `blocks` are the first units of the blocks in which a host
-    catches up. `hiding` maps units to those whose weights' gradients are computed while their collective
-    runs. `parameter_bytes`: of all weights, and of those that tp leaves whole.
+    work that tp splits. `units` say what tp ranks reduce and gather. `keys` maps units to the bytes of keys
+    and values that cp ranks gather, those `in_pieces` once more in the backward, `maxima` to the operands of
+    which they ask each other for the largest element, in each pass. `blocks` are the first units of the
+    blocks in which a host catches up. `hiding` maps units to those whose weights' gradients are computed
+    while their collective runs. `parameter_bytes`: of all weights, and of those that tp leaves whole.
     """
 
     parameter_bytes: tuple[int, int]
     units: Sequence[ShardedFraction]
     divided: NDArray[np.float64]
     keys: Mapping[int, int]
+    in_pieces: frozenset[int]
     maxima: Mapping[int, int]
     passes: tuple[WorkPasses, ...]
     pass_of: NDArray[np.int64]
@@ -97,7 +98,8 @@ class Sharing:
         hiding = dict(_hiding(graph))
         keys = {unit.index: unit.row_gather_bytes for unit in graph.units if unit.row_gather_bytes}
         maxima = {unit.index: unit.row_maxima for unit in graph.units if unit.row_maxima}
-        return cls(sizes, units, divided, keys, maxima, passes, pass_of, blocks, hiding)
+        in_pieces = frozenset(unit.index for unit in graph.units if unit.row_heads > 1)
+        return cls(sizes, units, divided, keys, in_pieces, maxima, passes, pass_of, blocks, hiding)
 
     def weights_bytes(self, tp: int) -> int:
         """Returns the weight bytes of one of `tp` tensor-parallel ranks."""
@@ -329,7 +331,9 @@ def _with_gathers(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster:
     tp, ranks = layout.axes.tp, range(0, layout.microbatch_ranks, layout.axes.tp)
     forward, backward_input = parts.forward.copy(), parts.backward_input.copy()
     for unit, size in sharing.keys.items():
-        forward[unit] += collective_s("all_gather", size // tp, ranks, cluster)
+        gathered_s = collective_s("all_gather", size // tp, ranks, cluster)
+        forward[unit] += gathered_s
+        backward_input[unit] += gathered_s if unit in sharing.in_pieces else 0.0
         backward_input[unit] += collective_s("reduce_scatter", size // tp, ranks, cluster)
     asks_s = collective_s("all_reduce", _MAXIMA_BYTES, ranks, cluster)
     for unit, asked in sharing.maxima.items():

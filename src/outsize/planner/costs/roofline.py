@@ -93,6 +93,17 @@ def passes_of(unit: Unit) -> WorkPasses:
     return unit.forward, unit.backward_input, unit.backward_weight
 
 
+def attention_shares(graph: ModelGraph, device: Device) -> NDArray[np.float64]:
+    """Returns the share of each unit's forward in which attention computes, whose results may be kept."""
+    passes, pass_of = distinct_passes(graph)
+    shares = list[float]()
+    for forward, *_ in passes:
+        attention = [work for work in forward if work.family == "attention"]
+        whole_s = seconds(forward, device)
+        shares.append(seconds(attention, device) / whole_s if attention and whole_s else 0.0)
+    return np.array(shares, np.float64)[pass_of]
+
+
 def mean_ops(graph: ModelGraph, device: Device) -> float:
     """Returns the host's work for the forward and the backward of one microbatch, in ops of mean length."""
     curves = default_of(device)

@@ -110,10 +110,10 @@ class UnitSeconds:
         known = self.waits or (np.zeros_like(self.forward), np.zeros_like(self.forward))
         return replace(self, waits=(known[0] + forward, known[1] + backward))
 
-    def recomputed(self) -> Self:
-        """Returns the seconds when a backward begins with a second forward."""
+    def recomputed(self, kept: Seconds | float = 0.0) -> Self:
+        """Returns the seconds when a backward begins with a second forward, but for so many seconds of it."""
         waits = self.waits and (self.waits[0], self.waits[0] + self.waits[1])
-        return replace(self, backward_input=self.backward_input + self.forward, waits=waits)
+        return replace(self, backward_input=self.backward_input + self.forward - kept, waits=waits)
 
     def merged(self, ends: Sequence[int]) -> Self:
         """Returns the seconds of pieces of units; `ends` begins with 0 and ends with n."""

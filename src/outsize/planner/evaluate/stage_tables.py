@@ -13,19 +13,23 @@ from typing import final
 import numpy as np
 
 from outsize.ir.cluster import Device
+from outsize.ir.hardware.devices import host_link
 from outsize.planner.costs.cache import Cache
 from outsize.planner.costs.coarsening import between_blocks, coarse_graph, coarse_profile, pieces
+from outsize.planner.costs.roofline import attention_shares
+from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.device_groups import DeviceGroups
 from outsize.planner.evaluate.unit_prices import UnitPrices, model_key, spread_key
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
 from outsize.planner.memory.range_tables import owned_gradients, owners_update
-from outsize.planner.memory.recomputed_blocks import block_ranges
+from outsize.planner.memory.recomputed_blocks import StreamedBytes, block_ranges, streamed_ranges
 from outsize.planner.memory.sharded import GatheredBytes, KeyBytes, UnshardedBytes, WholeBytes, device_tables
 from outsize.planner.offload.host_traffic import hosted
 from outsize.planner.partition.feasibility import none_fits
-from outsize.planner.partition.stage_prices import PricedModel
-from outsize.policies.activations import KEEP, SELECTIVE, Recompute, activation_policy
+from outsize.planner.partition.stage_prices import PricedModel, copy_link
+from outsize.policies.activations import KEEP, Recompute, activation_policy
+from outsize.policies.heads import TIMES_A_PIECE, piece_bytes
 
 Ends = tuple[int, ...]
 """Holds the first unit of each piece, then the number of units."""
@@ -108,7 +112,7 @@ class StageTables:
         if layout.hosted:
             whole, blocks = self._undivided_case(layout, device), self._units.blocks(layout, device)
             return hosted(whole, blocks, self.ends(layout), layout, self._groups.cluster, recompute)
-        if policy.keeps_all or policy.lists_units:
+        if policy.keeps_all or policy.in_blocks:
             key = *spread_key(layout), layout.shards, device.kind, recompute, self._arranged_ends.get(layout)
             key = *key, self._replicas_returned(layout)
             made = self._cache.once(
@@ -120,8 +124,10 @@ class StageTables:
     def _divided(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns the tables with what each device of a group holds of a rank's bytes."""
         whole, seconds = self._undivided_case(layout, device), self._units.seconds(layout, device)
-        if activation_policy(recompute).lists_units:
-            whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
+        policy = activation_policy(recompute)
+        if policy.in_blocks:
+            whole = self._in_blocks(layout, device, recompute)
+            seconds = self._streamed(layout, device) if policy.streams_blocks else seconds.recomputed()
         styled, gathered = self._units.graph(layout).tensor is not None, self._unsharded(layout)
         ranges = device_tables(whole.ranges, layout, self._keys(layout, recompute), gathered, styled)
         if self._optimizer.couples and layout.shards > 1:
@@ -131,12 +137,15 @@ class StageTables:
     def _keys(self, layout: Layout, recompute: Recompute) -> KeyBytes:
         """Returns what context parallelism gathers in each piece of the model, where the layout has it."""
         units, starts = self._units.graph(layout).units, self.ends(layout)[:-1]
-        per_unit = np.zeros(len(units), np.int64)
-        sums = np.array([u.weight_sum_bytes for u in units], np.int64)
+        per_unit, lasting = (np.zeros(len(units), np.int64) for _ in range(2))
+        sums, tp = np.array([u.weight_sum_bytes for u in units], np.int64), layout.axes.product_parts
+        keeps_all = activation_policy(recompute).keeps_all
         for unit, size in self._units.sharing(layout).keys.items() if layout.axes.token_parts > 1 else ():
-            per_unit[unit] = size // layout.axes.product_parts
-        whole = np.add.reduceat(per_unit, starts), np.maximum.reduceat(sums, starts)
-        return KeyBytes(*whole, kept=activation_policy(recompute).keeps_all)
+            heads = units[unit].row_heads // tp
+            per_unit[unit] = size // tp if heads <= 1 else TIMES_A_PIECE * piece_bytes(heads, size // tp)
+            lasting[unit] = size // tp if heads <= 1 and keeps_all else 0
+        whole, kept = (np.add.reduceat(sizes, starts) for sizes in (per_unit, lasting))
+        return KeyBytes(whole, np.maximum.reduceat(sums, starts), kept)
 
     def _unsharded(self, layout: Layout) -> UnshardedBytes | None:
         """Returns what is gathered for a moment, where weights are sharded."""
@@ -181,16 +190,34 @@ class StageTables:
         split = np.array([unit.backward_weight_s > 0 for unit in profile.units], np.int64)
         return replace(case, split_units=np.add.reduceat(split, ends[:-1]))
 
-    def _in_blocks(self, layout: Layout, device: Device) -> PricedModel:
+    def _in_blocks(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns the same when all units are recomputed block by block."""
+        tables = streamed_ranges if activation_policy(recompute).streams_blocks else block_ranges
 
         def made() -> PricedModel:
             whole = self._undivided_case(layout, device)
             graph, profile = self._units.of_rank(layout)
             gradients = owned_gradients(graph, self._optimizer)
-            ranges = block_ranges(whole.ranges, graph, profile, gradients, self.ends(layout))
-            return replace(whole, ranges=ranges, recompute=SELECTIVE.name)
+            ranges = tables(whole.ranges, graph, profile, gradients, self.ends(layout))
+            return replace(whole, ranges=ranges, recompute=recompute)
 
         key = *model_key(layout), device.kind, self._arranged_ends.get(layout)
-        key = *key, self._replicas_returned(layout)
+        key = *key, self._replicas_returned(layout), recompute
         return self._cache.once(("undivided case in blocks", *key), made)
+
+    def _streamed(self, layout: Layout, device: Device) -> UnitSeconds:
+        """Returns the seconds of units whose blocks are streamed: attention is computed once, and copies are
+        seen as far as a block computes for a shorter time.
+        """
+        graph, _ = self._units.of_rank(layout)
+        axes, link, once = layout.axes, copy_link(device), self._units.seconds(layout, device)
+        waits = 0.0 if once.waits is None else once.waits[0]
+        again = once.recomputed(attention_shares(graph, device) * (once.forward - waits))
+        away, beside = StreamedBytes.of(graph), host_link(device) is not None
+        left = axes.token_parts * (1 if graph.tensor is not None else axes.product_parts)
+        seen = np.zeros((2, len(graph.units)))
+        for (a, b), kept_bytes in zip(away.parts, (away.kept // left).tolist(), strict=True):
+            copied_s = link.seconds(kept_bytes) if kept_bytes else 0.0
+            for row, passed_s in zip(seen, (again.forward, again.backward), strict=True):
+                row[b - 1] = max(0.0, copied_s - float(passed_s[a:b].sum()) * beside)
+        return again.plus(*seen)

@@ -11,6 +11,11 @@ and last used inside and are read by a segment that begins at a or before. Then
                    its units k: saved by a..k + H(k, end)           gradients in the backward of k
                    its second forward + C(b, end)                  gradients that exist after unit b went back
 
+Where blocks are streamed (policies/activations.py), a memory that one later segment alone reads is on the
+host between its use in the forward and that segment's backward, and so is what attention has returned. Beside
+each segment the device then holds what one other segment keeps there, which leaves or comes, and in a
+backward what the segment itself has received.
+
 H and C depend on `end` alone, and what a segment saves depends on where it begins: so a segment adds one row
 of numbers over `end` to a rectangle of K. Sums over memories are corners of a table, then cumulative sums.
 
@@ -24,11 +29,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Final, final
+from typing import Final, Self, final
 
 import numpy as np
 
-from outsize.ir.graph import ModelGraph
+from outsize.ir.graph import SMALL_BYTES, ModelGraph, Unit
 from outsize.ir.profile import Profile
 from outsize.ir.units.recompute_segments import Run, blocks, segments
 from outsize.planner.memory.activations import (
@@ -52,7 +57,7 @@ class _BlockStorage:
     include it (`saved_by`, -1: none).
 
     `since`: the first unit that autograd saves it for. `read`: where the first later segment that uses it
-    begins. Both are n where there is none.
+    begins. Both are n where there is none. `away`: it waits for that segment on the host.
     """
 
     size_bytes: int
@@ -61,6 +66,43 @@ class _BlockStorage:
     saved_by: int
     since: int
     read: int
+    away: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamedBytes:
+    """Holds for each segment of a model what it keeps on the host: what it has received, and what attention
+    returns in it.
+    """
+
+    parts: tuple[Run, ...]
+    received: Bytes
+    results: Bytes
+
+    @classmethod
+    def of(cls, graph: ModelGraph) -> Self:
+        """Returns those of a graph all of whose units are recomputed block by block."""
+        parts = segments(blocks([u.name for u in graph.units]), range(len(graph.units)))
+        part_of = np.repeat(np.arange(len(parts)), [b - a for a, b in parts])
+        first_of = {a: place for place, (a, _) in enumerate(parts)}
+        received, results = (np.zeros(len(parts), np.int64) for _ in range(2))
+        for store in _stores(graph, parts, streams=True):
+            if store.away:
+                received[first_of[store.read]] += store.size_bytes
+            if _attends(graph.units[store.made]):
+                results[part_of[store.made]] += store.size_bytes
+        return cls(parts, received, results)
+
+    @property
+    def kept(self) -> Bytes:
+        """Returns all that each segment keeps on the host."""
+        return self.received + self.results
+
+
+def _attends(unit: Unit) -> bool:
+    """Returns whether a unit computes attention, whose results are kept."""
+    return any(work.family == "attention" for work in unit.forward)
 
 
 def block_ranges(
@@ -71,7 +113,31 @@ def block_ranges(
 
     `gradients` of the weights that each unit owns; `ends`: first unit of each piece, then their number.
     """
-    tables = _Tables(graph, profile, gradients, np.array(ends))
+    return _with_blocks(whole, _Tables(graph, profile, gradients, np.array(ends)))
+
+
+def streamed_ranges(
+    whole: RangeTables, graph: ModelGraph, profile: Profile, gradients: Bytes, ends: Sequence[int]
+) -> RangeTables:
+    """Returns the same where the host has what blocks keep."""
+    tables, away = _Tables(graph, profile, gradients, np.array(ends), streams=True), StreamedBytes.of(graph)
+    made, moving = _with_blocks(whole, tables), int(away.kept.max())
+    behind = moving + int(away.received.max())
+    # A segment counts for the run that it begins in.
+    first = np.searchsorted(np.array(ends), [a for a, _ in away.parts], side="right") - 1
+    kept = np.zeros(len(ends), np.int64)
+    np.add.at(kept, first, away.kept)
+    sums = np.append(0, np.cumsum(kept[:-1]))
+    return replace(
+        made,
+        forward=made.forward + moving,
+        backward=made.backward + behind,
+        first_backward=made.first_backward + behind,
+        on_host=np.triu(sums[None, :] - sums[:, None]),
+    )
+
+
+def _with_blocks(whole: RangeTables, tables: _Tables) -> RangeTables:
     names = ("saved", "backward", "first_backward")
     changed = dict(zip(names, tables.backward(), strict=True), forward=tables.forward())
     nothing = dict.fromkeys(("saved_boundary", "saved_sent"), np.zeros_like(whole.saved))
@@ -82,10 +148,12 @@ def block_ranges(
 class _Tables:
     """Computes the tables of all runs; rows are first pieces, columns are end pieces."""
 
-    def __init__(self, graph: ModelGraph, profile: Profile, gradients: Bytes, ends: Bytes) -> None:
+    def __init__(
+        self, graph: ModelGraph, profile: Profile, gradients: Bytes, ends: Bytes, *, streams: bool = False
+    ) -> None:
         self._n, self._ends, self._in_loop = len(graph.units), ends, graph.in_loop
         self._parts = segments(blocks([u.name for u in graph.units]), range(self._n))
-        self._stores = _stores(graph, self._parts)
+        self._stores = _stores(graph, self._parts, streams=streams)
         self._workspace = np.array([c.workspace_bytes for c in profile.units], np.int64)
         own = own_bytes(graph.units, profile.units)
         for store in (s for s in self._stores if s.saved_by >= 0):
@@ -98,7 +166,7 @@ class _Tables:
         """Returns the bytes at the worst unit of the forward."""
         table = self._corners(self._n + 1, len(self._ends))
         for s in self._stores:
-            last = self._n if s.read < self._n else s.used[-1]
+            last = self._n if s.read < self._n and not s.away else s.used[-1]
             add(table, (s.made, last), (0, self._starting(s.made)), s.size_bytes)
         held = filled(table)[: self._n] + self._workspace[:, None]
         inside = np.arange(self._n)[:, None] >= self._ends
@@ -114,7 +182,7 @@ class _Tables:
         reading = {at: list(group) for at, group in groupby(self._by_reader(), key=lambda s: s.read)}
         made = {at: list(group) for at, group in groupby(self._stores, key=lambda s: s.made)}
         for a, b in self._parts:
-            for s in reading.get(a, ()):
+            for s in (store for store in reading.get(a, ()) if not store.away):
                 saved[: self._starting(s.made) + 1, self._behind(s.used[-1]) :] += s.size_bytes
             rows = self._starting(a) + 1
             inner: list[int] = self._ends[rows : self._behind(b - 1)].tolist()
@@ -201,8 +269,8 @@ class _Tables:
         return self._starting(unit) + 1
 
 
-def _stores(graph: ModelGraph, parts: Sequence[Run]) -> list[_BlockStorage]:
-    """Returns the memories in the order of the units that make them."""
+def _stores(graph: ModelGraph, parts: Sequence[Run], *, streams: bool) -> list[_BlockStorage]:
+    """Returns the memories in the order of the units that make them; `streams` says that some go away."""
     n = len(graph.units)
     start_of = np.repeat([a for a, _ in parts], [b - a for a, b in parts]).tolist()
     storages: list[_BlockStorage] = []
@@ -211,8 +279,12 @@ def _stores(graph: ModelGraph, parts: Sequence[Run]) -> list[_BlockStorage]:
         keepers = (first_view.saved_by, *first_view.also_saved_by) if first_view.saved_by >= 0 else ()
         read = (start_of[unit] for unit in storage.used if start_of[unit] > storage.made)
         since, first = min(keepers, default=n), next(read, n)
+        readers = {start_of[unit] for unit in storage.used}
+        away = streams and first < n and readers == {first} and storage.size_bytes >= SMALL_BYTES
         storages.append(
-            _BlockStorage(storage.size_bytes, storage.made, storage.used, first_view.saved_by, since, first)
+            _BlockStorage(
+                storage.size_bytes, storage.made, storage.used, first_view.saved_by, since, first, away
+            )
         )
     return sorted(storages, key=lambda store: store.made)
 

@@ -11,7 +11,9 @@
                        A product gathers its input, in the forward and once more in the backward
     context            activations are divided by tokens: 1 / shards; weights, gradients and states are whole.
                        Attention holds the keys and values of all tokens until its backward, where their
-                       gradients are as large; what is recomputed holds those of one unit
+                       gradients are as large; what is recomputed holds those of one unit, and attention by
+                       pieces of heads those of a piece three times: as they are, their gradients, and those
+                       in the order in which ranks add them up
 
 Shares are rounded up, as on the first device. Buffers and the batch are whole on every device.
 
@@ -183,22 +185,21 @@ def tensor_parallel(ranges: RangeTables, shards: int) -> RangeTables:
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyBytes:
     """Holds what ranks that share tokens have whole: the bytes of keys and values that the attention of each
-    unit reads, `kept` until its backward or only while a unit is computed; and the `sums` of gradients of
-    weights that its backward holds beside the gradients themselves.
+    unit has at once, and of those that it reads the `lasting` ones, which it keeps until its backward; and
+    the `sums` of gradients of weights that its backward holds beside the gradients themselves.
     """
 
     per_unit: Bytes
     sums: Bytes
-    kept: bool = True
+    lasting: Bytes
 
     def gathered(self, shards: int) -> tuple[Bytes, Bytes]:
         """Returns for all runs what a device holds of other devices' keys and values: all, and at most in a
         unit.
         """
-        others = self.per_unit - self.per_unit // shards
-        sums = np.append(0, np.cumsum(others))
-        every = np.triu(sums[None, :] - sums[:, None]) if self.kept else np.zeros_like(largest(others))
-        return every, largest(others)
+        most, lasting = (size - size // shards for size in (self.per_unit, self.lasting))
+        sums = np.append(0, np.cumsum(lasting))
+        return np.triu(sums[None, :] - sums[:, None]), largest(most)
 
 
 def context_parallel(ranges: RangeTables, shards: int, keys: KeyBytes) -> RangeTables:
@@ -207,7 +208,7 @@ def context_parallel(ranges: RangeTables, shards: int, keys: KeyBytes) -> RangeT
         return ranges
     every, most = keys.gathered(shards)
     shared = "saved", "saved_small", "saved_boundary", "saved_sent", "received", "sent", "between_halves"
-    divided = {name: _share(getattr(ranges, name), shards) for name in shared}
+    divided = {name: _share(getattr(ranges, name), shards) for name in (*shared, "on_host")}
     # Gradients of tied weights are whole: those that cross the end of a run are what the rest receives.
     tied = {"gradient_in": ranges.replicas[:, -1], "gradient_out": ranges.replicas}
     for name, size in tied.items():
@@ -238,6 +239,7 @@ _DIVIDED = (
         "first_backward",
         "between_halves",
         "split_backward",
+        "on_host",
     ),
     *("received", "sent", "gradient_in", "gradient_out"),
 )

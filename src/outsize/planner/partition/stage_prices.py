@@ -119,7 +119,7 @@ class PricedModel:
         policy = activation_policy(recompute)
         if not policy.offloads:
             return self.fully_recomputed() if policy.recomputes else self
-        copies = device and _copy_link(device)
+        copies = device and copy_link(device)
         return replace(self, ranges=self.ranges.offloaded(), recompute=recompute, copies=copies)
 
     @property
@@ -206,7 +206,7 @@ class Pipeline:
         return max(busy_s.values())
 
 
-def _copy_link(device: Device) -> Link:
+def copy_link(device: Device) -> Link:
     """Returns the device's link to its host; a CPU reads and writes its own memory."""
     own = Link(name="memory", latency_s=0.0, bytes_per_s=device.bytes_per_s / 2)
     return host_link(device) or own

@@ -23,9 +23,9 @@ from outsize.planner.memory.memory_samples import with_memory_samples
 from outsize.planner.search import sliced
 from outsize.planner.search.caveats import with_narrow_sums
 from outsize.planner.strategies import host_computed, host_one_device, host_round_robin
-from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons, offloads
+from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons
 from outsize.planner.strategies.selective_recompute import Units, counted, recomputing, selective_reasons
-from outsize.policies.activations import OFFLOAD, OPEN, WHOLE_STAGE
+from outsize.policies.activations import OPEN, WHOLE_STAGE
 from outsize.schedules.families import DEFAULT
 
 
@@ -43,7 +43,8 @@ def _price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     if plan.host_stages:
         return host_computed.priced(plan, *in_plans_order(plan, graph, profile), cluster)
     if plan.streams:
-        check_recompute(OFFLOAD.name if offloads(plan) else None, plan.weights)
+        away = [policy.name for policy in plan.activation_policies if policy.uses_host]
+        check_recompute(away[0] if away else None, plan.weights)
         hosts = host_one_device.priced if plan.axes.pp == 1 else host_round_robin.priced
         return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
@@ -128,7 +129,7 @@ def candidate_of(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Clust
     by_blocks = {s for s, units in chosen.items() if len(units) == bounds[s + 1] - bounds[s]}
     policies = plan.activation_policies
     offered = OPEN if by_blocks else WHOLE_STAGE
-    offered = (*offered, OFFLOAD.name) if offloads(plan) else offered
+    offered = (*offered, *dict.fromkeys(policy.name for policy in policies if policy.uses_host))
     pipeline = pricing.pipeline(layout, offered, places)
     assert pipeline is not None, "there are groups"
     choices = [

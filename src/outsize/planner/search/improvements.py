@@ -21,6 +21,7 @@ from outsize.planner.search.branch_and_bound import SOON, BranchAndBound, Search
 from outsize.planner.search.incumbents import Incumbents
 from outsize.planner.strategies.activation_offload import may_offload, or_offloaded
 from outsize.planner.strategies.recompute_and_cut import may_recompute_units, selective
+from outsize.planner.strategies.streamed_blocks import may_stream, or_streamed
 from outsize.policies.activations import searched_for
 from outsize.schedules.families import family_of
 
@@ -186,6 +187,11 @@ def _on_host(winner: Winner) -> Winner:
     return winner if other is None else replace(winner, pricing=winner.searched, best=other)
 
 
+def _streamed(winner: Winner) -> Winner:
+    other = or_streamed(winner.best, winner.searched)
+    return winner if other is None else replace(winner, pricing=winner.searched, best=other)
+
+
 def _hides(winner: Winner) -> bool:
     """Returns whether forwards run together with backwards, and ranks exchange values in them."""
     best = winner.best
@@ -227,6 +233,13 @@ IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
         better=_on_host,
         reaches=_moved_or_kept_s,
         bound="none: other layouts were not cut with activations on the host",
+    ),
+    Improvement(
+        name="what blocks keep waits on the host, and attention is computed once",
+        helps=lambda winner: winner.request.recompute is None and may_stream(winner.best, winner.searched),
+        better=_streamed,
+        reaches=_moved_or_kept_s,
+        bound="none: other layouts were not cut with blocks on the host",
     ),
     Improvement(
         name="what ranks exchange hides behind other microbatches",

@@ -248,7 +248,7 @@ MESHES: Final = LayoutFamily(
 ON_HOST: Final = LayoutFamily(
     name="weights on the host of one device",
     # Activations that are offloaded would share the link with weights, and no stage runs both.
-    helps=lambda request, _: not request.activation_policy.offloads,
+    helps=lambda request, _: not request.activation_policy.uses_host,
     layouts=_on_host,
     bound="the compute of all units, with the waits for their weights",
 )

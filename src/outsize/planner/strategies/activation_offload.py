@@ -28,6 +28,7 @@ from outsize.planner.evaluate.local_search import polish, with_first_options
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.ranking import CLOSE, choose
 from outsize.planner.layout.layout import Layout
+from outsize.planner.partition.stage_prices import copy_link
 from outsize.policies.activations import KEEP, OFFLOAD, Recompute, activation_policy
 from outsize.policies.weights import Weights, weight_policy
 
@@ -59,7 +60,7 @@ def or_offloaded(best: Candidate, layouts: Sequence[Layout], pricing: Pricing) -
 
 def offloads(plan: Plan) -> bool:
     """Returns whether activations of any stage go to the host."""
-    return any(policy.offloads for policy in plan.activation_policies)
+    return any(policy.uses_host for policy in plan.activation_policies)
 
 
 def check_recompute(recompute: Recompute | None, weights: Weights | None) -> None:
@@ -71,17 +72,17 @@ def check_recompute(recompute: Recompute | None, weights: Weights | None) -> Non
             numbers=f"weights {weights!r}, recompute {recompute!r}",
             next_step="--recompute full, or --weights host",
         )
-    if recompute is not None and activation_policy(recompute).offloads:
+    if recompute is not None and activation_policy(recompute).uses_host:
         raise BadOption(
             "weights and activations on the host at once are not run",
-            numbers=f"weights {weights!r}, recompute 'offload'",
+            numbers=f"weights {weights!r}, recompute {recompute!r}",
             next_step="--weights host-activations, or weights that stay on their devices",
         )
 
 
 def offloaded(candidate: Candidate) -> list[int]:
     """Returns the stages whose activations go to the host."""
-    return [stage for stage, case in enumerate(candidate.cases) if case.copies is not None]
+    return [stage for stage, case in enumerate(candidate.cases) if case.activation_policy.uses_host]
 
 
 def offload_reasons(candidate: Candidate) -> Iterator[ActivationsOffloaded]:
@@ -89,12 +90,11 @@ def offload_reasons(candidate: Candidate) -> Iterator[ActivationsOffloaded]:
     stages = offloaded(candidate)
     for stage in stages[:1]:
         case, run = candidate.cases[stage], (candidate.bounds[stage], candidate.bounds[stage + 1])
-        assert case.copies is not None
         yield ActivationsOffloaded(
             stages=tuple(stages),
             stage=stage,
             moved_bytes=int(case.ranges.on_host[run]),
-            link=case.copies.name,
+            link=copy_link(candidate.devices[stage]).name,
         )
 
 

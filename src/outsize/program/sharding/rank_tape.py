@@ -74,7 +74,7 @@ class RankTapeWriter(ABC):
         )
 
     def _add(self, instruction: Instruction) -> None:
-        step = self._divided.steps.get(instruction.index)
+        step = self._step(instruction)
         if step is None:
             self._emit(instruction)
             return
@@ -87,6 +87,10 @@ class RankTapeWriter(ABC):
         self._emit(replace(made, args=map_leaves(read, made.args), kwargs=map_leaves(read, made.kwargs)))
         if is_summand:
             self._add_up(made.out, instruction, step.scatter)
+
+    def _step(self, instruction: Instruction) -> RankStep | None:
+        """Returns what becomes of an instruction; None where it is what it is on one device."""
+        return self._divided.steps.get(instruction.index)
 
     def _new(self, meta: Meta) -> Ref:
         self._metas.append(meta)

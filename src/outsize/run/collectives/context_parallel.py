@@ -31,11 +31,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
+from outsize.policies.heads import pieces_of_heads
 from outsize.program.sharding.axis_group import AxisGroup
 from outsize.program.sharding.context_parallel.calls import AddsUpOverRows
 from outsize.program.sharding.context_parallel.row_sums import counted_targets
 from outsize.program.sharding.share import RankPosition, Share
+from outsize.run.collectives.attention_by_heads import attention_by_heads
 from outsize.run.collectives.functions import Paired
+from outsize.run.collectives.kept_attention import outside_modes
 from outsize.run.collectives.scaled_products import ScaledLayer, scaled_product
 from outsize.run.collectives.tensor_parallel import TensorParallelGroup, drawn_mask, named_collective, part_of
 
@@ -174,6 +177,35 @@ class ContextParallelGroup(RowGroup):
         if not is_causal or share.size > key.shape[-2]:
             mask = self._causal_mask(share, key.shape[-2], query.device) if is_causal else attn_mask
             return function(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=enable_gqa)
+        return self._causal_rows(share, function, (query, key, value), scale)
+
+    def attention_by_heads(
+        self,
+        share: Share,
+        function: Function,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        scale: float | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """Runs the same under its causal mask with rows of keys and values, too, which are gathered for some
+        heads after the others.
+        """
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            whole = query, self.gather(key, share), self.gather(value, share)
+            return self._causal_rows(share, function, whole, scale)
+
+        sizes = key.shape, value.shape
+        whole_bytes = sum(shape.numel() // shape[-2] * share.size for shape in sizes) * key.element_size()
+        return attention_by_heads(attend, query, key, value, pieces_of_heads(key.shape[-3], whole_bytes))
+
+    def _causal_rows(
+        self, share: Share, function: Function, operands: tuple[Tensor, Tensor, Tensor], scale: float | None
+    ) -> Tensor:
+        query, key, value = operands
         parts, done = list[Tensor](), 0
         for start, stop in self.place.ranges(share):
             rows = query.narrow(-2, done, stop - start)
@@ -219,7 +251,8 @@ def causal(function: Function, query: Tensor, key: Tensor, value: Tensor, scale:
     torch's aligned mask knows no groups of heads: heads that share keys are computed one after another, so
     that keys are never repeated in memory.
     """
-    mask: Any = causal_lower_right(query.shape[-2], key.shape[-2])
+    with outside_modes():
+        mask: Any = causal_lower_right(query.shape[-2], key.shape[-2])
     times = query.shape[-3] // key.shape[-3] if key.ndim > 2 else 1
     if times == 1:
         return function(query, key, value, mask, scale=scale)

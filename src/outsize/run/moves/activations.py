@@ -93,11 +93,16 @@ class ActivationOffload:
     def begin(self, stage: int, microbatch: int, staying: Sequence[Tensor]) -> SavedTensors:
         """Begins a forward; the tensors of `staying` (weights and received values) remain on the device."""
         device = max(staying, key=lambda tensor: tensor.nbytes).device if staying else torch.device("cpu")
+        lane = self.lane(device)
+        saved = SavedTensors(lane, staying)
+        self._saved[stage, microbatch] = lane, saved
+        return saved
+
+    def lane(self, device: torch.device) -> CopyLane:
+        """Returns the lane between a device and its host."""
         if device not in self.lanes:
             self.lanes[device] = self._made(device)
-        saved = SavedTensors(self.lanes[device], staying)
-        self._saved[stage, microbatch] = self.lanes[device], saved
-        return saved
+        return self.lanes[device]
 
     def combined_with(self, moves: Moves) -> Moves:
         """Returns other moves of the same rank together with these."""

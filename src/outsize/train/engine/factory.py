@@ -105,7 +105,7 @@ def _insist_on_devices(plan: Plan, group: dist.ProcessGroup | None, ranks: RankO
 def _insist_on_local_replicas(plan: Plan, places: tuple[str, ...]) -> None:
     """Raises BadOption for what replicas in one process cannot do at the same time."""
     policies = plan.activation_policies
-    if plan.bn == "deferred" or any(policy.offloads for policy in policies):
+    if plan.bn == "deferred" or any(policy.uses_host for policy in policies):
         names = ", ".join(sorted({policy.name for policy in policies}))
         raise BadOption(
             "replicas on devices of one process each have their own statistics and activations",

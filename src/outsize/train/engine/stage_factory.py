@@ -22,6 +22,7 @@ from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, 
 from outsize.run.moves.base import Moves
 from outsize.run.moves.host_stages import HostStage
 from outsize.run.moves.sliced_stages import SlicedStage
+from outsize.run.moves.streamed_blocks import StreamedBlocks
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
@@ -78,7 +79,7 @@ class StageFactory:
             self._casts_of(variant, program, model, device) if of_call is None else _casts_of_call(program)
         )
         policy, recompute, overlaps = self.run.plan.activation_policy(program.stage), None, self._overlaps()
-        again = policy.recomputes_all or policy.lists_units
+        again = policy.recomputes
         outer = None
         if of_call is not None:
             self._insist_on_calls(program)
@@ -97,10 +98,15 @@ class StageFactory:
         if policy.recomputes_all:
             whole = Recompute(model, program.written, self.statistics)
             recompute = partial(whole.run, program.function)
-        elif policy.lists_units:
+        elif policy.in_blocks:
             runs, modes = self._segments(variant, program.stage), variant.tape.modes
+            away = None
+            # Compiled code runs without the modes that catch attention's kernels.
+            if policy.streams_blocks and self._backend is None:
+                at_device = device_of_model(model) if device is None else device
+                away = partial(StreamedBlocks, self.run.activations.lane, at_device)
             recompute = SegmentedRecompute(
-                program.spec, runs, model, modes, self.statistics, self._compiler()
+                program.spec, runs, model, modes, self.statistics, self._compiler(), away
             )
         elif policy.offloads:
             save_context = partial(self.run.activations.begin, program.stage)
@@ -149,7 +155,7 @@ class StageFactory:
         reasons = {
             "the host keeps weights, values or activations": self.run.plan.streams
             or self.run.values.saving is not None
-            or policy.offloads,
+            or policy.uses_host,
             "its ranks exchange values within it": axes.exchanges_values,
             "weights are sharded over replicas": self.run.plan.shards,
             "sequences go through it in slices": self.run.plan.slices > 1,

@@ -224,7 +224,7 @@ def with_more_tokens(graph: ModelGraph, profile: Profile, ways: int) -> tuple[Mo
 
 def no_keys(graph: ModelGraph) -> KeyBytes:
     nothing = np.zeros(len(graph.units), np.int64)
-    return KeyBytes(nothing, nothing)
+    return KeyBytes(nothing, nothing, nothing)
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
@@ -254,12 +254,12 @@ def test_keys_and_values_of_other_devices_are_kept_until_the_backward() -> None:
     whole, keys, sums = RangeTables.of(*chain([1.0, 1.0]), ADAMW), np.array([8, 4]), np.zeros(2, np.int64)
     none, kept, moment = (
         context_parallel(whole, 2, each).of_run(0, 2)
-        for each in (KeyBytes(0 * keys, sums), KeyBytes(keys, sums), KeyBytes(keys, sums, kept=False))
+        for each in (KeyBytes(sums, sums, sums), KeyBytes(keys, sums, keys), KeyBytes(keys, sums, sums))
     )
     assert kept.saved - none.saved == 4 + 2
     assert (kept.forward - none.forward, kept.backward - none.backward) == (4 + 2 + 4, 4 + 2 + 4)
     assert (moment.saved - none.saved, moment.forward - none.forward) == (0, 4)
-    assert context_parallel(whole, 1, KeyBytes(keys, sums)) is whole
+    assert context_parallel(whole, 1, KeyBytes(keys, sums, keys)) is whole
 
 
 def test_sums_of_gradients_of_weights_are_whole_however_few_rows_a_device_has() -> None:
@@ -270,7 +270,7 @@ def test_sums_of_gradients_of_weights_are_whole_however_few_rows_a_device_has() 
     whole = RangeTables.of(graph.model_copy(update={"units": tuple(units)}), profile, ADAMW)
     nothing = np.zeros(2, np.int64)
     divided, mended = (
-        context_parallel(whole, 4, KeyBytes(nothing, sums)).of_run(0, 2).backward
+        context_parallel(whole, 4, KeyBytes(nothing, sums, nothing)).of_run(0, 2).backward
         for sums in (nothing, np.array([0, 1000]))
     )
     assert mended - divided == 1000 - 1000 // 4

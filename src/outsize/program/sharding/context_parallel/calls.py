@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 from outsize.program.sharding.products import Product
 from outsize.program.sharding.rank_step import CallSite, RankCall, RankStep, RuleInput
@@ -13,7 +13,10 @@ from outsize.program.sharding.scaled_linear import SCALED
 from outsize.program.sharding.share import RankPosition, Share
 from outsize.program.tape import Instruction, Weight
 
-Method = Literal["attention", "cross_entropy", "average", "mean", "sum", "add_up"]
+Method = Literal["attention", "attention_by_heads", "cross_entropy", "average", "mean", "sum", "add_up"]
+IN_PIECES: Final[Method] = "attention_by_heads"
+"""Attention that gathers keys and values itself, some heads at a time."""
+_ATTENTION: Final = frozenset[Method]({"attention", IN_PIECES})
 FunctionAt = Callable[[RankPosition], Callable[..., Any]]
 
 
@@ -33,7 +36,12 @@ class OverRows(RankCall):
     @property
     def adds_rows_up(self) -> bool:
         """Returns whether the result is a sum over rows, or a quotient of such sums."""
-        return self.method != "attention"
+        return not self.attends
+
+    @property
+    def attends(self) -> bool:
+        """Returns whether the function is attention, of which each rank has its rows."""
+        return self.method in _ATTENTION
 
     def written(self, instruction: Instruction, site: CallSite) -> Instruction:
         target = instruction.target

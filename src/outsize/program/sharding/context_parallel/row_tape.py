@@ -5,8 +5,9 @@ collectives.
     v40 = sdpa(q, v31, ..)        v40 = attention(q, r, ..)
 
 What attention reads of all ranks is gathered where it is smallest: before heads are repeated, which every
-rank then does for itself. Every instruction knows the one of the whole tape that it serves, as in
-tensor_parallel/local_tape.py. Complexity: O(instructions). Oracle: tests/dist/test_context.py.
+rank then does for itself. Where that is much, attention gathers it itself, some heads at a time (heads.py).
+Every instruction knows the one of the whole tape that it serves, as in tensor_parallel/local_tape.py.
+Complexity: O(instructions). Oracle: tests/dist/test_context.py.
 
 A slice of a sequence (slices.py) is written in the same way; it gathers its rows and those before them.
 """
@@ -21,6 +22,8 @@ from typing import Any, final
 from torch import nn
 
 from outsize.program.sharding.axis_group import AxisGroup
+from outsize.program.sharding.context_parallel.calls import IN_PIECES, OverRows
+from outsize.program.sharding.context_parallel.heads import heads_in_pieces
 from outsize.program.sharding.context_parallel.rows import SequenceRows
 from outsize.program.sharding.op_table import op_of
 from outsize.program.sharding.propagate import follow
@@ -45,6 +48,16 @@ class _RowTapeWriter(RankTapeWriter):
         made = {slot: self._whole_output(Ref(slot)) for slot in dict.fromkeys(slots)}
         output = map_leaves(lambda x: made[x.slot] if isinstance(x, Ref) else x, self._tape.output)
         return self._written(output=output, loss=loss if loss is None else self._ended(loss))
+
+    def _step(self, instruction: Instruction) -> RankStep | None:
+        step = super()._step(instruction)
+        if step is None or not isinstance(step.call, OverRows) or self._group.gathered is not None:
+            return step
+        # What is made again of something smaller is gathered as that, for all heads.
+        is_smallest = all(isinstance(x, Ref) and self._smallest(x) == x for x in step.gather)
+        if not is_smallest or not heads_in_pieces(instruction, step, self._tape):
+            return step
+        return replace(step, gather={}, call=replace(step.call, method=IN_PIECES))
 
     def _whole_output(self, leaf: Ref) -> Ref:
         """Returns an output of the model whole, as every rank has it, and so the gradient of it as well.
