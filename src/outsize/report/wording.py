@@ -407,7 +407,7 @@ def _model_tensor_plan(f: ModelTensorPlan) -> str:
 def _context_parallel(f: ContextParallel) -> str:
     return (
         f"each of {f.cp} devices (cp) has 1 / {f.cp} of the tokens of every sequence; keys and values of all "
-        "tokens are gathered for attention, and kept until its backward"
+        "tokens are gathered for attention, some heads at a time where they are much"
     )
 
 

@@ -25,7 +25,7 @@ from outsize.planner.search.caveats import with_narrow_sums
 from outsize.planner.strategies import host_computed, host_one_device, host_round_robin
 from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons
 from outsize.planner.strategies.selective_recompute import Units, counted, recomputing, selective_reasons
-from outsize.policies.activations import OPEN, WHOLE_STAGE
+from outsize.policies.activations import OPEN, WHOLE_STAGE, Recompute
 from outsize.schedules.families import DEFAULT
 
 
@@ -43,7 +43,7 @@ def _price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     if plan.host_stages:
         return host_computed.priced(plan, *in_plans_order(plan, graph, profile), cluster)
     if plan.streams:
-        away = [policy.name for policy in plan.activation_policies if policy.uses_host]
+        away: list[Recompute] = [policy.name for policy in plan.activation_policies if policy.uses_host]
         check_recompute(away[0] if away else None, plan.weights)
         hosts = host_one_device.priced if plan.axes.pp == 1 else host_round_robin.priced
         return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
@@ -129,7 +129,8 @@ def candidate_of(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Clust
     by_blocks = {s for s, units in chosen.items() if len(units) == bounds[s + 1] - bounds[s]}
     policies = plan.activation_policies
     offered = OPEN if by_blocks else WHOLE_STAGE
-    offered = (*offered, *dict.fromkeys(policy.name for policy in policies if policy.uses_host))
+    away: list[Recompute] = [policy.name for policy in policies if policy.uses_host]
+    offered = (*offered, *dict.fromkeys(away))
     pipeline = pricing.pipeline(layout, offered, places)
     assert pipeline is not None, "there are groups"
     choices = [

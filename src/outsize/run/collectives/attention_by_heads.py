@@ -40,11 +40,11 @@ def attention_by_heads(attend: Attend, query: Tensor, key: Tensor, value: Tensor
         strict=True,
     )
     with torch.autocast(query.device.type, enabled=False):
-        return torch.cat([_Piece.apply(attend, *part) for part in parts], -3)
+        return torch.cat([_PieceOfHeads.apply(attend, *part) for part in parts], -3)
 
 
 @final
-class _Piece(torch.autograd.Function):
+class _PieceOfHeads(torch.autograd.Function):
     """Attends with some heads; the backward attends again, but for what kernels returned."""
 
     @staticmethod
@@ -62,7 +62,7 @@ class _Piece(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the gradients of this rank's rows."""
         saved: Sequence[Tensor] = ctx.saved_tensors
         leaves, results = _leaves(saved[:3]), iter(saved[3:])

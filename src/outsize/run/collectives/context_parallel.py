@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any, final
 
@@ -177,7 +178,7 @@ class ContextParallelGroup(RowGroup):
         if not is_causal or share.size > key.shape[-2]:
             mask = self._causal_mask(share, key.shape[-2], query.device) if is_causal else attn_mask
             return function(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=enable_gqa)
-        return self._causal_rows(share, function, (query, key, value), scale)
+        return self._causal_rows(share, partial(causal, function, scale=scale), query, key, value)
 
     def attention_by_heads(
         self,
@@ -195,21 +196,20 @@ class ContextParallelGroup(RowGroup):
         """
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            whole = query, self.gather(key, share), self.gather(value, share)
-            return self._causal_rows(share, function, whole, scale)
+            rows = partial(causal, function, scale=scale)
+            return self._causal_rows(share, rows, query, self.gather(key, share), self.gather(value, share))
 
         sizes = key.shape, value.shape
         whole_bytes = sum(shape.numel() // shape[-2] * share.size for shape in sizes) * key.element_size()
         return attention_by_heads(attend, query, key, value, pieces_of_heads(key.shape[-3], whole_bytes))
 
     def _causal_rows(
-        self, share: Share, function: Function, operands: tuple[Tensor, Tensor, Tensor], scale: float | None
+        self, share: Share, attend: Function, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        query, key, value = operands
         parts, done = list[Tensor](), 0
         for start, stop in self.place.ranges(share):
             rows = query.narrow(-2, done, stop - start)
-            parts.append(causal(function, rows, key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), scale))
+            parts.append(attend(rows, key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)))
             done += stop - start
         return torch.cat(parts, -2)
 

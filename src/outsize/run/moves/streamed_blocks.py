@@ -26,24 +26,24 @@ LaneOf = Callable[[torch.device], CopyLane]
 
 
 @final
-class StreamedBlocks:
+class BlocksOnHost:
     """Holds what the blocks of one microbatch keep."""
 
     def __init__(self, lane_of: LaneOf, device: torch.device) -> None:
         self._lane = lane_of(device)
-        self._last: StreamedBlock | None = None
+        self._last: BlockOnHost | None = None
 
-    def begin(self, staying: Sequence[Tensor]) -> StreamedBlock:
+    def begin(self, staying: Sequence[Tensor]) -> BlockOnHost:
         """Begins the forward of a block; the tensors of `staying` remain on the device."""
-        self._last = StreamedBlock(self._lane, staying, self._last)
+        self._last = BlockOnHost(self._lane, staying, self._last)
         return self._last
 
 
 @final
-class StreamedBlock:
+class BlockOnHost:
     """Holds what one block keeps; `before` is the block that comes back next."""
 
-    def __init__(self, lane: CopyLane, staying: Sequence[Tensor], before: StreamedBlock | None) -> None:
+    def __init__(self, lane: CopyLane, staying: Sequence[Tensor], before: BlockOnHost | None) -> None:
         self._lane, self._saved, self._before = lane, SavedTensors(lane, staying), before
 
     def pack(self, tensor: Tensor) -> Tensor | Handle:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -97,6 +97,21 @@ class Recompute:
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class SegmentSetting:
+    """Says how the segments of a stage of `model` run again; `ambient` are the modes around them. The
+    function of a segment is passed to `compiler`. `away` returns where a microbatch has what its segments
+    keep; without it that stays on the device.
+    """
+
+    model: nn.Module
+    ambient: Modes
+    statistics: DeferredStatistics | None
+    compiler: Compiler | None = None
+    away: Callable[[], BlocksAway] | None = None
+
+
+@final
 class SegmentedRecompute:
     """Runs a stage's function, of which some runs of instructions are recomputed."""
 
@@ -104,30 +119,25 @@ class SegmentedRecompute:
         self,
         spec: SliceSpec,
         runs: Iterable[tuple[int, int]],
-        model: nn.Module,
-        ambient: Modes,
-        statistics: DeferredStatistics | None,
-        compiler: Compiler | None = None,
-        away: Callable[[], BlocksAway] | None = None,
+        again: SegmentSetting,
     ) -> None:
         """Generates the function; `runs` are (first origin, end) of instructions to recompute, in order.
 
-        Between the runs autograd saves as usual. The function of a run is passed to `compiler`. `away`
-        returns where a microbatch has what its runs keep; without it that stays on the device.
+        Between the runs autograd saves as usual.
         """
+        model, ambient = again.model, again.ambient
         self._seed: Seed | None = None
-        self._away = away
+        self._away = again.away
         self._blocks: BlocksAway | None = None
         left = list(spec.instructions)
         for first, end in runs:
             segment_instructions = [i for i in left if first <= i.origin < end]
             if segment_instructions:
                 part = _part_of(spec, segment_instructions)
-                again = Recompute(
-                    model, {w.name for i in segment_instructions for w in i.written_weights}, statistics
-                )
-                function = compile_slice(part, model, ambient, compiler)
-                segment = self._segment(function, again, _own_entries(spec, part))
+                written = {w.name for i in segment_instructions for w in i.written_weights}
+                function = compile_slice(part, model, ambient, again.compiler)
+                recompute = Recompute(model, written, again.statistics)
+                segment = self._segment(function, recompute, _own_entries(spec, part))
                 place = left.index(segment_instructions[0])
                 left[place : place + len(segment_instructions)] = [_call(segment, part, ambient)]
         self._function = compile_slice(replace(spec, instructions=left), model, ambient)

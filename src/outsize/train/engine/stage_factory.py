@@ -22,14 +22,14 @@ from outsize.run.device_graphs.graphed_stage import DeviceGraphs, GraphedStage, 
 from outsize.run.moves.base import Moves
 from outsize.run.moves.host_stages import HostStage
 from outsize.run.moves.sliced_stages import SlicedStage
-from outsize.run.moves.streamed_blocks import StreamedBlocks
+from outsize.run.moves.streamed_blocks import BlocksOnHost
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.kept_casts import KeptCasts
 from outsize.run.stage.outer_graph import OuterGraph, uses_behind
-from outsize.run.stage.recompute import Recompute, SegmentedRecompute
+from outsize.run.stage.recompute import Recompute, SegmentSetting, SegmentedRecompute
 from outsize.run.stage.stage import StageExecutor, StageSetting
 from outsize.run.stage.to_device import device_of_model, program_on_device
 from outsize.schedules.families import family_of
@@ -104,10 +104,15 @@ class StageFactory:
             # Compiled code runs without the modes that catch attention's kernels.
             if policy.streams_blocks and self._backend is None:
                 at_device = device_of_model(model) if device is None else device
-                away = partial(StreamedBlocks, self.run.activations.lane, at_device)
-            recompute = SegmentedRecompute(
-                program.spec, runs, model, modes, self.statistics, self._compiler(), away
+                away = partial(BlocksOnHost, self.run.activations.lane, at_device)
+            second = SegmentSetting(
+                model=model,
+                ambient=modes,
+                statistics=self.statistics,
+                compiler=self._compiler(),
+                away=away,
             )
+            recompute = SegmentedRecompute(program.spec, runs, second)
         elif policy.offloads:
             save_context = partial(self.run.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device

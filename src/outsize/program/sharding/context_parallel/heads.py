@@ -6,7 +6,7 @@ from outsize.policies.heads import pieces_of_heads
 from outsize.program.sharding.context_parallel.calls import OverRows
 from outsize.program.sharding.context_parallel.rules import is_causal
 from outsize.program.sharding.rank_step import RankStep
-from outsize.program.tape import Instruction, Tape
+from outsize.program.tape import Instruction, Ref, Tape
 
 
 def heads_in_pieces(instruction: Instruction, step: RankStep, tape: Tape) -> int:
@@ -14,12 +14,14 @@ def heads_in_pieces(instruction: Instruction, step: RankStep, tape: Tape) -> int
 
     Its keys and values are whole sequences of the same rows as its queries, under a causal mask.
     """
-    over, (query, key, value, *_) = step.call, (*instruction.args, None, None, None)
+    over, operands = step.call, [each for each in instruction.args[:3] if isinstance(each, Ref)]
     if not isinstance(over, OverRows) or not over.attends or not is_causal(instruction):
         return 0
-    if {*step.gather} != {key, value} or step.cut or {*step.gather.values()} != {over.share}:
+    if len(operands) < 3 or {*step.gather} != {*operands[1:]} or step.cut:
         return 0
-    metas = [tape.metas[each.slot] for each in (query, key, value)]
+    if {*step.gather.values()} != {over.share}:
+        return 0
+    metas = [tape.metas[each.slot] for each in operands]
     shapes = [meta.shape for meta in metas]
     if len({len(shape) for shape in shapes}) > 1 or over.share.dim != len(shapes[0]) - 2 < 1:
         return 0
