@@ -155,7 +155,7 @@ def write(name: str, rows: Rows) -> None:
     """One file for each part; rows of models that were not asked for stay."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    if name == "planned" and path.exists():
+    if name in ("planned", "check") and path.exists():
         new = {_key(row) for row in rows}
         rows = [row for row in json.loads(path.read_text())["rows"] if _key(row) not in new] + rows
         rows.sort(key=_place)
@@ -164,30 +164,35 @@ def write(name: str, rows: Rows) -> None:
     path.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
 
 
-def _key(row: dict[str, Any]) -> tuple[str, str]:
-    return row["model"], row["cluster"]
+def _key(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["model"], row["cluster"], row["tokens"]
 
 
-def _place(row: dict[str, Any]) -> int:
+def _place(row: dict[str, Any]) -> tuple[int, int]:
     from planned import MODELS
 
     asked = [(model.name, cluster) for model in MODELS for cluster in model.tokens_per_s]
-    return asked.index(_key(row))
+    return asked.index((row["model"], row["cluster"])), row["tokens"]
 
 
 def differences(asked: argparse.Namespace) -> list[str]:
-    """Rows of plans that are not what the product plans now, or that nobody has planned."""
+    """Rows of plans that are not what the product plans now, or that nobody has planned; `check.json` keeps
+    what was compared.
+    """
     known = {_key(row): row for row in json.loads((RESULTS / "planned.json").read_text())["rows"]}
-    wrong = list[str]()
+    wrong, compared = list[str](), list[dict[str, Any]]()
     for row in planned(asked):
-        name, old = " on ".join(_key(row)), known.get(_key(row))
+        name, old = f"{row['model']} on {row['cluster']}, {row['tokens']:,} tokens", known.get(_key(row))
         if old is None:
             wrong.append(f"{name}: absent")
             continue
+        compared.append({field: row[field] for field in ("model", "cluster", "tokens")})
         for kind in ("planned", "compiled", "on_host"):
             now_s, then_s = (each[kind].get("step_s", 0.0) for each in (row, old))
+            compared[-1][kind] = {"then_s": then_s, "now_s": now_s}
             if abs(now_s - then_s) > SAME * max(now_s, then_s):
                 wrong.append(f"{name}, {kind}: {then_s:.3f} s a step then, {now_s:.3f} s now")
+    write("check", compared)
     return wrong
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from functools import partial, partialmethod
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,14 @@ from torch import Tensor
 from outsize.errors import UnsupportedPlan, WorldMismatch
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.schedule import Kind
-from outsize.policies.weights import OF_SEVERAL, Weights
+from outsize.policies.weights import HOSTED, Weights, weight_policy
+from outsize.run.host.copy_lane import CopyLane
 from outsize.run.host.residency import Residency
+from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.moves.host import HostMoves
+from outsize.run.stage.cast_weights import WeightAsCast
 from outsize.run.stage.stage import StageExecutor
+from outsize.train.crew import hosted as hosted_crew
 from outsize.train.engine.factory import make_engine
 from outsize.train.world.join import join
 from outsize.train.world.world import World, leave
@@ -42,7 +47,7 @@ def changes(name: str, weights: Weights) -> dict[str, Any]:
     stages, recompute = MODELS[name]
     plan = interleaved(Combination(name, MICROBATCHES, stages, "gpipe"), 2)
     fields = {field: getattr(plan, field) for field in ("axes", "schedule", "stages", "cluster")}
-    return {**fields, "weights": weights, "recompute": recompute}
+    return {**fields, "weights": weights, "recompute": weight_policy(weights).activations or recompute}
 
 
 def pair_of(world: World, name: str, weights: Weights, **options: Any) -> Pair:
@@ -107,8 +112,76 @@ def check_weights_that_stay(world: World) -> None:
         insist_on_whole_state(pair, world.rank)
 
 
+def check_values_between_stages_on_the_hosts(world: World) -> None:
+    """What a rank receives from the other one leaves for its host, however small; the plain loop's bits."""
+    lanes = list[CopyLane]()
+
+    def lane(*given: Any, **how: Any) -> CopyLane:
+        lanes.append(CopyLane(*given, **how, least_bytes=1))
+        return lanes[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosted_crew, "CopyLane", lane)
+        for name in MODELS:
+            pair = pair_of(world, name, "host-activations")
+            insist_on_plain_loop(pair)
+            insist_on_whole_state(pair, world.rank)
+    assert len(lanes) == len(MODELS)
+    assert all(lane.buffers for lane in lanes)
+
+
+def check_received_values_are_not_on_the_device(world: World) -> None:
+    """As its backwards begin, a rank holds what it has received of all microbatches and stages: a few on its
+    device.
+    """
+    found, backward = list[tuple[int, int]](), StageExecutor.backward
+
+    def counted(stage: StageExecutor, *args: Any) -> Any:
+        held = list(values._at.values())
+        found.append((len(held), sum(value.memory.here is not None for value in held)))
+        return backward(stage, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosted_crew, "CopyLane", partial(CopyLane, least_bytes=1))
+        pair = pair_of(world, "gpt2", "host-activations")
+        values = pair.engine.crew.values
+        assert isinstance(values, BoundaryValues)
+        patch.setattr(StageExecutor, "backward", counted)
+        assert torch.equal(pair.step().loss, pair.accumulate())
+    held, here = found[0]
+    stages = len(pair.engine.crew.stages) - (world.rank == 0)
+    assert held >= MICROBATCHES * stages
+    assert here <= 4 < held
+
+
+def check_weights_that_come_as_casts(world: World) -> None:
+    """Under autocast; all but norms, tables, and the head that is one of them."""
+    for weights in HOSTED:
+        pair, as_casts = pair_of(world, "gpt2", weights), list[str]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                StageExecutor, "forward", partialmethod(noting_casts, StageExecutor.forward, as_casts)
+            )
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = pair.step().loss
+                with torch.autocast("cpu", torch.bfloat16):
+                    expected = pair.accumulate()
+                assert torch.equal(loss, expected)
+                pair.update()
+        pair.insist_on_equal_parameters()
+        assert as_casts
+        assert not any(part in name for name in as_casts for part in ("ln_", "wte", "wpe"))
+
+
+def noting_casts(stage: StageExecutor, forward: Any, found: list[str], *args: Any) -> Any:
+    """Runs a forward; `found` gets the weights that are there as casts."""
+    found += [n for n, p in stage.model.named_parameters() if isinstance(p, WeightAsCast)]
+    return forward(stage, *args)
+
+
 def check_clipping_by_the_norm_of_all_ranks(world: World) -> None:
-    for weights, how in product(OF_SEVERAL, ("exact", "speculative")):
+    for weights, how in product(HOSTED, ("exact", "speculative")):
         pair = pair_of(world, "gpt2", weights, clip_norm=0.05, clipping=how)
         for _ in range(2):
             found = pair.step()

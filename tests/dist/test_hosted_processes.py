@@ -11,6 +11,9 @@ pytestmark = pytest.mark.dist
 CHECKS = [
     "weights_that_come_stage_by_stage",
     "weights_that_stay",
+    "values_between_stages_on_the_hosts",
+    "received_values_are_not_on_the_device",
+    "weights_that_come_as_casts",
     "clipping_by_the_norm_of_all_ranks",
     "each_rank_loads_its_own_stages_once_a_pass",
     "recomputed_stages_drop_what_they_have_sent",

@@ -258,20 +258,12 @@ def test_bits_of_the_plain_loop(name: str) -> None:
         {"schedule": "gpipe", "recompute": "offload"},
         {"schedule": "gpipe", "stages": 4, "cluster": "4xcpu"},
         {"cluster": "4xcpu", "axes": {"dp_replicate": 2}},
-        {"on_host": "host-optimizer"},
     ],
     ids=lambda how: "-".join(map(str, how.values())),
 )
 def test_bits_whatever_runs_the_stages(how: dict[str, Any]) -> None:
     counts = insist_on_parity("plain", **how)
     assert counts == {name: int("layers" in name) for name in counts}
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_weights_on_the_host_are_cast_each_time_they_come(recompute: str) -> None:
-    """Their copies leave the device with them."""
-    counts = insist_on_parity("plain", 8, on_host="host", stages=4, cluster="4xcpu", recompute=recompute)
-    assert max(counts.values()) == 1 + (recompute == "full")
 
 
 def test_a_region_in_the_forward() -> None:

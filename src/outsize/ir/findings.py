@@ -349,7 +349,8 @@ class WeightsOnHost(Finding):
     """Says what the host holds at most, what moves in a step, and what was assumed about the host.
 
     `host_bytes_per_s` is the share of the host's memory bandwidth for each device. `host_memory_known` says
-    that the cluster states how much memory the host has.
+    that the cluster states how much memory the host has. `cast_bytes` of what moves are casts of weights that
+    the host makes once a step.
     """
 
     code: Literal["weights-on-host"] = "weights-on-host"
@@ -360,6 +361,7 @@ class WeightsOnHost(Finding):
     host_memory_known: bool
     host_bytes_per_s: float
     is_assumed: bool = True
+    cast_bytes: int = 0
 
 
 @final

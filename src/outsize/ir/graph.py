@@ -7,6 +7,7 @@ asking. Values that any stage can compute from the inputs are not listed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -374,6 +375,18 @@ class ModelGraph(Record):
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         values = tuple(_moved(value, place) for value in self.values)
         return ModelGraph(**{**fields, "units": tuple(units), "values": values})
+
+    @cached_property
+    def cast_alone_bytes(self) -> tuple[int, ...]:
+        """Returns for each unit those of its `cast_bytes` whose weights no other unit uses: half of the bytes
+        of these weights, which a device that is given the casts need not have.
+        """
+        users = Counter(self.parameter_of[name].name for u in self.units for name in {*u.parameters})
+        alone = [p for p in self.parameters if users[p.name] == 1 and p.name in self.owner_of]
+        whole = [0] * len(self.units)
+        for parameter in alone:
+            whole[self.owner_of[parameter.name]] += parameter.size_bytes
+        return tuple(min(unit.cast_bytes, size // 2) for unit, size in zip(self.units, whole, strict=True))
 
     @property
     def parameter_bytes(self) -> int:

@@ -282,9 +282,7 @@ def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
 
 
 def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
-    policy = weight_policy(weights)
-    devices = axes.group_size if policy.in_pipeline else axes.world_size
-    return policy.on_host and devices == 1 and form == "tape"
+    return weight_policy(weights).on_host and axes.group_size == 1 and form == "tape"
 
 
 def _computes(axes: Axes, weights: Weights, form: Form) -> bool:

@@ -51,7 +51,6 @@ class WeightPolicy:
     shards_weights  replicas divide weights and gradients as well as states, and gather a block for each use
     gathers_once    where replicas divide states, a step gathers weights once and scatters gradients once
     stays_loaded    weights come from the host once a step, and stay until the last backward
-    in_pipeline     a pipeline of several devices can use it
     lists_stages    the plan says which stages the host computes (`Stage.on_host`); the others are resident
     loads           how often a pass over all stages copies their weights to the device
     gradient_copies how often it copies their gradients to the host
@@ -67,7 +66,6 @@ class WeightPolicy:
     shards_weights: bool = False
     gathers_once: bool = False
     stays_loaded: bool = False
-    in_pipeline: bool = True
     lists_stages: bool = False
     loads: int = 0
     gradient_copies: int = 0
@@ -156,7 +154,6 @@ HOST: Final = WeightPolicy(
 HOST_ACTIVATIONS: Final = WeightPolicy(
     name="host-activations",
     paper="Pudipeddi et al., arXiv 2002.05645",
-    in_pipeline=False,
     loads=2,
     gradient_copies=1,
     actions=_LOADS | _COPIES,
@@ -180,10 +177,6 @@ _POLICIES: Final[Mapping[str, WeightPolicy]] = MappingProxyType({policy.name: po
 HOSTED: Final[tuple[Weights, ...]] = tuple(p.name for p in _POLICIES.values() if p.on_host)
 # The degrees of offload; in the first one nothing is on the host.
 DEGREES: Final[tuple[Weights, ...]] = (RESIDENT.name, *HOSTED)
-# A pipeline of several devices can use these.
-OF_SEVERAL: Final[tuple[Weights, ...]] = tuple(
-    p.name for p in _POLICIES.values() if p.on_host and p.in_pipeline
-)
 
 
 def weight_policies() -> tuple[WeightPolicy, ...]:

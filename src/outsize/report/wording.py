@@ -438,6 +438,8 @@ def _whole_tensor_update(f: WholeTensorUpdate) -> str:
 def _weights_on_host(f: WeightsOnHost) -> str:
     room = "" if f.host_memory_known else ", and the cluster does not say whether it has as much"
     moved = f"{bytes_text(f.moved_bytes)} of weights"
+    if f.cast_bytes:
+        moved += f", {bytes_text(f.cast_bytes)} of them as the host casts them once a step,"
     moves = f"{moved} come for the forwards and again for the backwards"
     policy = weight_policy(f.weights)
     if policy.stays_loaded:

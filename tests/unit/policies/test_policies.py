@@ -28,7 +28,6 @@ from outsize.policies.weights import (
     HOST_COMPUTED,
     HOST_OPTIMIZER,
     HOSTED,
-    OF_SEVERAL,
     RESIDENT,
     SHARDED,
     WeightPolicy,
@@ -78,7 +77,6 @@ def test_each_name_has_a_record() -> None:
 def test_the_degrees_of_offload_put_ever_more_on_the_host() -> None:
     assert (RESIDENT.name, *HOSTED) == DEGREES
     assert (HOST_OPTIMIZER.name, HOST.name, HOST_ACTIVATIONS.name) == HOSTED
-    assert HOSTED[:2] == OF_SEVERAL
     assert HOST_OPTIMIZER.actions == HOST.actions < HOST_ACTIVATIONS.actions
 
 

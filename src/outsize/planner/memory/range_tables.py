@@ -54,7 +54,8 @@ class RangeTables:
     """Holds tables of shape (n + 1, n + 1): bytes per microbatch, or bytes that last (weights and states).
 
     `weights` includes buffers and `casts`, the copies of weights in autocast's dtype, which exist until the
-    optimizer's step; so does `buffers`, since they stay whole where weights are sharded or on the host.
+    optimizer's step; so does `buffers`, since they stay whole where weights are sharded or on the host. Of
+    `casts`, `cast_alone` are of weights that one unit uses: these come from the host in place of the weights.
     `trained` is what an optimizer updates of the weights.
     `optimizer` includes master copies, `saved` includes the small storages
     (`saved_small`). `on_host` is what is on the host while a microbatch waits for its backward; it is no part
@@ -67,6 +68,7 @@ class RangeTables:
     trained: Bytes
     buffers: Bytes
     casts: Bytes
+    cast_alone: Bytes
     replicas: Bytes
     gradients: Bytes
     optimizer: Bytes
@@ -110,6 +112,7 @@ class RangeTables:
             compute_s=_spans(np.array([c.forward_s + c.backward_s for c in costs])),
             buffers=_spans(_buffers(graph)),
             casts=_spans(_casts(graph)),
+            cast_alone=_spans(np.array(graph.cast_alone_bytes, np.int64)),
             replicas=_arriving(n, (f for f in all_flows if f.step)),
             inputs=graph.input_bytes + _spans(np.array([u.lasting_bytes for u in graph.units], np.int64)),
             saved=_spans(units.saved),
@@ -235,6 +238,7 @@ def bytes_of_units(graph: ModelGraph, profile: Profile, optimizer: OptimizerByte
         "trained": owned.trained,
         "buffers": buffers,
         "casts": _casts(graph),
+        "cast_alone": np.array(graph.cast_alone_bytes, np.int64),
         "gradients": owned.gradients,
         "optimizer": owned.states + owned.masters,
         "master": owned.masters,

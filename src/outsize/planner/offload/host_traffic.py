@@ -22,7 +22,8 @@ With one stage under gpipe a block does all m microbatches before the next one (
 are those of m, and weights move once for each pass. Otherwise they move for every microbatch, and the host
 adds up gradients: 4 G_b instead of G_b through its memory. A device holds
 
-    weights     of the two largest neighbouring blocks, or all of them, and buffers
+    weights     of the two largest neighbouring blocks, or all of them, and buffers; where autocast's copy is
+                all that is read of a weight, that copy alone, which the host has cast once a step
     gradients   of two: the sum over microbatches of one block, and of the one being copied out; all of them
                 where weights stay and microbatches come one by one
     activations as a resident stage; layer by layer also what m microbatches have at the end of the block
@@ -105,13 +106,14 @@ def layerwise(layout: Layout) -> bool:
 @final
 @dataclass(frozen=True, slots=True)
 class BlockTraffic:
-    """Holds the first unit of each block, then their number; and the bytes of the weights that each block
-    uses and of the gradients that it makes.
+    """Holds the first unit of each block, then their number; and the bytes that come of the weights that each
+    block uses, those of the gradients that it makes, and those that come as casts.
     """
 
     cut: Sequence[int]
     weights: Sequence[int]
     gradients: Sequence[int]
+    cast: Sequence[int] = ()
 
 
 @final
@@ -251,19 +253,21 @@ def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: 
     held = [optimizer_bytes(optimizer).held(p) for p in graph.parameters]
     host, times = Host.of(cluster, layout.axes.world_size), 1 if layerwise(layout) else layout.microbatches
     times = 1 if layout.weight_policy.stays_loaded else times
+    cast = sum(graph.cast_alone_bytes)
     return WeightsOnHost(
         weights=layout.weights,
-        host_bytes=sum(h.total_bytes for h in held),
-        moved_bytes=times * sum(h.weight for h in held),
+        host_bytes=sum(h.total_bytes for h in held) + cast,
+        moved_bytes=times * (sum(h.weight for h in held) - cast),
         link=host.link.source,
         host_memory_known=cluster.host_memory_bytes is not None,
         host_bytes_per_s=host.bytes_per_s,
         is_assumed=cluster.host_bytes_per_s is None,
+        cast_bytes=times * cast,
     )
 
 
 def host_bytes(graph: ModelGraph, plan: Plan) -> int:
-    """Returns the bytes of a plan's weights, states and gradients on the host.
+    """Returns the bytes of a plan's weights, states and gradients on the host, and of what it casts.
 
     Where the optimizer steps as gradients arrive, the gradients are those of two stages in turn on each
     device (run/host/optimizer_step.py); otherwise all of them, also where stages are loaded for each
@@ -280,7 +284,8 @@ def host_bytes(graph: ModelGraph, plan: Plan) -> int:
     last = plan.weight_policy.stays_loaded or by_layers or plan.microbatches == 1
     ring = sum(max(turn, default=0) for turn in turns)
     landing = ring if last and optimizer.in_parts else sum(gradients)
-    return landing - sum(gradients) + sum(h.total_bytes for stage in held for h in stage)
+    cast = sum(graph.cast_alone_bytes)
+    return cast + landing - sum(gradients) + sum(h.total_bytes for stage in held for h in stage)
 
 
 def host_states(graph: ModelGraph, plan: Plan) -> HostStates:
@@ -301,8 +306,9 @@ def _traffic(graph: ModelGraph, cut: Sequence[int], optimizer: OptimizerBytes) -
         for name in (name for unit in graph.units[first:end] for name in unit.parameters):
             parameter = graph.parameter_of[name]
             used[block][parameter.name] = optimizer.held(parameter)
-    weights = tuple(sum(h.weight for h in u.values()) for u in used)
-    return BlockTraffic(cut, weights, tuple(sum(h.gradient for h in u.values()) for u in used))
+    alone = np.add.reduceat(np.array(graph.cast_alone_bytes), np.array(cut[:-1])).tolist()
+    weights = tuple(sum(h.weight for h in u.values()) - size for u, size in zip(used, alone, strict=True))
+    return BlockTraffic(cut, weights, tuple(sum(h.gradient for h in u.values()) for u in used), tuple(alone))
 
 
 def _resident_inputs(staying: Bytes, cut: Sequence[int], ends: Sequence[int]) -> Bytes:
@@ -318,17 +324,17 @@ def _on_device(
     """Returns the device's bytes for all runs: two blocks, or all weights, and activations."""
     blocks, nothing = streamed.ranges, np.zeros_like(whole.saved)
     stay, inputs_leave = layout.weight_policy.stays_loaded, layout.weight_policy.values_on_host and again
-    weights, gradients = whole.weights - whole.buffers + whole.replicas, whole.gradients
+    weights, gradients = whole.weights - whole.buffers - whole.cast_alone + whole.replicas, whole.gradients
     if not stay:
-        of_blocks = single_units(blocks.weights - blocks.buffers + blocks.replicas)
+        of_blocks = single_units(blocks.weights - blocks.buffers - blocks.cast_alone + blocks.replicas)
         weights = np.minimum(weights, two_places(of_blocks))
     if layerwise(layout) or not stay:
         of_blocks = single_units(blocks.gradients + blocks.replicas)
         gradients = np.minimum(gradients, largest_adjacent_blocks(of_blocks)[0, -1])
     ended = 0 if inputs_leave else int(single_units(blocks.sent).max()) * layerwise(layout)
-    casts = whole.casts
+    casts = whole.casts - whole.cast_alone
     if again and not stay:  # A block's copies leave with its weights; otherwise the graph holds them.
-        casts = np.minimum(casts, two_places(single_units(blocks.casts)))
+        casts = np.minimum(casts, two_places(single_units(blocks.casts - blocks.cast_alone)))
     saved, forward, backward = whole.saved, whole.forward, whole.backward - whole.gradients
     if again:
         saved, forward, backward = _recomputed(streamed, ends, inputs_leave)

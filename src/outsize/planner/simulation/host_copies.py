@@ -2,7 +2,8 @@
 
 A rank has a queue in each direction, in the order of its row (schedules/offload.py):
 
-    to the device   LOAD: a stage's weights, and the gradients that its backward adds to
+    to the device   LOAD: a stage's weights, which the host has cast where the device reads casts alone, and
+                    the gradients that its backward adds to
                     FETCH: what a pass of a microbatch needs
     to the host     UNLOAD: a stage's gradients, where it trained since it was loaded
                     OFFLOAD: what a pass of a microbatch has left
@@ -32,6 +33,8 @@ from outsize.ir.hardware.links import Link
 from outsize.ir.schedule import COMPUTE, FETCH, OFFLOAD, Action, Kind
 from outsize.schedules.offload import computed
 
+# A cast reads two bytes of the weight for each that it writes.
+CASTING: Final = 3
 _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
 _COMING: Final = FETCH | {Kind.LOAD}
 
@@ -43,7 +46,8 @@ class CopyCosts:
     host's memory, in bytes per second.
 
     `fetched` and `offloaded`: what a forward and what a backward of one microbatch needs and leaves.
-    `both_ways`: values come while others leave.
+    `both_ways`: values come while others leave. `cast`: the bytes of casts that the host makes of the weights
+    of each stage before they come for the first time.
     """
 
     link: Link
@@ -53,6 +57,12 @@ class CopyCosts:
     fetched: tuple[Sequence[int], Sequence[int]] = ((), ())
     offloaded: tuple[Sequence[int], Sequence[int]] = ((), ())
     both_ways: bool = True
+    cast: Sequence[int] = ()
+
+    def casting_bytes(self, row: Sequence[Action], at: int) -> int:
+        """Returns the bytes through the host's memory before the copy at this index of a row can begin."""
+        first = row[at].kind is Kind.LOAD and row[at] not in row[:at] and bool(self.cast)
+        return CASTING * self.cast[row[at].stage] if first else 0
 
     def bytes_of(self, row: Sequence[Action], at: int) -> int:
         """Returns the bytes that the action at this index of a row copies."""
@@ -89,7 +99,8 @@ class CopyQueues:
         queue = "to device" if action.kind in _COMING else "to host"
         start_s = end_s = max(now_s, self._free_s[queue]) if size else now_s
         if size:
-            self._memory_free_s = max(start_s, self._memory_free_s) + size / self._costs.host_bytes_per_s
+            through = size + self._costs.casting_bytes(row, at)
+            self._memory_free_s = max(start_s, self._memory_free_s) + through / self._costs.host_bytes_per_s
             end_s = max(start_s + self._costs.link.seconds(size), self._memory_free_s)
             self._free_s[queue] = end_s
         if action.kind is Kind.LOAD:

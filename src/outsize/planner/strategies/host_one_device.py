@@ -46,8 +46,7 @@ from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.fit.nearest import parts_text, recomputed_text, stage_needs_text
 from outsize.planner.layout.layout import Layout, rank_named
 from outsize.planner.memory.optimizer_states import optimizer_bytes
-from outsize.planner.memory.range_tables import Bytes
-from outsize.planner.offload.boundary_traffic import waiting_reasons
+from outsize.planner.offload.boundary_traffic import in_lists, waiting_reasons
 from outsize.planner.offload.disk import spill_reasons, with_disk
 from outsize.planner.offload.host_traffic import (
     BLOCKS,
@@ -87,7 +86,7 @@ def check_hosted(request: PlanRequest, graphs: Sequence[ModelGraph], cluster: Cl
     axes, weights = request.mesh(request.stages or 1), request.weights or RESIDENT.name
     if unsupported(axes, weights):
         policy = weight_policy(weights)
-        ranks = "a pipeline with one device a rank" if policy.on_host and policy.in_pipeline else "one device"
+        ranks = "a pipeline with one device a rank" if policy.on_host else "one device"
         raise BadOption(
             f"{policy.text}: that is for {ranks}",
             numbers=f"asked for: {', '.join(f'{name} {size}' for name, size in axes.used.items())}",
@@ -271,8 +270,9 @@ def _hosted_step(
         host.bytes_per_s,
         blocks.traffic.weights,
         blocks.traffic.gradients,
-        fetched=_rows(blocks.boundary.comes),
-        offloaded=_rows(blocks.boundary.goes),
+        fetched=in_lists(blocks.boundary.comes),
+        offloaded=in_lists(blocks.boundary.goes),
+        cast=blocks.traffic.cast,
     )
     of_blocks = replace(layout, stages=len(blocks.traffic.weights), schedule=schedule)
     return HostedStep(
@@ -284,11 +284,6 @@ def _hosted_step(
         updates=blocks.updated.astype(int).tolist(),
         in_parts=optimizer_bytes(optimizer).in_parts,
     )
-
-
-def _rows(passes: tuple[Bytes, Bytes]) -> tuple[list[int], list[int]]:
-    forward, backward = passes
-    return forward.tolist(), backward.tolist()
 
 
 def _bound(candidate: Candidate, blocks: StreamedBlocks, layout: Layout, cluster: Cluster) -> Bound:

@@ -7,7 +7,9 @@
               (evaluate/hosted_step.py)
     bytes     those of the pipeline, and for weights and gradients two of the device's own stages (all weights
               where they stay), divided evenly over them, so that they add up to what it holds; weights that
-              several stages use stay with their owner
+              several stages use stay with their owner. Where inputs of stages go to the host, the device has
+              those of a few microbatches, and m - p messages that wait for the next stage, whose device is at
+              an earlier one
     choice    p (divisors of the number of devices), v, microbatches, degree, recompute of all or nothing:
               those whose bound is below the best step and whose sums of bytes fit are priced, and the fastest
               that fits is taken
@@ -59,6 +61,7 @@ from outsize.planner.memory.headroom import with_usable_memory
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import Bytes, RangeTables, bytes_of_units
 from outsize.planner.memory.sharded import single_units
+from outsize.planner.offload.boundary_traffic import BoundaryTraffic, in_lists, waiting_reasons
 from outsize.planner.offload.host_traffic import (
     BLOCKS,
     Host,
@@ -71,7 +74,7 @@ from outsize.planner.offload.host_traffic import (
 from outsize.planner.partition.stage_prices import ChainCut, Pipeline, PricedModel
 from outsize.planner.simulation.host_copies import CopyCosts
 from outsize.policies.activations import KEEP, RECOMPUTE, WHOLE_STAGE, Recompute, activation_policy
-from outsize.policies.weights import OF_SEVERAL, RESIDENT, Weights, weight_policy
+from outsize.policies.weights import DEGREES, HOST, HOSTED, Weights, weight_policy
 from outsize.schedules.families import LAYER_BY_LAYER
 
 # These numbers of stages of all devices are tried.
@@ -141,7 +144,8 @@ class _Turns:
 def _copied_bytes(whole: PricedModel) -> WeightAndGradientBytes:
     """Returns what comes from the host, and what goes there, of each stage."""
     ranges = whole.ranges
-    return single_units(ranges.weights - ranges.buffers), single_units(ranges.gradients)
+    weights = single_units(ranges.weights - ranges.buffers - ranges.cast_alone)
+    return weights, single_units(ranges.gradients)
 
 
 # Plans of the same cut differ in their degrees. The last models stay alive.
@@ -233,7 +237,7 @@ def _round_robin(
     close = [plan_at(place) for place, step_s in sorted(fitting) if step_s <= CLOSE * best_s]
     if not close:
         return None
-    plan = min(close, key=lambda plan: (plan.axes.pp, len(plan.stages), OF_SEVERAL.index(plan.weights)))
+    plan = min(close, key=lambda plan: (plan.axes.pp, len(plan.stages), HOSTED.index(plan.weights)))
     return priced(plan, *models[plan.microbatches], cluster)
 
 
@@ -244,7 +248,7 @@ def _layouts_and_cuts(
     stages are in one of the OPTIONS: all devices compute, then their hosts update an equal share.
     """
     devices = len(cluster.devices)
-    degrees: list[Weights] = [w for w in OF_SEVERAL if request.weights in (None, w)]
+    degrees: list[Weights] = [w for w in HOSTED if request.weights in (None, w)]
     applicable = request.schedule in (None, LAYER_BY_LAYER.name) and not request.has_group_axes
     if not applicable or any(host_link(device) is None for device in cluster.devices):
         return
@@ -259,6 +263,8 @@ def _layouts_and_cuts(
             update_s = moved_bytes(count) / pp / Host.of(cluster, pp).bytes_per_s
             cuts = dict.fromkeys(turns.cuts())
             for cut, weights, recomputed in product(filter(None, cuts), degrees, recomputes):
+                if not weight_policy(weights).allows(OPTIONS[recomputed]):
+                    continue
                 loaded_bytes, kept_bytes = least_bytes(count)
                 held_bytes = loaded_bytes if weight_policy(weights).stays_loaded else 0
                 if held_bytes + (0 if recomputed else kept_bytes) > pp * room_bytes:
@@ -293,7 +299,8 @@ def _least_bytes(graph: ModelGraph, profile: Profile, count: int, optimizer: str
     wait for the end of the forwards, which do all microbatches of a stage before the next one.
     """
     sizes = bytes_of_units(graph, profile, optimizer_bytes(optimizer))
-    return int((sizes["weights"] - sizes["buffers"]).sum()), count * int(sizes["saved"].sum())
+    moved = sizes["weights"] - sizes["buffers"] - sizes["cast_alone"]
+    return int(moved.sum()), count * int(sizes["saved"].sum())
 
 
 def _cut(ends: Sequence[int], seconds: UnitSeconds, pp: int) -> tuple[int, ...]:
@@ -373,6 +380,7 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
         *device_shortages(candidate),
         fullest_device(candidate.memories, candidate.devices, candidate.layout.ranks),
         host_states(graph, plan),
+        *waiting_reasons(graph, plan),
         HostRoofline(bound=bound),
         host_reason(graph, candidate.layout, cluster, plan.optimizer),
     )
@@ -391,7 +399,7 @@ def copied(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     names = [first[stage % pp] for stage in range(len(cut) - 1)]
     again = activation_policy(plan.recompute).recomputes
     changes = {
-        "weights": OF_SEVERAL[-1],
+        "weights": HOST.name,
         "schedule": LAYER_BY_LAYER.name,
         "actions": (),
         "stages": stages_from_bounds(graph, cut, names),
@@ -424,14 +432,15 @@ def _degrees(
     plan: Plan, stages: PricedModel, cluster: Cluster, own: tuple[Candidate, Bound]
 ) -> Iterator[Degree]:
     """Yields what each degree would cost if all else were as in this plan, whose `own` price is known."""
-    for weights in (RESIDENT.name, *OF_SEVERAL):
-        other = plan.model_copy(update={"weights": weights})
+    for weights in DEGREES:
+        recompute = weight_policy(weights).activations or plan.recompute
+        other = plan.model_copy(update={"weights": weights, "recompute": recompute})
         is_own = weights == plan.weights
         candidate, bound = own if is_own else _estimate_and_bound(other, stages, cluster)
         yield Degree(
             weights=weights,
             microbatches=plan.microbatches,
-            recompute=activation_policy(plan.recompute).recomputes,
+            recompute=activation_policy(recompute).recomputes,
             bound=bound,
             step_s=candidate.step_s,
             peak_bytes=candidate.peak_bytes,
@@ -443,7 +452,7 @@ def _estimate_and_bound(plan: Plan, stages: PricedModel, cluster: Cluster) -> tu
     """Prices a plan; each stage is a unit of `stages`."""
     check_enough(plan.batch_size, plan.microbatches)
     candidate = _with_copies(_without_copies(plan, stages, cluster), stages, cluster, plan.optimizer)
-    return candidate, _bound(candidate.layout, candidate.cases[0], _copied_bytes(stages), cluster)
+    return candidate, _bound(candidate.layout, candidate.cases[0], stages, cluster)
 
 
 def _without_copies(plan: Plan, whole: PricedModel, cluster: Cluster) -> Candidate:
@@ -467,7 +476,17 @@ def _with_copies(candidate: Candidate, whole: PricedModel, cluster: Cluster, opt
 def _hosted_step(candidate: Candidate, whole: PricedModel, cluster: Cluster, optimizer: str) -> HostedStep:
     layout, pipeline = candidate.layout, candidate.pipeline
     host = Host.of(cluster, layout.axes.pp)
-    copies = CopyCosts(host.link, host.bytes_per_s, *(size.tolist() for size in _copied_bytes(whole)))
+    weights, gradients = (size.tolist() for size in _copied_bytes(whole))
+    values = _values_moved(whole, layout)
+    copies = CopyCosts(
+        host.link,
+        host.bytes_per_s,
+        weights,
+        gradients,
+        fetched=in_lists(values.comes),
+        offloaded=in_lists(values.goes),
+        cast=whole.graph.cast_alone_bytes,
+    )
     edges = edges_of(pipeline.case.flows, candidate.bounds)
     return HostedStep(
         layout,
@@ -491,6 +510,11 @@ def _case(plan: Plan, layout: Layout, whole: PricedModel, cluster: Cluster) -> P
     for own in _stages_of_each_rank(layout):
         after_s[own] = moved_bytes[own].sum() / host.bytes_per_s
     return replace(whole, ranges=_on_device(whole, held, layout), after_s=np.diag(after_s, 1))
+
+
+def _values_moved(whole: PricedModel, layout: Layout) -> BoundaryTraffic:
+    """Returns what of the values between stages moves between the devices and their hosts."""
+    return BoundaryTraffic.of_turns(whole.graph, layout.ranks)
 
 
 def _stages_of_each_rank(layout: Layout) -> list[list[int]]:
@@ -518,20 +542,26 @@ def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout)
         pair = max((own_gradients + np.append(own_gradients[1:], 0)).tolist())
         gradients[own] = _shares(pair + int(tied_gradients[own].sum()), len(own))
     nothing, backward = np.zeros_like(ranges.saved), ranges.backward - ranges.gradients
-    sent, forward = ranges.sent, ranges.forward
+    sent, forward, away = ranges.sent, ranges.forward, ranges.saved_boundary
     if whole.activation_policy.recomputes:
         sent, backward, forward = (
             nothing,
             backward + sent,
             forward + np.diag(_largest_sent(ranges, layout), 1),
         )
-    casts = single_units(ranges.casts).copy()
+    if layout.weight_policy.values_on_host:
+        moved, waiting = _values_moved(whole, layout), max(0, layout.microbatches - layout.axes.pp)
+        away = ranges.received - np.diag(moved.small, 1)
+        forward = forward + np.diag(moved.moving[0], 1) + waiting * ranges.sent
+        backward = backward + np.diag(moved.moving[1], 1) + waiting * ranges.gradient_out
+    casts = single_units(ranges.casts - ranges.cast_alone).copy()
     if whole.activation_policy.recomputes and not stay:  # They leave with the weights.
         for own in _stages_of_each_rank(layout):
             casts[own] = _shares(two_places(casts[own]), len(own))
     return replace(
         ranges,
         weights=np.diag(weights, 1) + ranges.buffers - ranges.casts + np.diag(casts, 1),
+        saved_boundary=away,
         casts=np.diag(casts, 1),
         optimizer=np.diag(gradients, 1),
         sent=sent,
@@ -554,15 +584,19 @@ def _shares(total: int, count: int) -> list[int]:
     return [total * (at + 1) // count - total * at // count for at in range(count)]
 
 
-def _bound(layout: Layout, case: PricedModel, held: WeightAndGradientBytes, cluster: Cluster) -> Bound:
+def _bound(layout: Layout, case: PricedModel, stages: PricedModel, cluster: Cluster) -> Bound:
     """Returns the bound of the device that takes longest with each of the four."""
+    held, moved, m = _copied_bytes(stages), _values_moved(stages, layout), layout.microbatches
+    values = layout.weight_policy.values_on_host
+    rows = [moved.moved_by(own) if values else (0, 0) for own in _stages_of_each_rank(layout)]
+    comes, goes = (m * max(row[way] for row in rows) for way in (0, 1))
     link, compute_s = Host.of(cluster, layout.axes.pp).link, case.activation_policy.compute_s
     costs = np.array([compute_s(c.forward_s, c.backward_s) for c in case.base.units])
     copies_in, copies_out = layout.weight_policy.copies(1)  # Layer by layer.
     weights, gradients = (max(int(size[own].sum()) for own in _stages_of_each_rank(layout)) for size in held)
     return Bound(
         compute_s=layout.microbatches * max(float(costs[own].sum()) for own in _stages_of_each_rank(layout)),
-        to_device_s=copies_in * link.seconds(weights),
-        to_host_s=copies_out * link.seconds(gradients),
+        to_device_s=copies_in * link.seconds(weights) + link.seconds(comes),
+        to_host_s=copies_out * link.seconds(gradients) + link.seconds(goes),
         optimizer_s=0.0 if case.after_s is None else float(case.after_s.max()),
     )

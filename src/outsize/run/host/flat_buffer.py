@@ -1,7 +1,8 @@
 """Packs weights one behind the other into one buffer of the host, so that one copy moves them all.
 
-    values     | layer.weight ...... | bias . | norm . |      the model's own parameters are views of it
-    gradients  | layer.weight ...... | bias . | norm . |   made when a gradient is first stored here
+    values     | layer.weight ...... | bias . |      the model's own parameters are views of it
+    gradients  | layer.weight ...... | bias . |   made when a gradient is first stored here
+    cast       | layer.w. | b. |                  where devices have the weights as autocast casts them alone
 
 Each weight begins at a multiple of ALIGN bytes, as torch's allocations do. Exactly the needed memory is
 allocated: torch's own allocator of page-locked memory rounds each piece up to a power of two, which takes up
@@ -11,7 +12,8 @@ to twice as much. Strides are unchanged (run/transport/wire_layout.py), since ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 import torch
@@ -56,13 +58,25 @@ class WeightBlock:
         parts, self.size_bytes = packed(map(WireLayout.of, masters.values()))
         self.parts, self.values = dict(zip(masters, parts, strict=True)), room(self.size_bytes)
         self.gradients: Tensor | None = None
+        self._cast: dict[torch.dtype, HostCast] = {}
         for name, master in masters.items():
             self.adopt(name, master)
 
     @property
     def host_bytes(self) -> int:
-        """Returns the bytes of the weights, and of the gradients if a buffer for them was made."""
-        return self.values.numel() + (0 if self.gradients is None else self.gradients.numel())
+        """Returns the bytes of the weights, and of the gradients and casts if buffers for them were made."""
+        made = [cast.values for cast in self._cast.values() if cast.values is not None]
+        return sum(buffer.numel() for buffer in (self.values, self.gradients, *made) if buffer is not None)
+
+    def cast(self, dtype: torch.dtype) -> HostCast:
+        """Returns the block as autocast casts its weights."""
+        if dtype not in self._cast:
+            self._cast[dtype] = HostCast(self, dtype, self._room)
+        return self._cast[dtype]
+
+    def casts(self) -> Iterable[HostCast]:
+        """Returns all that were made."""
+        return self._cast.values()
 
     @torch.no_grad()
     def adopt(self, name: str, master: nn.Parameter) -> None:
@@ -91,6 +105,49 @@ class WeightBlock:
         if self.gradients is None:
             self.gradients = self._room(self.size_bytes)
         return BufferSlice(self.parts[name].first, WireLayout.of(gradient)).destination(self.gradients)
+
+
+@final
+class HostCast:
+    """Holds the weights of a block in a lower precision, cast anew in each step.
+
+    A weight may have changed between steps in a way that no counter tells, so the values of the last step
+    are never used.
+    """
+
+    def __init__(self, block: WeightBlock, dtype: torch.dtype, room: Allocate) -> None:
+        """Makes no buffer yet."""
+        self._block, self._room = block, room
+        layouts = (replace(part.layout, dtype=dtype) for part in block.parts.values())
+        parts, self.size_bytes = packed(layouts)
+        self.parts = dict(zip(block.parts, parts, strict=True))
+        self.values: Tensor | None = None
+        self._casting: Future[Tensor] | None = None
+
+    def begin(self, caster: Executor) -> None:
+        """Begins to cast for a step."""
+        self._casting = caster.submit(self._cast)
+
+    def of_this_step(self) -> Tensor:
+        """Returns the bytes; where nothing has begun, the first call of a step casts the weights."""
+        if self._casting is None:
+            self._casting = Future[Tensor]()
+            self._casting.set_result(self._cast())
+        return self._casting.result()
+
+    def end(self) -> None:
+        """Ends a step: weights may change from now on."""
+        casting, self._casting = self._casting, None
+        if casting is not None:
+            casting.result()
+
+    @torch.no_grad()
+    def _cast(self) -> Tensor:
+        if self.values is None:
+            self.values = self._room(self.size_bytes)
+        for name, part in self.parts.items():
+            part.within(self.values).copy_(self._block.masters[name].detach())
+        return self.values
 
 
 def heap(size_bytes: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Problem: a model is larger than its device. Which weights are on the device, and when do they move?
 
     master   the model's own parameter, on the host, a view of its block's buffer (flat_buffer.py)
-    copy     a parameter on the device, a view of a buffer there that stages use in turn
+    copy     a parameter on the device, a view of a buffer there that stages use in turn; of a weight that all
+             calls read as autocast's copy, that copy alone (stage/cast_weights.py:WeightAsCast)
 
     LOAD s   one copy moves the block into its device buffer; modules refer to the copies
     F, B     wait for the copy and compute with it; gradients add up on the device
@@ -26,8 +27,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -39,16 +42,19 @@ from outsize.program.tree import map_leaves
 from outsize.run.host.flat_buffer import (
     Allocate,
     Destination,
+    HostCast,
     OutgoingGradient,
     WeightBlock,
     block_destinations,
 )
 from outsize.run.host.mmap import FileBackedMemory
 from outsize.run.host.optimizer_step import HostOptimizerStep
-from outsize.run.transport.wire_layout import WireLayout, pack, packed_bytes
+from outsize.run.stage.cast_weights import WeightAsCast
+from outsize.run.transport.wire_layout import WireLayout, copied, packed_bytes
 from outsize.run.weights.ownership import like, places
 
 Users = Mapping[str, frozenset[int]]  # The key is a weight, the value the stages that compute with it.
+Casts = Mapping[str, torch.dtype]  # The key is a weight, the value the dtype of the cast that calls read.
 _HELD: Final = ("_parameters", "_buffers", "_modules")
 
 
@@ -85,14 +91,33 @@ class AbsentWeight(nn.Parameter):
 @final
 @dataclass(eq=False)
 class ResidentBlock:
-    """Places a block in a device buffer, for one row of actions."""
+    """Places a block in a device buffer, for one row of actions; with `cast` its weights as that alone."""
 
     block: WeightBlock
     place: DeviceBuffer
     first: int
     users: frozenset[int]
-    copies: dict[str, nn.Parameter] = field(default_factory=dict)
+    cast: HostCast | None = None
+    copies: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     loaded: StreamEvent | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Returns the bytes that are copied, and that the device buffer has of it."""
+        return self.block.size_bytes if self.cast is None else self.cast.size_bytes
+
+    @property
+    def values(self) -> Tensor:
+        """Returns what is copied, as flat bytes of the host."""
+        return self.block.values if self.cast is None else self.cast.of_this_step()
+
+    def device_copy(self, name: str, master: nn.Parameter) -> nn.Parameter:
+        """Returns the parameter that is in the modules while the block is on the device."""
+        if self.cast is not None:
+            return WeightAsCast(master, self.cast.parts[name].within(self.place.data, self.first))
+        copy = like(master, self.block.parts[name].within(self.place.data, self.first))
+        assert isinstance(copy, nn.Parameter)
+        return copy
 
 
 @final
@@ -110,8 +135,10 @@ class Residency:
     ) -> None:
         """Creates the residency; `files` stores the weights, by default page-locked host memory does.
 
-        `threaded` lets the optimizer step in a thread while gradients arrive.
+        `threaded` lets the optimizer step in a thread while gradients arrive, and weights be cast in another
+        one before they are copied.
         """
+        self._caster: Executor | None = ThreadPoolExecutor(1, "outsize-casts") if threaded else None
         self._model, self._streams, self._device = model, streams, device
         self.room: Allocate = files or streams.host
         self.compute = streams.compute(device)
@@ -136,8 +163,11 @@ class Residency:
         """Returns the bytes of masters, of gradients that have arrived, and of snapshots."""
         return self.landing.host_bytes + sum(block.host_bytes for block in self._blocks)
 
-    def resident_blocks(self, users: Users, colour: Mapping[int, int]) -> list[ResidentBlock]:
-        """Places blocks of these weights; `colour[stage]` numbers the device buffer of a stage.
+    def resident_blocks(
+        self, users: Users, colour: Mapping[int, int], casts: Casts = MappingProxyType({})
+    ) -> list[ResidentBlock]:
+        """Places blocks of these weights; `colour[stage]` numbers the device buffer of a stage, `casts` has
+        those that are read as casts alone.
 
         Raises BadOption for a weight with hooks of its own.
         """
@@ -145,8 +175,9 @@ class Residency:
         masters = self._modules.masters()
         users = {name: stages for name, stages in users.items() if name in masters}
         self._insist_on_no_hooks(users, masters)
-        self._make_blocks(users, masters)
-        return self._resident_blocks(users, colour)
+        casts = {name: dtype for name, dtype in casts.items() if _may_be_cast(masters.get(name))}
+        self._make_blocks(users, masters, casts)
+        return self._resident_blocks(users, colour, casts)
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
@@ -154,6 +185,9 @@ class Residency:
         masters = self._modules.masters()
         for name, block in self._block_of.items():
             block.adopt(name, masters[name])
+        if self._caster is not None:
+            for cast in self._casts():
+                cast.begin(self._caster)
         self._hide(self._block_of)
         try:
             yield
@@ -168,8 +202,8 @@ class Residency:
         for resident in coming:
             block, place = resident.block, resident.place
             self._down.after(place.free)
-            there = place.data[resident.first : resident.first + block.size_bytes]
-            self._down.copy(there, block.values)
+            there = place.data[resident.first : resident.first + resident.size_bytes]
+            self._down.copy(there, resident.values)
             for name, master in block.masters.items():
                 resident.copies[name].requires_grad_(master.requires_grad)
             resident.loaded = self._down.record()
@@ -212,10 +246,7 @@ class Residency:
         here = {place.data.untyped_storage().data_ptr() for place in self._places.values()} - {0}
         if value is None or value.untyped_storage().data_ptr() not in here:
             return value
-        layout = WireLayout.of(value)
-        copy = layout.empty(value.device)
-        layout.memory(copy).copy_(pack(value))
-        return copy
+        return copied(value)
 
     def _hide(self, names: Iterable[str]) -> None:
         """Makes computing with these weights fail."""
@@ -268,41 +299,52 @@ class Residency:
     def _finish(self) -> None:
         """Blocks the host until masters may be written and their gradients read."""
         self._down.record().wait()
+        for cast in self._casts():
+            cast.end()
         for landed, _ in self._leaving:
             landed.wait()
         while self._leaving:
             self._let_go()
 
-    def _make_blocks(self, users: Users, masters: Mapping[str, nn.Parameter]) -> None:
-        """Groups weights that are new here and have the same users into blocks."""
-        new: dict[frozenset[int], list[str]] = {}
+    def _casts(self) -> Iterator[HostCast]:
+        return (cast for block in self._blocks for cast in block.casts())
+
+    def _make_blocks(self, users: Users, masters: Mapping[str, nn.Parameter], casts: Casts) -> None:
+        """Groups weights that are new here and have the same users into blocks, those that are read as casts
+        apart from the others.
+        """
+        new: dict[tuple[frozenset[int], torch.dtype | None], list[str]] = {}
         for name, stages in users.items():
             if name not in self._block_of:
-                new.setdefault(stages, []).append(name)
+                new.setdefault((stages, casts.get(name)), []).append(name)
         for names in new.values():
             block = WeightBlock({name: masters[name] for name in names}, self.room)
             self._blocks.append(block)
             self._block_of |= dict.fromkeys(names, block)
 
-    def _resident_blocks(self, users: Users, colour: Mapping[int, int]) -> list[ResidentBlock]:
+    def _resident_blocks(self, users: Users, colour: Mapping[int, int], casts: Casts) -> list[ResidentBlock]:
         placed, filled = list[ResidentBlock](), dict[int, int]()
         for block in self._blocks:
             stages = frozenset().union(*(users.get(name, frozenset()) for name in block.masters))
             if not stages & colour.keys():
                 continue
+            dtypes = {casts.get(name) for name in block.masters}
+            dtype = dtypes.pop() if len(dtypes) == 1 else None
+            cast = None if dtype is None else block.cast(dtype)
+            size_bytes = block.size_bytes if cast is None else cast.size_bytes
             key, first = ("block", id(block)), 0
             if len(stages) == 1:
                 (stage,) = stages
                 key, first = ("place", colour[stage]), filled.get(stage, 0)
-                filled[stage] = first + block.size_bytes
+                filled[stage] = first + size_bytes
             place = self._places.get(key)
             if place is None:
                 place = self._places[key] = DeviceBuffer(self._streams, self._device)
-            place.grow(first + block.size_bytes)
-            placed.append(ResidentBlock(block, place, first, stages))
+            place.grow(first + size_bytes)
+            placed.append(ResidentBlock(block, place, first, stages, cast))
         for resident in placed:
             resident.copies = {
-                n: _device_copy(resident, n, master) for n, master in resident.block.masters.items()
+                name: resident.device_copy(name, master) for name, master in resident.block.masters.items()
             }
         return placed
 
@@ -370,8 +412,6 @@ def _taken(resident: ResidentBlock) -> Iterator[tuple[str, Tensor]]:
             yield name, gradient
 
 
-def _device_copy(resident: ResidentBlock, name: str, master: nn.Parameter) -> nn.Parameter:
-    view = resident.block.parts[name].within(resident.place.data, resident.first)
-    copy = like(master, view)
-    assert isinstance(copy, nn.Parameter)
-    return copy
+def _may_be_cast(master: nn.Parameter | None) -> bool:
+    """Returns whether autocast casts a weight of this kind, and it is a plain parameter with values."""
+    return type(master) is nn.Parameter and master.dtype is torch.float32 and master.numel() > 0

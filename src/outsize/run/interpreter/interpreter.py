@@ -46,11 +46,12 @@ from outsize.ir.timeline import Lane
 from outsize.run.interpreter.bound_action import ActionPair, BoundAction
 from outsize.run.interpreter.ranges import range_name, wait_name
 from outsize.run.interpreter.trace import Marks
-from outsize.run.moves.base import Moves, PassedValues, Resident, ValueKey
+from outsize.run.moves.base import Moves, PassedValues, Receiver, Resident, ValueKey
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.stage.base import Gradients, RunnableStage
 from outsize.run.stage.boundary import Boundary
 from outsize.run.stage.rng import Seed
+from outsize.run.stage.stage import identity
 from outsize.run.transport.base import Pending, Transport
 
 MISSING: Final = object()
@@ -468,7 +469,13 @@ class _Handlers:
         mb, here = action.microbatch, action.stage
         received = self._stage(action).program.received
         coming = [b for b in received if b.producer == action.peer and (b.weight is None or mb == 0)]
-        return self._receive(action, [(self._value(b, here, mb), self._down(b, here, mb)) for b in coming])
+        return self._receive(
+            action,
+            [
+                (self._value(b, here, mb), self._down(b, here, mb), self._receiver(b, here, mb))
+                for b in coming
+            ],
+        )
 
     def _send_gradients(self, action: Action) -> BoundAction:
         mb, here, peer = action.microbatch, action.stage, action.peer
@@ -483,7 +490,7 @@ class _Handlers:
         ours = sorted((*program.sent, *program.received), key=lambda b: b.key)
         coming = [b for b in ours if b.requires_grad and b.following(here) == peer]
         return self._receive(
-            action, [(self._gradient(b.key, here, mb), self._up(b, peer, mb)) for b in coming]
+            action, [(self._gradient(b.key, here, mb), self._up(b, peer, mb), identity) for b in coming]
         )
 
     def _send(self, action: Action, leaving: list[tuple[MessageSlot, int]]) -> BoundAction:
@@ -498,12 +505,12 @@ class _Handlers:
 
         return BoundAction(str(action), "send", run)
 
-    def _receive(self, action: Action, coming: list[tuple[MessageSlot, int]]) -> BoundAction:
+    def _receive(self, action: Action, coming: list[tuple[MessageSlot, int, Receiver]]) -> BoundAction:
         rank, mb, post = self._rank_of[action.peer], action.microbatch, self._transport.post
 
         def run(_: None) -> None:
-            for slot, channel in coming:
-                slot.content = post(rank, channel, mb)
+            for slot, channel, receiver in coming:
+                slot.content = receiver(post(rank, channel, mb))
 
         return BoundAction(str(action), "recv", run)
 
@@ -535,6 +542,13 @@ class _Handlers:
         """
         is_sent = self._rank_of[key[1]] != self._rank
         return self._programs.values.wrapper(key, giver, is_sent=is_sent)
+
+    def _receiver(self, boundary: Boundary, stage: int, mb: int) -> Receiver:
+        """Returns what makes a posted receive of a value the content of its slot; a tied weight stays in its
+        message for the step, and without a backward nothing waits.
+        """
+        waits = self._trains and boundary.weight is None
+        return self._programs.values.receiver((boundary.key, stage, mb, False)) if waits else identity
 
     def _held_of(self, action: Action) -> list[Pending]:
         return self._held.setdefault((action.stage, action.microbatch), [])

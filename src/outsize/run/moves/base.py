@@ -20,10 +20,12 @@ from outsize.ir.schedule import Action, Schedule
 from outsize.run.host.speculative_step import Speculation
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.outer_graph import GatheredWeights
-from outsize.run.stage.stage import Saving
+from outsize.run.stage.stage import Saving, identity
+from outsize.run.transport.base import Pending
 
 # The fields are the boundary, the stage that takes it, the microbatch, and whether it is a gradient.
 ValueKey = tuple[int, int, int, bool]
+Receiver = Callable[[Pending], Pending]
 
 
 class Moves(ABC):
@@ -102,12 +104,18 @@ class Resident(Moves):
 
 
 class PassedValues(ABC):
-    """Passes values and gradients between the stages of one rank, by way of their message slots."""
+    """Passes values and gradients between the stages of one rank, by way of their message slots, and says how
+    values of other ranks are held there.
+    """
 
     @property
     def saving(self) -> Saving | None:
         """Returns what replaces what autograd saves of a microbatch; None where it saves as usual."""
         return None
+
+    def receiver(self, key: ValueKey) -> Receiver:
+        """Returns what a posted receive of a value from another rank goes through."""
+        return identity
 
     @abstractmethod
     def pends(self, giver: int, taker: int) -> bool:

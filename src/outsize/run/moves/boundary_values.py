@@ -5,6 +5,7 @@
     comes             x0  x1  x2  x0  x1  x2         g0  g1  g2
 
     wrap     a stage passes on a value or a gradient: its message slot holds a handle
+    receive  a value that another rank has sent is copied out of its message, which may be received into again
     pack     autograd saves a handle of a received value, for the stage that recomputes
     OFFLOAD  launches the copies of what a compute action has left and no near one needs
     FETCH    launches the copies of what the next compute action but one needs
@@ -34,12 +35,13 @@ from torch import Tensor
 
 from outsize.ir.schedule import COMPUTE, FETCH, Action, Kind, Schedule
 from outsize.run.host.copy_lane import Bundle, CopyLane, Handle, OffloadedStorage
-from outsize.run.moves.base import Moves, PassedValues
+from outsize.run.moves.base import Moves, PassedValues, Receiver
 from outsize.run.moves.base import ValueKey as Key
 from outsize.run.moves.copies import WithCopies
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.stage import Saving, identity
 from outsize.run.transport.base import Pending
+from outsize.run.transport.wire_layout import copied
 from outsize.schedules.offload import computed, with_value_copies
 
 
@@ -74,8 +76,33 @@ class ValueHandle(Pending):
 
 
 @final
+class ReceivedValue(Pending):
+    """Takes the place of a message in its slot: `wait` copies the value out of it and lets the message go,
+    `release` lets the value go.
+    """
+
+    def __init__(self, own: Callable[[Tensor], Pending], message: Pending) -> None:
+        self._own, self._message = own, message
+        self._value: Pending | None = None
+
+    def ready(self) -> bool:
+        return self._message.ready()
+
+    def wait(self) -> Tensor | None:
+        tensor = self._message.wait()
+        if tensor is not None:
+            self._value = self._own(tensor)
+        self._message.release()
+        return None if self._value is None else self._value.wait()
+
+    def release(self) -> None:
+        self._value = None
+
+
+@final
 class BoundaryValues(PassedValues):
-    """Passes values between the stages of one device; without a lane all of them stay there.
+    """Passes values between the stages of one device, and holds those of others; without a lane all of them
+    stay there.
 
     `copy_weight_view` copies values that are views of a weight that moves.
     """
@@ -99,6 +126,9 @@ class BoundaryValues(PassedValues):
     def pends(self, giver: int, taker: int) -> bool:
         return self.offloads
 
+    def receiver(self, key: Key) -> Receiver:
+        return partial(ReceivedValue, partial(self._received, key)) if self.offloads else identity
+
     def wrapper(self, key: Key, giver: int, *, is_sent: bool) -> Callable[[Any], Any]:
         return partial(self.wrap, key) if self.offloads and not is_sent else self.copy_weight_view
 
@@ -110,6 +140,9 @@ class BoundaryValues(PassedValues):
             return ValueHandle(lambda: tensor)
         self._at[key] = value
         return self._handle(value, tensor)
+
+    def _received(self, key: Key, tensor: Tensor) -> Pending:
+        return self.wrap(key, copied(tensor))
 
     def begin(self, microbatch: int, staying: Sequence[Tensor]) -> Self:
         """Begins a forward; what autograd saves of it goes through `pack`."""

@@ -4,7 +4,8 @@ With `room` for two stages, weights are loaded for each pass (schedules/offload.
 are loaded once a step, and gradients leave (ZeRO-Offload). A weight that several stages use is loaded with
 the first of them and unloaded with the last; the others with their stage. Gradients of earlier steps are
 loaded with a stage that begins with its backward, and otherwise when its backward begins, so that only those
-in use are on the device; they leave after a backward.
+in use are on the device; they leave after a backward. A weight that all calls of a step read as autocast's
+copy comes as that copy (`read_as_casts`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Final, final
 
+import torch
 from torch.optim import Optimizer
 
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
@@ -98,7 +100,8 @@ class HostMoves(Moves):
         """Returns all blocks that the row uses."""
         if self._row_blocks is None:
             users = users_of(self._cuts, {action.stage for action in row})
-            self._row_blocks = self.residency.resident_blocks(users, places(row))
+            casts = read_as_casts(self._cuts)
+            self._row_blocks = self.residency.resident_blocks(users, places(row), casts)
         return self._row_blocks
 
 
@@ -132,6 +135,26 @@ def _turns(row: Sequence[Action], resident: ResidentBlock) -> bool:
             return False
         used = True
     return used
+
+
+def read_as_casts(cuts: Sequence[Cut]) -> dict[str, torch.dtype]:
+    """Returns the weights that every call of these programs reads as autocast's copy in one dtype, with it.
+
+    One that a call reads as it is (a norm in float32, an embedding) is none of them, and neither is one that
+    another stage receives, or that goes through a function first.
+    """
+    found, others = dict[str, torch.dtype](), set[str]()
+    for cut in {id(cut): cut for cut in cuts}.values():
+        others.update(b.weight for b in cut.boundaries if b.weight is not None)
+        for spec in (program.spec for program in cut.programs):
+            others.update(spec.through)
+            for instruction in spec.instructions:
+                casts = dict(instruction.casts)
+                for weight in instruction.weights:
+                    dtype = casts.get(weight.name)
+                    if dtype is None or found.setdefault(weight.name, dtype) is not dtype:
+                        others.add(weight.name)
+    return {name: dtype for name, dtype in found.items() if name not in others}
 
 
 def users_of(cuts: Sequence[Cut], stages: Collection[int]) -> dict[str, frozenset[int]]:

@@ -23,7 +23,11 @@ behind that node, which is as young: so ranks add in the weight's own precision,
 A copy is dropped when its weight leaves the device, when the weight has changed, and at the end of the step.
 Autocast with its cache disabled casts at every use, and is left alone.
 
-Oracle: tests/parity/test_cast_weights.py.
+Where the host keeps a weight that all calls read as its cast, the host casts it, once a step, and the cast
+alone is copied to the device: half of the bytes to move, a third of those to hold. A `WeightAsCast` without
+memory is in the module then, and gradients add up in its `.grad`, as they do in the weight's.
+
+Oracle: tests/parity/test_cast_weights.py; tests/parity/test_weights_as_casts.py for those of the host.
 """
 
 from __future__ import annotations
@@ -32,12 +36,52 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from outsize.errors import InvalidSchedule
 from outsize.run.stage.kept_casts import YOUNG, KeptCasts
 
 _STEP: Final = 8  # A copy has fewer nodes.
 Through = Callable[[Tensor], Tensor]
+
+
+@final
+class WeightAsCast(nn.Parameter):
+    """Stands for a weight whose values are on the device as autocast casts them, and in no other way: every
+    operation with the weight itself is refused.
+    """
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls: type[WeightAsCast], master: nn.Parameter, values: Tensor) -> WeightAsCast:
+        """Stands for `master`, whose cast on the device is `values`."""
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            master.shape,
+            strides=master.stride(),
+            dtype=master.dtype,
+            device=values.device,
+            requires_grad=master.requires_grad,
+        )
+        vars(made).update({**vars(master), "values": values})
+        return made
+
+    def __init__(self, master: nn.Parameter, values: Tensor) -> None:
+        """Has nothing left to do."""
+
+    def cast(self) -> Tensor:
+        """Returns the values, with a node that turns gradients into those of the weight."""
+        cast: Any = _AsIfCast.apply(self, self.values)
+        return cast
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise InvalidSchedule(
+            "a weight is read as it is, and its cast alone is on the device",
+            numbers=f"by {func}",
+            next_step="report it with the model: the recording says that all its calls read a cast",
+        )
 
 
 @final
@@ -73,6 +117,7 @@ class CastWeights:
         copy = self._copies.get(key)
         if copy is None or copy.version != weight._version:
             if not _is_cached(weight):
+                weight = weight.cast() if isinstance(weight, WeightAsCast) else weight
                 return weight if through is None else through(weight)
             copy = self._copies[key] = _copied(weight, dtype, through, YOUNG + len(self._copies) * _STEP)
             self._places.add(copy.values.untyped_storage().data_ptr())
@@ -116,7 +161,10 @@ def _copied(weight: Tensor, dtype: torch.dtype, through: Through | None, age: in
     source = weight if weight.is_leaf else weight.detach()
     # A forward may have switched gradients off for the first use alone.
     with torch.inference_mode(False), torch.enable_grad():
-        values = (source if through is None else through(source)).to(dtype)
+        if isinstance(source, WeightAsCast):
+            values = source.cast()
+        else:
+            values = (source if through is None else through(source)).to(dtype)
     node: Any = values.grad_fn
     while node is not None and node.next_functions:  # The node after the last one adds to the weight's .grad.
         node._set_sequence_nr(age)
@@ -125,17 +173,17 @@ def _copied(weight: Tensor, dtype: torch.dtype, through: Through | None, age: in
 
 
 def _shared(weight: Tensor, copy: _Copy) -> Any:
-    return _Shared.apply(weight, copy)
+    return _AsIfCast.apply(weight, copy.values)
 
 
 @final
-class _Shared(torch.autograd.Function):
-    """Returns the values of a copy as if they were cast now."""
+class _AsIfCast(torch.autograd.Function):
+    """Returns the values of a weight's cast as if they were cast now."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, copy: _Copy) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.dtype = weight.dtype
-        return copy.values.detach()
+        return values.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -77,6 +77,14 @@ class WireLayout:
 NOTHING = torch.zeros(HEADER, dtype=torch.int64)
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """Returns the tensor in memory of its own, laid out as it would arrive."""
+    layout = WireLayout.of(tensor)
+    copy = layout.empty(tensor.device)
+    layout.memory(copy).copy_(pack(tensor))
+    return copy
+
+
 def pack(tensor: Tensor) -> Tensor:
     """Returns the distinct elements as one flat tensor in memory order; copies where the tensor has holes."""
     core = _core(tensor.detach())

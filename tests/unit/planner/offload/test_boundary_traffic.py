@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from findings_of import findings
-from planner_graphs import chain, graph_of, profile_of, unit, value
+from planner_graphs import chain, graph_of, parameter, profile_of, unit, value
 
 from outsize.errors import BadOption, NoFeasiblePlan
 from outsize.ir.answers.request import PlanRequest
@@ -20,7 +20,7 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import RangeTables
 from outsize.planner.offload.boundary_traffic import BoundaryTraffic
-from outsize.planner.offload.host_traffic import BlockTraffic, Host, streamed
+from outsize.planner.offload.host_traffic import BlockTraffic, Host, StreamedBlocks, streamed
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
 
@@ -46,6 +46,24 @@ def test_what_moves_by_hand() -> None:
         int(sum(traffic.comes[0] + traffic.comes[1])),
         int((traffic.goes[0] + traffic.goes[1]).sum()),
     )
+
+
+def test_what_moves_where_blocks_are_dealt_to_devices() -> None:
+    """Blocks 0 and 2 are on one device, 1 and 3 on another: 4 MiB go from 0 to both of these, and 2 MiB from
+    0 to 2, which stay with their device.
+    """
+    values = [value(0, 0, (1, 3), 4 * MIB), value(1, 0, (2,), 2 * MIB), value(2, 2, (3,), 1000)]
+    graph = graph_of([unit(u) for u in range(4)], values)
+    traffic = BoundaryTraffic.of_turns(graph, (0, 1, 0, 1))
+    received = [0, 4 * MIB, 2 * MIB, 4 * MIB]
+    assert traffic.comes[0].tolist() == [0, 0, 2 * MIB, 0], "a message comes by itself"
+    assert traffic.goes[0].tolist() == [2 * MIB, *received[1:]], (
+        "what was received leaves, and what stays here"
+    )
+    assert traffic.comes[1].tolist() == [2 * MIB, *received[1:]], "a gradient, and what was received"
+    assert traffic.goes[1].tolist() == [0, 0, 2 * MIB, 0], "that gradient"
+    assert traffic.small.tolist() == [0, 0, 0, 1000]
+    assert traffic.moved_by([0, 2]) == (6 * MIB, 6 * MIB)
 
 
 def test_they_move_beside_the_weights() -> None:
@@ -118,6 +136,18 @@ def test_its_peak_knows_neither_depth_nor_microbatches() -> None:
     found = asked(3000, weights="host-activations", microbatches=8).expected
     assert found is not None
     assert found.degrees[-1].peak_bytes > peaks[1], "four times as large ones"
+
+
+def test_units_that_read_casts_alone() -> None:
+    """Half of a weight that one unit casts; nothing of one that a norm reads, or that two units use."""
+    parts = [parameter("a", size_bytes=800), parameter("b", size_bytes=80), parameter("t", size_bytes=400)]
+    units = [unit(0, ("a", "b")), unit(1, ("t",)), unit(2, ("t",))]
+    units = [u.model_copy(update={"cast_bytes": n}) for u, n in zip(units, (400, 0, 200), strict=True)]
+    graph = graph_of(units, [value(0, 0, (1,), 8), value(1, 1, (2,), 8)], parts)
+    assert graph.cast_alone_bytes == (400, 0, 0)
+    blocks = StreamedBlocks.of_stages(graph, profile_of(graph, [1.0] * 3), "sgd")
+    assert blocks.traffic.weights == (800 + 80 - 400, 400, 400)
+    assert blocks.traffic.cast == (400, 0, 0)
 
 
 def test_the_bound_has_what_moves() -> None:

@@ -125,6 +125,20 @@ def test_values_come_and_leave_beside_compute() -> None:
     assert starts["0OFFLOAD_F1"] == 5, "the one before has left"
 
 
+def test_the_host_casts_what_comes_for_the_first_time() -> None:
+    """Of 4 bytes the copy takes a link 4 s and a memory of two bytes a second 2 s, and the cast 6 s of it."""
+    rows = "0LOAD,0F0,0UNLOAD,0LOAD,0B0,0UNLOAD"
+    schedule = Schedule("custom", 1, (parse_row(rows),))
+
+    def ends(cast: tuple[int, ...]) -> list[float]:
+        given = CopyCosts(BARE, 2.0, (4,), (0,), cast=cast)
+        spans = simulate(schedule, [StageCost(1, 1)], {}, {}, lambda *_: BARE, given).spans
+        return [s.end_s for s in spans if s.action == "0LOAD"]
+
+    assert ends(()) == [4, 9]
+    assert ends((4,)) == [8, 13], "both times once"
+
+
 def test_copies_without_costs_are_refused() -> None:
     schedule = with_loads(build("gpipe", 2, 1, ranks=1))
     with pytest.raises(InvalidSchedule, match="0LOAD has no cost"):

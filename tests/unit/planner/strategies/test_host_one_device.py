@@ -159,7 +159,7 @@ def test_what_has_no_memory_of_its_own_or_no_stages_is_told_so() -> None:
         ({"weights": "host", "tp": 2}, "a pipeline with one device a rank; asked for: tp 2"),
         ({"weights": "host", "cp": 2}, "a pipeline with one device a rank; asked for: cp 2"),
         ({"weights": "host-optimizer", "dp_shard": 2}, "asked for: dp_shard 2"),
-        ({"weights": "host-activations", "stages": 2}, "that is for one device; asked for: pp 2"),
+        ({"weights": "host-activations", "tp": 2}, "a pipeline with one device a rank; asked for: tp 2"),
         ({"weights": "host", "schedule": "1f1b", "stages": 2}, "pp 2, weights 'host': gpipe. Next"),
         ({"weights": "host", "schedule": "zero-bubble"}, "pp 1, weights 'host': gpipe, 1f1b, naive"),
     ],

@@ -12,7 +12,7 @@ from planner_graphs import chain
 from outsize.errors import NoFeasiblePlan, PlanError, UnknownDevice
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
-from outsize.ir.findings import DevicesInTurns, MemoryShortage, NoPipelineFits
+from outsize.ir.findings import DevicesInTurns, MemoryShortage, NoPipelineFits, StageValuesOnHost
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import Device, host_bytes_per_s
 from outsize.ir.hardware.links import LINKS
@@ -24,6 +24,7 @@ from outsize.planner.memory.in_flight_states import states_by_rank
 from outsize.planner.search.evaluate_plan import price, timeline
 from outsize.planner.search.search import search
 from outsize.planner.strategies import host_round_robin
+from outsize.policies.weights import DEGREES
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
@@ -136,8 +137,8 @@ def test_such_a_plan_is_priced_as_it_was_made(memory_mib: int, weights: str) -> 
     again = price(plan, *model, cluster)
     assert plan.expected is not None
     assert again.expected == plan.expected
-    assert [d.weights for d in plan.expected.degrees] == ["resident", "host-optimizer", "host"]
-    assert [d.fits for d in plan.expected.degrees] == [False, weights != "host", True]
+    assert tuple(d.weights for d in plan.expected.degrees) == DEGREES
+    assert [d.fits for d in plan.expected.degrees] == [False, weights != "host", True, True]
     played = timeline(plan, *model, cluster)
     assert played.ranks == 2
     optimizer_s, stages = plan.expected.degrees[2].bound.optimizer_s, len(plan.stages) // 2
@@ -148,6 +149,49 @@ def test_such_a_plan_is_priced_as_it_was_made(memory_mib: int, weights: str) -> 
     elsewhere = plan.stages[0].model_copy(update={"device": "cuda:7"})
     with pytest.raises(UnknownDevice, match="names 'cuda:7'"):
         price(plan.model_copy(update={"stages": (elsewhere, *plan.stages[1:])}), *model, cluster)
+
+
+def of_values_model(units: int, microbatches: int) -> tuple[ModelGraph, Profile]:
+    """Units that hand on 160 MiB of the batch."""
+    size = 160 * MIB // microbatches
+    fields = {"value_bytes": size, "weight_bytes": 100 * MIB, "saved_bytes": size}
+    graph, profile = chain([0.02 / microbatches] * units, **fields)
+    return graph, profile.model_copy(update={"device": "h100-80gb"})
+
+
+def of_values(units: int, microbatches: int, **wishes: object) -> Plan:
+    """The same on two devices."""
+    found = {microbatches: of_values_model(units, microbatches)}
+    return search(PlanRequest(batch_size=microbatches, **wishes), found, several(1500))  # pyright: ignore[reportArgumentType]
+
+
+def test_inputs_of_all_microbatches_that_do_not_fit_are_on_the_hosts() -> None:
+    plan = of_values(16, 32, axes="all")
+    assert (plan.weights, plan.axes.pp, plan.recompute) == ("host-activations", 2, "full")
+    plan.check_runs()
+    (held,) = findings(plan, StageValuesOnHost)
+    assert held.host_bytes == 15 * 160 * MIB
+    assert plan.expected is not None
+    *_, host, away = plan.expected.degrees
+    assert (host.fits, away.fits) == (False, True)
+    moved = LINKS["pcie5"].seconds(8 * 160 * MIB)
+    assert away.bound.to_device_s - host.bound.to_device_s == pytest.approx(moved, rel=0.01), (
+        "once, for backwards"
+    )
+    assert away.bound.to_host_s - host.bound.to_host_s == pytest.approx(moved, rel=0.01)
+    again = price(plan, *of_values_model(16, 32), several(1500))
+    assert again.expected == plan.expected
+
+
+def test_their_peak_hardly_knows_the_depth() -> None:
+    """The account has one message of 5 MiB for each stage of a device, and not the inputs of 32 microbatches."""
+    peaks = [
+        plan.expected.degrees[-1].peak_bytes
+        for units in (8, 12, 16)
+        if (plan := of_values(units, 32, weights="host-activations", stages=2)).expected
+    ]
+    assert len(peaks) == 3
+    assert max(peaks) - min(peaks) <= (16 - 8) // 2 * 5 * MIB
 
 
 def test_more_memory_and_more_devices_never_make_it_slower() -> None:
