@@ -51,7 +51,7 @@ class WeightAsCast(nn.Parameter):
     operation with the weight itself is refused.
     """
 
-    values: Tensor
+    lowered: Tensor
 
     @staticmethod
     def __new__(cls: type[WeightAsCast], master: nn.Parameter, values: Tensor) -> WeightAsCast:
@@ -64,7 +64,7 @@ class WeightAsCast(nn.Parameter):
             device=values.device,
             requires_grad=master.requires_grad,
         )
-        vars(made).update({**vars(master), "values": values})
+        vars(made).update({**vars(master), "lowered": values})
         return made
 
     def __init__(self, master: nn.Parameter, values: Tensor) -> None:
@@ -72,7 +72,7 @@ class WeightAsCast(nn.Parameter):
 
     def cast(self) -> Tensor:
         """Returns the values, with a node that turns gradients into those of the weight."""
-        cast: Any = _AsIfCast.apply(self, self.values)
+        cast: Any = _AsIfCast.apply(self, self.lowered)
         return cast
 
     @classmethod

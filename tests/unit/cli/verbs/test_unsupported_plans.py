@@ -74,7 +74,7 @@ def edit(folder: Path) -> Edit:
     ("fields", "numbers"),
     [
         ({"axes": AXES, "form": "modules"}, "pp 2, dp_shard 2, cp 2"),
-        ({"axes": {"pp": 2, "tp": 2}, "weights": "host-activations"}, "tp 2, weights and activations on the"),
+        ({"weights": "host-activations", "form": "modules"}, "pp 2, weights and activations on the host"),
     ],
 )
 def test_it_is_refused_before_the_model_is_built(
