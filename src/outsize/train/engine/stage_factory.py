@@ -29,7 +29,7 @@ from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.kept_casts import KeptCasts
 from outsize.run.stage.outer_graph import OuterGraph, uses_behind
-from outsize.run.stage.recompute import Recompute, SegmentSetting, SegmentedRecompute
+from outsize.run.stage.recompute import Recompute, SegmentedRecompute, SegmentSetting
 from outsize.run.stage.stage import StageExecutor, StageSetting
 from outsize.run.stage.to_device import device_of_model, program_on_device
 from outsize.schedules.families import family_of

@@ -184,7 +184,7 @@ def test_inputs_of_all_microbatches_that_do_not_fit_are_on_the_hosts() -> None:
 
 
 def test_their_peak_hardly_knows_the_depth() -> None:
-    """The account has one message of 5 MiB for each stage of a device, and not the inputs of 32 microbatches."""
+    """The account has a message of 5 MiB for each stage of a device, not the inputs of 32 microbatches."""
     peaks = [
         plan.expected.degrees[-1].peak_bytes
         for units in (8, 12, 16)
