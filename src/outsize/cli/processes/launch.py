@@ -33,8 +33,8 @@ class LaunchPlace:
     """The number of processes on this machine, torchrun's options by name, those of the watchdog, what
     follows where a device has no memory, how often the run copies itself into memory, the file with the
     secret of its machines, whether `outsize top` sees the run, its share of the devices' memory, how many
-    processes have a device between them, what goes on beside it in the launcher, and the file for what ended
-    attempts that failed.
+    processes have a device between them, what goes on beside it in the launcher, the file for what ended
+    attempts that failed, and the modules that workers find imported.
     """
 
     nproc_per_node: str | None = None
@@ -48,6 +48,7 @@ class LaunchPlace:
     ranks_per_device: int = 1
     beside: Callable[[RunFolder | None], AbstractContextManager[None]] = lambda _: nullcontext()
     failures: Path | None = None
+    preloads: tuple[str, ...] = ()
 
     @property
     def nnodes(self) -> int:
@@ -100,6 +101,7 @@ class LaunchPlace:
             ranks_per_device=self.ranks_per_device,
             beside=self.beside,
             failures=self.failures,
+            preloads=self.preloads,
             least_nproc=None if least is None else processes_for(least),
         )
         return launch(spec)

@@ -33,7 +33,7 @@ from outsize.ops.rehearsal.witness import Witness, unseen
 from outsize.ops.training import parallelize
 from outsize.run.transport.values import write_value
 from outsize.train.check.compare import adamw, engine_snapshots
-from outsize.train.engine.engine import Engine
+from outsize.train.measure.training_case import as_batch
 from outsize.train.world.join import join
 from outsize.train.world.world import World, device_type_for, leave, visible_accelerators
 
@@ -43,8 +43,8 @@ _ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
 
 @final
 class RehearsalJob(Record):
-    """Is one world: its plan, how its model is built, and which rank kills itself. `is_launcher` says that
-    this process starts the ranks.
+    """Is one world: its plan, how its model is built, and which rank kills itself. Ranks find `preloads`
+    imported. `is_launcher` says that this process starts the ranks.
     """
 
     plan: Plan
@@ -55,6 +55,7 @@ class RehearsalJob(Record):
     killed: int
     hang_s: float
     per_device: int
+    preloads: tuple[str, ...]
     is_launcher: bool = False
 
     @property
@@ -69,22 +70,16 @@ def main(folder: JobFolder) -> int:
     if job.is_launcher:
         end_with_caller()
         return _launched(job, folder)
-    files = RankFiles(folder.path)
     world = join(device_type_for(job.plan, job.plan.axes.world_size, visible_accelerators))
     torch.set_num_threads(1)  # some kernels add up in as many parts as there are threads
-    if int(os.environ.get(_ATTEMPT, "0")) == 0:
-        _first_attempt(job, files, world)
-    elif not files.has_all(LATER, world.world_size):
+    files, is_first = RankFiles(folder.path), int(os.environ.get(_ATTEMPT, "0")) == 0
+    if not is_first and not files.has_all(LATER, world.world_size):
         return 1  # a rank has ended that nobody has killed
+    rank = _Rehearsing(job, files, world)
+    if is_first:
+        rank.first_attempt()
     else:
-        files.note(world.rank, "resume")
-        engine = _engine(job, files)
-        named = engine.weights.named_parameters(loss=True)
-        weights = {name: engine.weights.whole(name, weight).detach().clone() for name, weight in named}
-        write_value(files.of(world.rank, RESTORED), weights)
-        files.note(world.rank, "steps 2 and 3 again")
-        _take(engine, job, files, AGAIN)
-        files.note(world.rank, "done")
+        rank.second_attempt()
     leave(world)
     return 0
 
@@ -93,61 +88,78 @@ def _launched(job: RehearsalJob, folder: JobFolder) -> int:
     from outsize.cli.processes.launch import LaunchPlace
     from outsize.ops.watchdog.options import WatchOptions
 
+    os.environ["OMP_NUM_THREADS"] = "1"  # on few cores ranks would wait for each other's threads
     folder.job.write_text(job.model_copy(update={"is_launcher": False}).to_json(), encoding="utf-8")
     place = LaunchPlace(
         options={"max_restarts": 1},
         watch=WatchOptions(job.hang_s),
         ranks_per_device=job.per_device,
         failures=RankFiles(folder.path).failures,
+        preloads=job.preloads,
     )
     argv = ["outsize.cli.processes.rehearsal_worker", str(folder.path)]
     return place.launch(argv, job.plan.axes.world_size, module=True, shown_as=job.spec)
 
 
-def _first_attempt(job: RehearsalJob, files: RankFiles, world: World) -> None:
-    files.note(world.rank, "build")
-    engine = _engine(job, files)
-    files.note(world.rank, "step 1")
-    witness = Witness(len(job.plan.stages))
-    engine.crew.send_through(witness.between)
-    _take(engine, job, files, FIRST)
-    files.of(world.rank, "messages").write_text(witness.messages.to_json(), encoding="utf-8")
-    engine.crew.send_through(unseen)
-    files.note(world.rank, "save")
-    engine.save(files.checkpoint)
-    files.note(world.rank, "steps 2 and 3")
-    _take(engine, job, files, LATER)
-    if world.host is not None:
-        dist.barrier(group=world.host)  # all have written what is compared
-    files.note(world.rank, "step 4")
-    if world.rank == job.killed:
-        os.kill(os.getpid(), signal.SIGKILL)
-    engine_snapshots(engine, [job.model.made(job.plan.batch_size).case.batch], steps=1)
+@final
+class _Rehearsing:
+    """One rank, with its engine."""
 
+    def __init__(self, job: RehearsalJob, files: RankFiles, world: World) -> None:
+        self.job, self.files, self.world = job, files, world
+        is_saved = files.checkpoint.exists()
+        self._begin("resume" if is_saved else "build")
+        built = job.model.made(job.plan.batch_size)
+        self._batch = as_batch(built.args, built.kwargs, built.objective.target)
+        self._engine = parallelize(
+            built.model,
+            built.args,
+            built.kwargs,
+            plan=job.plan,
+            loss_fn=built.objective.loss_fn,
+            target=built.objective.target,
+            optimizer=adamw,
+            devices=Ranks(seed=job.seed),
+            resume=Checkpoint(files.checkpoint) if is_saved else None,
+            callbacks=[Watch()],
+        )
 
-def _engine(job: RehearsalJob, files: RankFiles) -> Engine:
-    """Returns the engine, which goes on from the checkpoint where there is one."""
-    built = job.model.made(job.plan.batch_size)
-    return parallelize(
-        built.model,
-        built.args,
-        built.kwargs,
-        plan=job.plan,
-        loss_fn=built.objective.loss_fn,
-        target=built.objective.target,
-        optimizer=adamw,
-        devices=Ranks(seed=job.seed),
-        resume=Checkpoint(files.checkpoint) if files.checkpoint.exists() else None,
-        callbacks=[Watch()],
-    )
+    def first_attempt(self) -> None:
+        """Takes steps, saves, and is killed or loses another rank."""
+        self._begin("step 1")
+        witness, crew = Witness(len(self.job.plan.stages)), self._engine.crew
+        crew.send_through(witness.between)
+        self._take(FIRST)
+        self.files.of(self.world.rank, "messages").write_text(witness.messages.to_json(), encoding="utf-8")
+        crew.send_through(unseen)
+        self._begin("save")
+        self._engine.save(self.files.checkpoint)
+        self._begin("steps 2 and 3")
+        self._take(LATER)
+        if self.world.host is not None:
+            dist.barrier(group=self.world.host)  # all have written what is compared
+        self._begin("step 4")
+        if self.world.rank == self.job.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine_snapshots(self._engine, [self._batch], steps=1)
 
+    def second_attempt(self) -> None:
+        """Takes the same steps from the checkpoint."""
+        named = self._engine.weights.named_parameters(loss=True)
+        whole = self._engine.weights.whole
+        weights = {name: whole(name, weight).detach().clone() for name, weight in named}
+        write_value(self.files.of(self.world.rank, RESTORED), weights)
+        self._begin("steps 2 and 3 again")
+        self._take(AGAIN)
+        self._begin("done")
 
-def _take(engine: Engine, job: RehearsalJob, files: RankFiles, what: str) -> None:
-    """Takes the steps and writes this rank's tensors."""
-    built = job.model.made(job.plan.batch_size)
-    steps = 1 if what == FIRST else LATER_STEPS
-    snapshots = engine_snapshots(engine, [built.case.batch], steps=steps)
-    write_value(files.of(engine.rank, what), snapshots)
+    def _take(self, what: str) -> None:
+        """Takes the steps and writes this rank's tensors."""
+        snapshots = engine_snapshots(self._engine, [self._batch], steps=1 if what == FIRST else LATER_STEPS)
+        write_value(self.files.of(self.world.rank, what), snapshots)
+
+    def _begin(self, phase: str) -> None:
+        self.files.note(self.world.rank, phase)
 
 
 if __name__ == "__main__":

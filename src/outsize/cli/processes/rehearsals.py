@@ -6,6 +6,7 @@ first / later / again of each rank  --judge-->  Rehearsal
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Final, final
 
 import torch
+from torch import nn
 
 from outsize.axes.registry import AXES
 from outsize.cli.model_input import batch_size
@@ -33,6 +35,7 @@ from outsize.train.world.world import visible_accelerators
 
 LIMIT_S: Final = 300.0
 HANG_S: Final = 20.0
+_INSTALLED: Final = Path(torch.__file__).parent.parent
 
 
 @final
@@ -128,6 +131,7 @@ class RehearsedModel:
             killed=ranks // 2,
             hang_s=self.hang_s,
             per_device=_ranks_per_device(ranks),
+            preloads=tuple(_libraries(built.model)),
             is_launcher=True,
         )
         with JobFolder.temporary() as folder:
@@ -159,6 +163,17 @@ def _insist_on_ranks(plan: Plan, most: int) -> None:
             numbers=f"{plan.axes.pp} ranks of a pipeline, at most {most} ranks here",
             next_step="outsize plan MODEL --schedule 1f1b --out FILE",
         )
+
+
+def _libraries(model: nn.Module) -> Iterator[str]:
+    """Yields what ranks import to build the model, of installed packages: its classes' modules. A user's own
+    module may start threads, which a fork would not have.
+    """
+    yield from ("outsize.ops.rehearsal.judge", "outsize.ops.training")
+    for name in sorted({type(module).__module__ for module in model.modules()}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and Path(file).is_relative_to(_INSTALLED):
+            yield name
 
 
 def _unlike(plan: Plan) -> Iterator[str]:

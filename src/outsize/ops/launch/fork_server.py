@@ -43,15 +43,16 @@ def can_serve_forks() -> bool:
 class ForkServer:
     """The launcher's end: starts workers, and learns how they have ended."""
 
-    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
-        """Starts the server in this environment; the first worker waits until it has imported all.
+    def __init__(self, environment: Mapping[str, str], folder: Path, preloads: Sequence[str] = ()) -> None:
+        """Starts the server in this environment; the first worker waits until it has imported all, and the
+        modules `preloads`, which start no thread.
 
         It removes the launcher's temporary `folder` when the launcher is gone.
         """
         ours, theirs = socket.socketpair()
         number = theirs.fileno()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _SERVER, "serve", str(number), str(folder)],
+            [sys.executable, "-P", "-m", _SERVER, "serve", str(number), str(folder), *preloads],
             env=environment,
             pass_fds=[number],
             start_new_session=True,

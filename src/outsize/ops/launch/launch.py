@@ -362,7 +362,7 @@ def _fork_server(
     starts_again = config.max_restarts or spec.least < spec.nproc_per_node
     if not starts_again or config.numa_options is not None or not can_serve_forks():
         return None
-    return ForkServer({**os.environ, **environment}, folder)
+    return ForkServer({**os.environ, **environment}, folder, spec.preloads)
 
 
 def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Callable[[Ended], None]:

@@ -40,7 +40,8 @@ class LaunchSpec:
     device's memory the run may have; None: all. `ranks_per_device` of its processes compute on each device,
     and divide that share. `beside` is what goes on in the launcher as long as the run does, given the
     folder in which it is published. `failures` is a file that gets a line for each attempt that failed:
-    how, as train/world/failure.py has it. Raises BadOption (E106).
+    how, as train/world/failure.py has it. Workers of a run that may start again find `preloads` imported.
+    Raises BadOption (E106).
     """
 
     argv: tuple[str, ...]
@@ -59,6 +60,7 @@ class LaunchSpec:
     ranks_per_device: int = 1
     beside: Callable[[RunFolder | None], AbstractContextManager[None]] = lambda _: nullcontext()
     failures: Path | None = None
+    preloads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""

@@ -1,7 +1,7 @@
 """Runs the user's script as `__main__` in a worker process, and ends it in an orderly way.
 
     python -P -m outsize.ops.launch.worker LIFELINE script|module TARGET ARGS...
-    python -P -m outsize.ops.launch.worker serve DESCRIPTOR FOLDER      forks such workers (fork_server.py)
+    python -P -m outsize.ops.launch.worker serve DESCRIPTOR FOLDER MODULES     forks such workers
 
 Compared with `python TARGET ARGS...` a script sees the same `sys.argv`, `sys.path[0]` and `__name__`, and:
 
@@ -101,7 +101,7 @@ def _die_with_launcher(lifeline: str, folders: list[Path]) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def serve(descriptor: int, folder: Path) -> None:
+def serve(descriptor: int, folder: Path, preloads: Sequence[str] = ()) -> None:
     """Forks workers as the launcher orders them, and tells how they end, until the launcher is gone.
 
     Then it kills those that still run (one that is stopped cannot end by itself) and removes the launcher's
@@ -110,7 +110,7 @@ def serve(descriptor: int, folder: Path) -> None:
     """
     for number in _FOR_OTHERS:
         signal.signal(number, signal.SIG_IGN)
-    for name in _PRELOADED:
+    for name in (*_PRELOADED, *preloads):
         __import__(name)
     gc.collect()
     gc.freeze()  # forks share these pages as long as no collection writes to them
@@ -197,6 +197,6 @@ def _work(order: Mapping[str, Any], ours: Sequence[int]) -> NoReturn:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(int(sys.argv[2]), Path(sys.argv[3]))
+        serve(int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
     else:
         main(sys.argv[1:])
