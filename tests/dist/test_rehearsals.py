@@ -73,6 +73,33 @@ def is_rank(number: int) -> bool:
     return os.environ.get("RANK") == str(number)
 
 
+LLAMA = (
+    "transformers:LlamaConfig?num_hidden_layers=16&hidden_size=1024&intermediate_size=2048&vocab_size=8192"
+)
+MOE = (
+    "transformers:Qwen3MoeConfig?num_hidden_layers=12&hidden_size=512&moe_intermediate_size=256&num_experts=64"
+    "&num_experts_per_tok=8&num_attention_heads=16&num_key_value_heads=4&vocab_size=8192"
+)
+LARGE = {
+    "dense on 16": (LLAMA, "256", 128, {"pp": 4, "tp": 4}),
+    "dense on 128": (LLAMA, "256", 256, {"pp": 4, "dp_shard": 8, "tp": 4}),
+    "vision on 16": ("torchvision:resnet50", "3x224x224", 512, {"pp": 4, "dp_replicate": 4}),
+    "vision on 128": ("transformers:ViTConfig", "224", 1024, {"pp": 4, "dp_replicate": 16, "tp": 2}),
+    "experts on 16": (MOE, "256", 128, {"pp": 2, "ep": 8}),
+    "experts on 128": (MOE, "256", 512, {"pp": 2, "dp_shard": 8, "ep": 8}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", LARGE)
+def test_plans_for_many_devices_hold(case: str) -> None:
+    spec, shape, batch, axes = LARGE[case]
+    rehearsal = rehearsed(spec, shape, planned(spec, shape, batch, **axes), most_ranks=8, hang_s=60.0)
+    assert rehearsal.holds, f"{rehearsal.worlds[-1].culprit} {rehearsal.worlds[-1].output}"
+    assert not rehearsal.apart
+    assert not rehearsal.missing_kinds
+
+
 def test_a_pipeline_holds() -> None:
     spec = f"{HERE}blocks"
     rehearsal = rehearsed(spec, "64", planned(spec, "64", 32, pp=8))
@@ -84,7 +111,7 @@ def test_a_pipeline_holds() -> None:
 
 def exchange_two_messages(patch: pytest.MonkeyPatch) -> None:
     """Rank 0 sends the values of its first two microbatches in each other's place."""
-    send, held = SameHostTransport.send, list[Any]()
+    send, held = SameHostTransport.send, list[tuple[int, int, int, Tensor]]()
 
     def exchanged(self: Any, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
         if not is_rank(0) or len(held) > 1 or tensor is None or tensor.ndim < 2:
@@ -92,9 +119,9 @@ def exchange_two_messages(patch: pytest.MonkeyPatch) -> None:
             return
         held.append((peer, channel, microbatch, tensor))
         if len(held) > 1:
-            (*first, value), (*second, other) = held
-            send(self, *first, other)
-            send(self, *second, value)
+            first, second = held
+            send(self, *first[:3], second[3])
+            send(self, *second[:3], first[3])
 
     patch.setattr(SameHostTransport, "send", exchanged)
 

@@ -148,7 +148,7 @@ class ModelShrinker:
         small, shape = self._with_small_batch(small)
         graph = self._recorded(small, insists=True)
         assert graph is not None
-        parameters = small.made(1, meta=True).parameters
+        parameters = small.made(self._samples, meta=True).parameters
         if parameters > MOST_PARAMETERS:
             raise _too_large(large.spec, parameters)
         before = {} if settings is None else settings.numbers
@@ -271,10 +271,12 @@ class ModelShrinker:
 
     def _with_small_batch(self, small: SmallModel) -> tuple[SmallModel, tuple[SmallerNumber, ...]]:
         """Returns the model with shorter sequences or smaller images, as far as it takes them."""
-        shape = _sample_shape(small.made(1, meta=True))
+        shape = _sample_shape(small.made(self._samples, meta=True))
         if shape is None:
             return small, ()
-        for level in (_NARROW, 2 * _NARROW, 4 * _NARROW):
+        # Of an image of 32 strides leave one pixel, over which BatchNorm has no statistics.
+        first = _NARROW if len(shape) == 1 else 2 * _NARROW
+        for level in (first, 2 * first, 4 * first):
             now = tuple(size if size < _NARROW else self._next(size, level) or size for size in shape)
             if now == shape:
                 break
@@ -300,12 +302,15 @@ class ModelShrinker:
         """Returns the recorded model; None, or its error where one `insists`, if it is none for these
         worlds.
         """
-        samples = min(2, self.plan.microbatch_size)
         if insists:
-            return _recorded(small, samples, self.plan, self.worlds)
+            return _recorded(small, self._samples, self.plan, self.worlds)
         with suppressed():
-            return _recorded(small, samples, self.plan, self.worlds)
+            return _recorded(small, self._samples, self.plan, self.worlds)
         return None
+
+    @property
+    def _samples(self) -> int:
+        return min(2, self.plan.microbatch_size)
 
 
 def _recorded(small: SmallModel, samples: int, plan: Plan, worlds: Sequence[Axes]) -> ModelGraph:

@@ -60,9 +60,8 @@ def _schedule_text(rehearsal: Rehearsal) -> str:
 
 
 def _worlds(rehearsal: Rehearsal) -> RenderableType:
-    table = table_style.table(
-        ("small world", "left"), ("ranks", "right"), *((name, "left") for name in _COLUMNS.values())
-    )
+    columns: list[table_style.Column] = [(name, "left") for name in _COLUMNS.values()]
+    table = table_style.table(("small world", "left"), ("ranks", "right"), *columns)
     for world in rehearsal.worlds:
         results = {result.proof: result for result in world.results}
         cells = (_cell(results.get(proof)) for proof in _COLUMNS)
