@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -13,11 +14,26 @@ import torch
 import torch.distributed as dist
 from forked import on_ranks
 from torch import nn
-from verified_worker import Chain, Fault, Lasting, Normed, engine_of, plan_of, said_of, step
+from verified_worker import (
+    METHODS,
+    SIZE,
+    Chain,
+    Fault,
+    Lasting,
+    Normed,
+    batch,
+    engine_of,
+    plan_of,
+    said_of,
+    step,
+)
 
+from outsize.errors import BadOption, UnsupportedPlan
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Kind
+from outsize.schedules.builders import build
 from outsize.schedules.families import families, family_of
+from outsize.train.verify.verification import NotVerified
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 
@@ -27,11 +43,18 @@ Said = list[tuple[str, int, bool]]
 
 
 def kinds_of(schedule: str) -> tuple[Kind, ...]:
-    return (Kind.F, Kind.I, Kind.W) if family_of(schedule).splits_backward else (Kind.F, Kind.B)
+    """The kinds of a row: some run backwards of a part of the microbatches whole."""
+    ranks = 3
+    stages = ranks * (2 if family_of(schedule).interleaves else 1)
+    there = {action.kind for row in build(schedule, stages, 4, ranks).actions for action in row}
+    return tuple(kind for kind in METHODS if kind in there)
 
 
 def faults(plan: Plan, schedule: str, lasting: tuple[Lasting, ...]) -> list[tuple[int, Kind, Lasting]]:
-    return [*product(range(plan.axes.world_size), kinds_of(schedule), lasting)]
+    """In any order, since stages and microbatches take turns in being shown."""
+    cases = [*product(range(plan.axes.world_size), kinds_of(schedule), lasting)]
+    random.Random(2).shuffle(cases)
+    return cases
 
 
 def found(
@@ -60,14 +83,19 @@ def found(
 
 
 def insist_on_names(said: list[Said], cases: list[tuple[int, Kind, Lasting]]) -> None:
+    """Each fault in work that was shown is found and named; the others are no alarms."""
+    kinds = set[Kind]()
     for at, (rank, kind, lasting) in enumerate(cases):
         texts = {text for text, _, _ in (each[at] for each in said)}
         assert len(texts) == 1, (kind, lasting, texts)
         (text,) = texts
-        assert said[rank][at][1], "no product was wrong"
+        assert all(each[at][2] for each in said), "a step without a fault is found wrong"
+        if not said[rank][at][1] and not text:
+            continue  # What was shown has no action of this kind, and so has what the rank has repeated.
+        kinds.add(kind)
         assert text.startswith(f"SilentCorruption [E406]: rank {rank} ("), (rank, kind, lasting, text)
         assert ("has the same wrong bits" in text) is (lasting == "always"), text
-        assert all(each[at][2] for each in said), "a step without a fault is found wrong"
+    assert kinds == {kind for _, kind, _ in cases}
 
 
 @pytest.mark.parametrize(
@@ -148,3 +176,93 @@ def test_verified_steps_have_the_same_bits(
         return plain.keys() == checked.keys() and all(torch.equal(plain[key], checked[key]) for key in plain)
 
     assert all(on_ranks(tmp_path, stages * replicas, work))
+
+
+class _Unsteady(torch.autograd.Function):
+    """A gradient that is another one each time, as sums of atomics are on a GPU."""
+
+    drawn = random.Random(0)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (1 + _Unsteady.drawn.random() * 1e-6)
+
+
+class Unsteady(Chain):
+    """Its backward does not repeat its bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_Unsteady.apply(self.layers[0](x)))
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 1)])
+def test_kernels_that_do_not_repeat_their_bits_keep_it_off(
+    tmp_path: Path, stages: int, replicas: int
+) -> None:
+    plan = plan_of(Unsteady(), 2, stages=stages, replicas=replicas)
+
+    def work(group: dist.ProcessGroup) -> list[str]:
+        engine = engine_of(Unsteady(), plan, group)
+        engine.verify(every=1)
+        x, y = batch(0, plan.batch_size)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", NotVerified)
+            for _ in range(3):
+                engine.step(x, target=y)
+        return [str(each.message) for each in said if each.category is NotVerified]
+
+    first, second = on_ranks(tmp_path, 2, work)
+    assert second == []
+    (text,) = first
+    assert text.startswith("the work of ranks is not verified: stage 0 does not repeat its own bits, of ")
+    assert "engine.verify() again" in text
+
+
+def test_plans_whose_ranks_cannot_repeat_are_refused(tmp_path: Path) -> None:
+    def pair() -> nn.Module:
+        return nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.Tanh(), nn.Linear(2 * SIZE, SIZE))
+
+    plans = {
+        "its ranks exchange values while a stage computes": plan_of(pair(), 2, stages=1, tp=2),
+        "its weights are sharded over replicas": plan_of(pair(), 2, stages=1, dp_shard=2),
+    }
+
+    def work(group: dist.ProcessGroup) -> dict[str, str]:
+        said = {}
+        for reason, plan in plans.items():
+            engine = engine_of(pair(), plan, group)
+            with pytest.raises(UnsupportedPlan, match="cannot repeat the work of each other") as raised:
+                engine.verify()
+            said[reason] = str(raised.value)
+            with pytest.raises(BadOption, match="every=-1 makes no sense"):
+                engine.verify(every=-1)
+            engine.verify(every=0)
+        return said
+
+    for said in on_ranks(tmp_path, 2, work):
+        assert all(reason in text for reason, text in said.items())
+
+
+def test_one_process_has_nobody_to_ask() -> None:
+    engine = engine_of(Chain(), plan_of(Chain(), 2, stages=2), None)
+    with pytest.raises(UnsupportedPlan, match="all of its ranks are in one process"):
+        engine.verify()
+
+
+def test_steps_between_run_their_usual_rows(tmp_path: Path) -> None:
+    plan = plan_of(Chain(), 2, stages=2)
+
+    def work(group: dist.ProcessGroup) -> list[bool]:
+        engine = engine_of(Chain(), plan, group)
+        engine.verify(every=3)
+        seen = []
+        for number in range(7):
+            step(engine, number)
+            seen.append(any("VERIFY" in span.action for span in engine.timeline().spans))
+        return seen
+
+    assert on_ranks(tmp_path, 2, work) == [[True, False, False, True, False, False, True]] * 2

@@ -93,7 +93,9 @@ class Flipped(TorchDispatchMode):
 @final
 @dataclass
 class Fault:
-    """Products of one kind of action that are wrong, on this rank, `always` or in the shown work alone."""
+    """Products of one kind of action that are wrong, on this rank, `always` or in the shown work alone; of
+    the latter `flipped` are wrong.
+    """
 
     kind: Kind
     lasting: Lasting
@@ -114,7 +116,7 @@ class Fault:
             # The same bits are wrong each time, as a broken unit makes them.
             with Flipped(random.Random(seed), self.lasting) as mode:
                 result = right(stage, *args)
-            self.flipped += mode.count
+            self.flipped += mode.count * is_shown
             return result
 
         with pytest.MonkeyPatch.context() as patch:
@@ -139,18 +141,21 @@ def plan_of(
     replicas: int = 1,
     schedule: str = "1f1b",
     microbatches: int = 4,
+    tp: int = 1,
+    dp_shard: int = 1,
     **asked: Any,
 ) -> Plan:
     x, y = batch(0, 2 * microbatches * replicas)
     changed = {"bn": asked.pop("bn")} if "bn" in asked else {}
+    axes = {"dp_replicate": replicas, "tp": tp, "dp_shard": dp_shard}
     plan = outsize.plan(
         model, (x,), loss_fn=loss_fn, target=y, cluster=f"{world}xcpu", microbatches=microbatches,
-        stages=stages, schedule=schedule, axes={"dp_replicate": replicas}, **asked,
+        stages=stages, schedule=schedule, axes=axes, **asked,
     )  # fmt: skip
     return plan.model_copy(update=changed)
 
 
-def engine_of(model: nn.Module, plan: Plan, group: dist.ProcessGroup) -> Engine:
+def engine_of(model: nn.Module, plan: Plan, group: dist.ProcessGroup | None) -> Engine:
     options = EngineOptions(loss_fn=loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), seed=3)
     engine = make_engine(model, plan, group, options)
     x, y = batch(0, plan.batch_size)
