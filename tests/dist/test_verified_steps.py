@@ -52,7 +52,9 @@ def kinds_of(schedule: str) -> tuple[Kind, ...]:
 
 def faults(plan: Plan, schedule: str, lasting: tuple[Lasting, ...]) -> list[tuple[int, Kind, Lasting]]:
     """In any order, since stages and microbatches take turns in being shown."""
-    cases = [*product(range(plan.axes.world_size), kinds_of(schedule), lasting)]
+    kinds = kinds_of(schedule)
+    # Where some backwards are whole and others split, more turns are needed until each kind has been shown.
+    cases = [*product(range(plan.axes.world_size), kinds, lasting)] * (2 if len(kinds) == len(METHODS) else 1)
     random.Random(2).shuffle(cases)
     return cases
 
@@ -73,12 +75,13 @@ def found(
     for _ in range(2):
         step(engine, number)
         number += 1
-    for rank, kind, lasting in cases:
+    for at, (rank, kind, lasting) in enumerate(cases):
         own = Fault(kind, lasting, random.Random(number))
         text = said_of(engine, number, own if rank == group.rank() else None)
-        number += 1
-        said.append((text, own.flipped, said_of(engine, number, None) == ""))
-        number += 1
+        # Two or three steps for each case, so that all stages of a rank are shown in wrong ones.
+        clean = [said_of(engine, number + 1 + more, None) for more in range(1 + at % 2)]
+        number += 1 + len(clean)
+        said.append((text, own.flipped, clean == [""] * len(clean)))
     return said
 
 

@@ -5,8 +5,8 @@
 
 A twin is a new parameter, so gradients of the repeat never meet those of the step, sums over replicas or
 hooks of the user. Buffers that the forward writes have copies with the values that they had. Modules that
-keep a reference to a parameter beside their table (the flat weights of `nn.LSTM`) would add to the real one:
-real gradients are put aside meanwhile, and a repeat that adds to one raises NotRepeated.
+keep a reference to a parameter beside their table would add to the real one: real gradients are put aside
+meanwhile, and a repeat that adds to one raises NotRepeated.
 
 A repeat that runs on the rank that has computed the work has the same bits, or its kernels do not repeat
 them: then nothing can be said by comparing (`Verification` in train/verify).

@@ -46,6 +46,7 @@ from outsize.run.stage.base import RunnableStage
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.transport.groups import unbound_group
 from outsize.run.transport.process_group import ValuePackets
+from outsize.run.transport.rank_collectives import RankCollectives
 from outsize.run.verified.digests import Noted, different
 from outsize.run.verified.repeat import NotRepeated, repeated
 from outsize.run.verified.shown_work import StageWork, note_weights, note_work, sendable_weights, weights_of
@@ -161,14 +162,16 @@ class Verification:
         turn, self._turn = self._turn, None
         assert turn is not None
         self._packets.flush()
-        facts = all_gather_json([turn.reason, turn.differs], self._mesh.group.host, _ABOUT)
-        reasons = {rank: reason for rank, (reason, _) in enumerate(facts) if reason}
-        if reasons:
-            self._stay_off(reasons)
-            return
-        checker = next((rank for rank, (_, differs) in enumerate(facts) if differs), None)
-        if checker is not None:
-            self._decide(turn, checker)
+        host = self._mesh.group.host
+        news = torch.tensor([bool(turn.reason) or turn.differs], dtype=torch.int64)
+        RankCollectives.of(host).all_reduce(news, dist.ReduceOp.MAX)
+        if bool(news):
+            facts = all_gather_json([turn.reason, turn.differs], host, _ABOUT)
+            reasons = {rank: reason for rank, (reason, _) in enumerate(facts) if reason}
+            if reasons:
+                self._stay_off(reasons)
+            else:
+                self._decide(turn, next(rank for rank, (_, differs) in enumerate(facts) if differs))
         elif self._turns == 1 and self.share > MOST_OF_A_STEP and self._mesh.rank == 0:
             enough = -(-self.share * self.every // MOST_OF_A_STEP)
             warn_user(
