@@ -28,13 +28,25 @@ def undocumented(paths: Sequence[Path]) -> list[str]:
 
 
 def _promises(trees: Iterable[ast.Module]) -> Promises:
-    """Class name -> its documented methods, which a subclass need not explain again."""
+    """Class name -> documented methods of it and its bases, which a subclass need not explain again."""
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return {c.name: {m.name for m in c.body if isinstance(m, Documented) and _says(m)} for c in classes}
+    said = {c.name: {m.name for m in c.body if isinstance(m, Documented) and _says(m)} for c in classes}
+    bases = {c.name: [*_bases(c)] for c in classes}
+
+    def promised(name: str, below: tuple[str, ...] = ()) -> set[str]:
+        above = (base for base in bases[name] if base in said and base not in below)
+        return said[name].union(*(promised(base, (*below, name)) for base in above))
+
+    return {name: promised(name) for name in said}
+
+
+def _bases(node: ast.ClassDef) -> Iterator[str]:
+    """The names of the bases of a class, also of generic ones."""
+    yield from (last_name(base.value if isinstance(base, ast.Subscript) else base) for base in node.bases)
 
 
 def _public(parent: ast.Module | ast.ClassDef, promised: Promises) -> Iterator[Documented]:
-    bases = [last_name(base) for base in parent.bases] if isinstance(parent, ast.ClassDef) else []
+    bases = _bases(parent) if isinstance(parent, ast.ClassDef) else ()
     inherited = {name for base in bases for name in promised.get(base, ())}
     for node in parent.body:
         if not isinstance(node, Documented) or node.name.startswith("_") or node.name in inherited:
@@ -53,6 +65,7 @@ def test_everything_public_is_documented() -> None:
 
 
 BASE = '"""Module."""\nclass Base(ABC):\n    """Base."""\n    def f(self):\n        """F."""\n'
+GENERIC = 'class A(Base, Generic[T]):\n    """A."""\nclass B(A[int]):\n    """B."""\n'
 
 
 @pytest.mark.parametrize(
@@ -64,8 +77,8 @@ BASE = '"""Module."""\nclass Base(ABC):\n    """Base."""\n    def f(self):\n    
         (BASE + 'class A(Base):\n    """A."""\n    def f(self): ...', 0),
         (BASE + 'class A(Base):\n    """A."""\n    def g(self): ...', 1),
         (BASE + "class A(Base): ...", 1),
-        ('"""Module."""\ndef _f(): ...', 0),
-        ('"""Module."""\ndef f():\n    """F."""\n    def g(): ...', 0),
+        (BASE + GENERIC + "    def f(self): ...", 0),
+        (BASE + GENERIC + "    def g(self): ...", 1),
     ],
 )
 def test_a_missing_docstring_is_seen(tmp_path: Path, text: str, missing: int) -> None:

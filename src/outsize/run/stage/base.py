@@ -79,7 +79,7 @@ class RunnableStage(ABC):
 _Inner = TypeVar("_Inner", bound=RunnableStage)
 
 
-class StageAround(RunnableStage, Generic[_Inner]):
+class StageAround(RunnableStage, ABC, Generic[_Inner]):
     """Runs another stage as it is; subclasses add to some of its calls."""
 
     def __init__(self, stage: _Inner) -> None:
