@@ -341,6 +341,20 @@ class WholeTensorUpdate(Finding):
     exchanged_bytes: int
 
 
+@final
+class HiddenExchanges(Finding):
+    """Says what forwards that run inside of backwards of other microbatches are for.
+
+    `exchanged_s` are those of a step in which the device that exchanges most waits for ranks with which it
+    divides layers, and `hidden_s` those of them that the other microbatch's computing hides.
+    """
+
+    code: Literal["hidden-exchanges"] = "hidden-exchanges"
+    schedule: str
+    exchanged_s: float
+    hidden_s: float
+
+
 # -- weights, states and values on the host --------------------------------------------------------------
 
 
@@ -558,6 +572,7 @@ Reason = Annotated[
     | CheapestDevices
     | TimeLimitEnded
     | UntrainedStages
+    | HiddenExchanges
     | DeviceKindUse
     | MemoryShortage
     | DeviceOrder

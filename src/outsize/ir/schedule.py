@@ -215,6 +215,11 @@ def partners(row: Iterable[Action]) -> dict[Action, Action]:
     return {cell[0]: cell[1] for cell in together(row) if len(cell) > 1}
 
 
+def has_pairs(row: str) -> bool:
+    """Tells whether some forward of a row, as text, runs together with a backward."""
+    return _TOGETHER in row
+
+
 def _parse_cell(text: str) -> tuple[Action, ...]:
     pair = _PAIR.match(text) if text.startswith("(") else None
     if pair is None:

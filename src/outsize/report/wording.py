@@ -65,6 +65,7 @@ from outsize.ir.findings import (
     FirstReplicaStatistics,
     Foresight,
     FullestDevice,
+    HiddenExchanges,
     HostBound,
     HostMemoryEnough,
     HostMemoryShort,
@@ -431,6 +432,14 @@ def _whole_tensor_update(f: WholeTensorUpdate) -> str:
     return (
         f"{f.optimizer} needs whole tensors: its step takes {seconds_text(f.update_s)}, "
         f"with {' and '.join(done)} on a device"
+    )
+
+
+@sentence.register
+def _hidden_exchanges(f: HiddenExchanges) -> str:
+    return (
+        f"forwards run inside of other microbatches' backwards ({f.schedule}): a device exchanges values for "
+        f"{seconds_text(f.exchanged_s)} of a step, of which {seconds_text(f.hidden_s)} hide"
     )
 
 

@@ -118,7 +118,8 @@ def test_names_are_those_of_the_records() -> None:
 
 
 def test_what_is_searched_unasked() -> None:
-    assert searched(on_cpu=False, measured=True) == ("1f1b", "gpipe", "naive", "interleaved")
+    in_pairs = "1f1b-overlap", "dualpipe-v"
+    assert searched(on_cpu=False, measured=True) == ("1f1b", "gpipe", "naive", "interleaved", *in_pairs)
     assert searched(on_cpu=True, measured=False) == ("1f1b", "gpipe", "naive")
     assert searched(on_cpu=True, measured=True) == ("1f1b", "gpipe", "naive", "zero-bubble")
     assert preferred(("gpipe", "interleaved")) == "gpipe"

@@ -119,11 +119,12 @@ class PrefixTimes:
         stage = _StageOfStep(*place, schedule, microbatches)
         return _through(rows, self.slack_s, (first, end), stage, _ARRAYS)
 
-    def balanced_s(self, stages: int, ranks: int, microbatches: int) -> float:
+    def balanced_s(self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int) -> float:
         """Returns an interleaved step of equal chunks (arXiv 2104.04473, sec. 2.2): about what the best cut
-        takes.
+        takes. Gradients of weights may fill the bubble where a schedule computes them by themselves.
         """
-        return self.total_s * (microbatches / ranks + (ranks - 1) / stages)
+        filling = 0.0 if family_of(schedule).splits_backward else (ranks - 1) / stages
+        return self.total_s * (microbatches / ranks + filling)
 
     def floor_s(
         self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int, room: Room | None = None

@@ -43,12 +43,13 @@ from functools import cache
 from math import prod
 from typing import Any, Final, NamedTuple, final
 
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import MATMULS, ModelGraph, OpFamily, Parameter, ShardedFraction, Unit, Value, Work
 from outsize.ir.hardware.constants import DataFile
 from outsize.ir.hardware.devices import Device, figure_of, reached_by
-from outsize.ir.plan import Kernels
+from outsize.ir.plan import Kernels, Plan
 
 _MERGED: Final[frozenset[OpFamily]] = frozenset({"elementwise", "reduction", "other"})
 # A chain of so many ops writes copies that it saves, which a kernel for all of it does not.
@@ -124,6 +125,13 @@ class KernelStack(Record):
     is_compiled: bool
     is_replayed: bool
     operand_orders: int
+
+    @property
+    def takes_turns(self) -> bool:
+        """Returns whether a stage that waits for other ranks gives way to another microbatch: compiled and
+        replayed ones do not.
+        """
+        return not (self.is_compiled or self.is_replayed)
 
     def of_graph(self, graph: ModelGraph) -> ModelGraph:
         """Returns the graph with the works of this stack's kernels; itself where they are those of ops."""
@@ -440,6 +448,13 @@ def kernel_stack(name: Kernels, device_kind: str = "") -> KernelStack:
         is_replayed=row.is_replayed,
         operand_orders=int(figure_of("operand_orders", device_kind)),
     )
+
+
+def takes_turns(asked: PlanRequest | Plan) -> bool:
+    """Returns whether a stage of such a plan that waits for other ranks gives way to another microbatch:
+    statistics of a whole batch are collected before.
+    """
+    return kernel_stack(asked.kernels).takes_turns and asked.bn != "sync"
 
 
 def source_of_host(name: Kernels) -> str | None:

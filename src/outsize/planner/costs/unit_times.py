@@ -115,6 +115,24 @@ class UnitSeconds:
         waits = self.waits and (self.waits[0], self.waits[0] + self.waits[1])
         return replace(self, backward_input=self.backward_input + self.forward - kept, waits=waits)
 
+    def paired(self) -> Self:
+        """Returns the least seconds of units whose backwards run beside forwards of other microbatches.
+
+        A pair of a stage hides at most what both wait, what both compute meanwhile, and the shorter of both:
+        sums over its units, of which the one with the least total is taken off here.
+        """
+        if self.waits is None:
+            return self
+        waits = np.minimum(self.waits[0] + self.waits[1], self.total)
+        hidden = min((waits, self.total - waits, self.forward, self.backward), key=np.sum)
+        of_input = np.minimum(hidden, self.backward_input)
+        of_weight = np.minimum(hidden - of_input, self.backward_weight)
+        return type(self)(
+            np.maximum(0.0, self.forward - (hidden - of_input - of_weight)),
+            self.backward_input - of_input,
+            self.backward_weight - of_weight,
+        )
+
     def merged(self, ends: Sequence[int]) -> Self:
         """Returns the seconds of pieces of units; `ends` begins with 0 and ends with n."""
         first = np.array(ends[:-1])

@@ -8,19 +8,27 @@ tests/unit/planner/evaluate/test_evaluate_candidate.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, reduce
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final, Protocol, Self, final
 
 import numpy as np
 
 from outsize.errors import TooFewSamples
 from outsize.ir.cluster import Device
-from outsize.ir.findings import FullestDevice, SlowestStage, UntrainedStages, WholeTensorUpdate
+from outsize.ir.findings import (
+    FullestDevice,
+    HiddenExchanges,
+    SlowestStage,
+    UntrainedStages,
+    WholeTensorUpdate,
+)
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, StageFigures
+from outsize.ir.schedule import Kind, partners
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.stage_edges import Along
 from outsize.planner.evaluate.plan_findings import fullest_device, slowest_stage, untrained_stages
@@ -36,6 +44,7 @@ from outsize.planner.memory.headroom import Load, in_use, peak_margin
 from outsize.planner.memory.in_flight_states import states_along_edges, states_by_rank, states_by_stage
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.simulation.simulate import StageCost
+from outsize.schedules.builders import planned
 
 # Autocast reads four bytes of a weight for two bytes of its copy.
 MOVED_PER_COPY: Final = 3
@@ -91,15 +100,6 @@ class Candidate:
         )
         update_s = _update_s(pipeline, cases, bounds)
         return cls(pipeline, tuple(bounds), cases, costs, max(after, default=0.0), update_s, floor_s)
-
-    def hiding(self) -> Self:
-        """Returns the candidate whose pairs of a forward and a backward are shorter by what ranks exchange in
-        either, as far as it hides behind the other; other schedules have no such pairs. A stage that computes
-        a second forward counts as one that hides nothing. Bounds of cuts do not know of it.
-        """
-        runs = zip(self.costs, self.cases, pairwise(self.bounds), strict=True)
-        costs = tuple(_with_waits(*each) for each in runs)
-        return self if costs == self.costs else replace(self, costs=costs, floor_s=0.0)
 
     @property
     def layout(self) -> Layout:
@@ -171,8 +171,19 @@ class Candidate:
     def bubble(self) -> float:
         """Returns the share of all device-seconds in which no device computes."""
         pp, m = self.layout.axes.pp, self.layout.microbatches
-        computed = m * sum(c.forward_s + c.backward_s for c in self.costs)
+        computed = m * sum(c.forward_s + c.backward_s for c in self.costs) - sum(self.hidden_s)
         return 1.0 - computed / self.step_s / pp if self.step_s else 0.0
+
+    @cached_property
+    def hidden_s(self) -> tuple[float, ...]:
+        """Returns by how much the backwards of each stage are shorter in a step because forwards run beside
+        them.
+        """
+        hidden = [0.0] * len(self.costs)
+        for (first, second, kind), count in _pairs(self.layout.schedule_key()) if self.layout.pairs else ():
+            cost = self.costs[second]
+            hidden[second] += count * (cost.seconds(kind) - cost.beside_s(kind, self.costs[first]))
+        return tuple(hidden)
 
     @property
     def peak_bytes(self) -> int:
@@ -183,7 +194,8 @@ class Candidate:
         """Returns the share of the step in which the stage's device computes."""
         own_stages = self.layout.stages_on(self.layout.ranks[stage])
         computed = sum(self.costs[s].forward_s + self.costs[s].backward_s for s in own_stages)
-        return self.layout.microbatches * computed / self.step_s if self.step_s else 0.0
+        hidden = sum(self.hidden_s[s] for s in own_stages)
+        return (self.layout.microbatches * computed - hidden) / self.step_s if self.step_s else 0.0
 
     @property
     def fits(self) -> bool:
@@ -204,14 +216,6 @@ class Candidate:
 
 
 Run = tuple[int, int]
-
-
-def _with_waits(cost: StageCost, case: PricedModel, run: Run) -> StageCost:
-    waits = case.seconds.waits
-    if waits is None or not case.activation_policy.keeps_all:
-        return cost
-    forward_s, backward_s = (float(np.sum(each[slice(*run)])) for each in waits)
-    return replace(cost, forward_wait_s=forward_s, backward_wait_s=backward_s)
 
 
 def _memories(
@@ -256,6 +260,13 @@ def _worst_states(
         else states_along_edges(schedule_key, along)
     )
     return by_rank[rank].at(int(np.argmax(by_rank[rank].bytes_at(parts))))
+
+
+@lru_cache(maxsize=16)
+def _pairs(schedule_key: ScheduleKey) -> tuple[tuple[tuple[int, int, Kind], int], ...]:
+    """Returns how often a forward of the first stage runs together with a backward of the second one."""
+    found = chain.from_iterable(partners(row).items() for row in planned(*schedule_key).actions)
+    return tuple(Counter((first.stage, second.stage, second.kind) for first, second in found).items())
 
 
 def _update_s(pipeline: Pipeline, cases: Sequence[PricedModel], bounds: Sequence[int]) -> float:
@@ -312,15 +323,30 @@ def expected(candidate: Candidate, batch_size: int, bounds: Sequence[int]) -> Ex
 
 def reasons(
     candidate: Candidate, graph: ModelGraph, bounds: Sequence[int]
-) -> tuple[SlowestStage | FullestDevice | UntrainedStages, ...]:
-    """Returns the slowest stage, the fullest device, and stages that train nothing; `bounds` are those of the
-    graph's units.
+) -> tuple[SlowestStage | FullestDevice | UntrainedStages | HiddenExchanges, ...]:
+    """Returns the slowest stage, the fullest device, stages that train nothing, and what hides; `bounds` are
+    those of the graph's units.
     """
     return (
         slowest_stage(graph, bounds, candidate.costs),
         fullest_device(candidate.memories, candidate.devices, candidate.layout.ranks, candidate.layout.group),
         *untrained_stages(graph, bounds),
+        *_hidden_exchanges(candidate),
     )
+
+
+def _hidden_exchanges(candidate: Candidate) -> Iterator[HiddenExchanges]:
+    """Yields what hides of the exchanges of the device that exchanges most, where anything does."""
+    layout = candidate.layout
+    exchanged = dict.fromkeys(layout.ranks, 0.0), dict.fromkeys(layout.ranks, 0.0)
+    for rank, cost, hidden_s in zip(layout.ranks, candidate.costs, candidate.hidden_s, strict=True):
+        exchanged[0][rank] += layout.microbatches * (cost.forward_wait_s + cost.backward_wait_s)
+        exchanged[1][rank] += hidden_s
+    most = max(layout.ranks, key=lambda rank: (exchanged[0][rank], -rank))
+    if exchanged[1][most] > 0:
+        yield HiddenExchanges(
+            schedule=layout.schedule, exchanged_s=exchanged[0][most], hidden_s=exchanged[1][most]
+        )
 
 
 def check_enough(batch_size: int, microbatches: int) -> None:

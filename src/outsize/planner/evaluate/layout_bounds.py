@@ -147,7 +147,7 @@ class LayoutBounds:
         """Returns the step of a balanced cut of an interleaved layout: a lower bound would rank it first."""
         m, pp = layout.microbatches, layout.axes.pp
         recompute_s = self.recompute_s(layout) * m / pp
-        return self._units.work(layout).balanced_s(layout.stages, pp, m) + recompute_s
+        return self._units.work(layout).balanced_s(layout.schedule, layout.stages, pp, m) + recompute_s
 
     def collectives_s(self, layout: Layout) -> float:
         """Returns a lower bound of a step: its collectives of weights and gradients on an average rank."""
@@ -199,7 +199,7 @@ class LayoutBounds:
         if groups is None or room is None:
             return None
         kinds = [
-            Groups.of(number, self._units.seconds(layout, device), least.memory_bytes)
+            Groups.of(number, self._units.least(layout, device), least.memory_bytes)
             for number, device, least in zip(numbers(groups), first_of(groups), first_of(room), strict=True)
         ]
         least = self._memory.bytes_of(layout, slice(None))

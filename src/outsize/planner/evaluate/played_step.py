@@ -386,7 +386,8 @@ def _overlaps(device: Device) -> bool:
 @lru_cache(maxsize=128)
 def stage_cost(case: PricedModel, first: int, end: int) -> StageCost:
     """Returns the costs of the units first..end-1. Gradients of weights that an earlier stage owns are sent
-    to it, so they are computed with those of the inputs.
+    to it, so they are computed with those of the inputs. What ranks exchange is a part of them where it may
+    hide.
     """
     seconds = case.seconds
     passes = seconds.forward, seconds.backward, seconds.backward_weight
@@ -394,7 +395,9 @@ def stage_cost(case: PricedModel, first: int, end: int) -> StageCost:
     split_s = CPU.split_s * int(np.sum(split_units[first:end])) if case.base.device == "cpu" else 0.0
     forward_s, backward_s, weight_s = (sum(times[first:end].tolist()) for times in passes)
     sent_s = sum(seconds.backward_weight[unit] for unit in _sent_gradients(case.flows, first, end))
-    return StageCost(forward_s, backward_s, max(0.0, weight_s - float(sent_s)), split_s)
+    waits = seconds.waits if case.hides else None
+    waits_s = (float(np.sum(each[first:end])) for each in waits or ())
+    return StageCost(forward_s, backward_s, max(0.0, weight_s - float(sent_s)), split_s, *waits_s)
 
 
 def _sent_gradients(flows: Sequence[Flow], first: int, end: int) -> set[int]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from outsize.ir.cluster import Device
 from outsize.ir.hardware.devices import host_link
-from outsize.planner.costs.cache import Cache
+from outsize.planner.costs.cache import Cache, Key
 from outsize.planner.costs.coarsening import between_blocks, coarse_graph, coarse_profile, pieces
 from outsize.planner.costs.roofline import attention_shares
 from outsize.planner.costs.unit_times import UnitSeconds
@@ -102,10 +102,19 @@ class StageTables:
         """Returns tables of the layout's units on such a device; where a policy lists units, all of them are
         recomputed, block by block.
         """
+        alone = self._in_turn(layout, device, recompute)
+        if not layout.pairs:
+            return alone
+        return self._cache.once(("case in pairs", *self._key(layout, device, recompute)), alone.in_pairs)
+
+    def _in_turn(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
+        """Returns the same where forwards and backwards follow each other."""
+        key = self._key(layout, device, recompute)
+        return self._cache.once(("case", *key), lambda: self._case(layout, device, recompute))
+
+    def _key(self, layout: Layout, device: Device, recompute: Recompute) -> Key:
         key = *spread_key(layout), layout.shards, layout.microbatches, device.kind, recompute
-        return self._cache.once(
-            ("case", *key, self._arranged_ends.get(layout)), lambda: self._case(layout, device, recompute)
-        )
+        return *key, self._arranged_ends.get(layout)
 
     def _case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         policy = activation_policy(recompute)
@@ -119,7 +128,7 @@ class StageTables:
                 ("case of a microbatch", *key), lambda: self._divided(layout, device, recompute)
             )
             return replace(made, microbatches=layout.microbatches)
-        return self.case(layout, device, KEEP.name).with_recompute(recompute, device)
+        return self._in_turn(layout, device, KEEP.name).with_recompute(recompute, device)
 
     def _divided(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns the tables with what each device of a group holds of a rank's bytes."""

@@ -85,14 +85,15 @@ class UnitPrices:
         )
 
     def work(self, layout: Layout) -> PrefixTimes:
-        """Returns the seconds of all units, not of pieces, on the fastest devices."""
+        """Returns the least seconds of all units, not of pieces, on the fastest devices."""
         kinds = self._groups.kinds_of(layout.group)
 
         def made() -> PrefixTimes:
-            costs = [self.seconds(layout, device) for device in kinds]
+            costs = [self.least(layout, device) for device in kinds]
             return PrefixTimes.along(self.made_for(layout.captured), fastest(costs))
 
-        return self._cache.once(("work", *seconds_key(layout), *(device.kind for device in kinds)), made)
+        key = *seconds_key(layout), layout.pairs, *(device.kind for device in kinds)
+        return self._cache.once(("work", *key), made)
 
     def made_for(self, captured: int) -> NDArray[np.int64]:
         """Returns the first unit of each value's way backward (bounds/step_time.py)."""
@@ -103,6 +104,13 @@ class UnitPrices:
         return self._cache.once(
             ("seconds", *seconds_key(layout), device.kind), lambda: self._seconds(layout, device)
         )
+
+    def least(self, layout: Layout, device: Device) -> UnitSeconds:
+        """Returns the seconds below which units are in no stage: where forwards run together with backwards,
+        what ranks exchange may hide.
+        """
+        seconds = self.seconds(layout, device)
+        return seconds.paired() if layout.pairs else seconds
 
     def _seconds(self, layout: Layout, device: Device) -> UnitSeconds:
         if not layout.hosted or layout.microbatch_ranks != 1:

@@ -37,7 +37,7 @@ from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, Part
 from outsize.ir.hardware.devices import Device, host_link
 from outsize.ir.plan import Axes, Plan, ScheduleName, state_shards
-from outsize.ir.schedule import Kind, placed
+from outsize.ir.schedule import Kind, has_pairs, placed
 from outsize.policies.weights import HOSTED, RESIDENT, SHARDED, WeightPolicy, Weights, weight_policy
 from outsize.schedules.families import family_of, preferred
 
@@ -69,7 +69,8 @@ class Layout:
 
     `captured`: the number of microbatches of the whole batch for which the model was captured. `sequence`: tp
     also divides the activations between layers (sequence parallelism). With `slices` the microbatches of its
-    actions are slices of sequences.
+    actions are slices of sequences. `turns`: a stage that waits for other ranks gives way to another
+    microbatch, where the schedule has one for it.
     """
 
     axes: Axes
@@ -81,6 +82,7 @@ class Layout:
     actions: tuple[str, ...] = ()
     sequence: bool = False
     slices: int = 1
+    turns: bool = True
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -149,6 +151,14 @@ class Layout:
     def splits_backward(self) -> bool:
         """Returns whether gradients of weights are computed in actions of their own."""
         return family_of(self.schedule).splits_backward or any(Kind.I in row for row in self.actions)
+
+    @property
+    def pairs(self) -> bool:
+        """Returns whether forwards run together with backwards of other microbatches, and ranks exchange
+        values in them; sharded weights run by blocks, without pairs.
+        """
+        together = family_of(self.schedule).overlaps or any(map(has_pairs, self.actions))
+        return self.turns and together and self.axes.exchanges_values and self.shards == 1
 
     def on(self, ranks: int) -> Layout:
         """Returns the layout with another number of ranks, a stage each: groups may stay idle."""
@@ -309,8 +319,10 @@ def of_kind(cluster: Cluster, kind: str, memory_bytes: int) -> Cluster:
 
 
 def _worth(schedules: Sequence[ScheduleName], ranks: int) -> Sequence[ScheduleName]:
-    """Returns one schedule for one rank, which has no bubble under any of them."""
-    return (preferred(schedules),) if ranks == 1 and schedules else schedules
+    """Returns one schedule for one rank, which has no bubble under any of them, and those of pairs."""
+    paired = [name for name in schedules if family_of(name).overlaps]
+    plain = [name for name in schedules if name not in paired]
+    return (preferred(plain), *paired) if ranks == 1 and plain else schedules
 
 
 def counts_for(captured: Iterable[int], axes: Axes) -> list[tuple[int, int]]:

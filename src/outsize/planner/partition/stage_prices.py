@@ -71,6 +71,7 @@ class PricedModel:
     `update` is the work of the optimizer's step.
     `split_units`: how many units with a gradient of weights each has; None where each is one unit.
     `copies`: the link over which activations go to the host; `seconds` do not include it.
+    `pairs`: backwards run together with forwards, so that what ranks exchange may hide.
     """
 
     graph: ModelGraph
@@ -84,6 +85,7 @@ class PricedModel:
     copies: Link | None = None
     update: UpdateWork | None = None
     split_units: Bytes | None = None
+    pairs: bool = False
 
     @classmethod
     def of(
@@ -105,7 +107,12 @@ class PricedModel:
 
     def with_seconds(self, seconds: UnitSeconds) -> Self:
         """Returns the case with other seconds."""
-        return replace(self, seconds=seconds, ranges=replace(self.ranges, compute_s=_compute_s(seconds)))
+        made = replace(self, seconds=seconds)
+        return replace(made, ranges=replace(self.ranges, compute_s=_compute_s(made.least)))
+
+    def in_pairs(self) -> Self:
+        """Returns the case where forwards run together with backwards of other microbatches."""
+        return replace(self, pairs=True).with_seconds(self.seconds)
 
     def fully_recomputed(self) -> Self:
         """Returns the case when everything is recomputed in the backward."""
@@ -126,6 +133,18 @@ class PricedModel:
     def activation_policy(self) -> ActivationPolicy:
         """Returns what units do with their activations."""
         return activation_policy(self.recompute)
+
+    @property
+    def hides(self) -> bool:
+        """Returns whether what ranks exchange may hide; a stage that computes a second forward counts as one
+        that hides nothing.
+        """
+        return self.pairs and self.activation_policy.keeps_all
+
+    @property
+    def least(self) -> UnitSeconds:
+        """Returns the seconds below which the units of a stage never are."""
+        return self.seconds.paired() if self.hides else self.seconds
 
     @property
     def profile(self) -> Profile:
@@ -222,9 +241,9 @@ class StagePrices:
         self._fits_nowhere = fits_nowhere
         self.pipeline, self._m = pipeline, pipeline.case.microbatches
         self._cases = {id(case): case for options in pipeline.options for case in options}
-        fastest_s = fastest([case.seconds for case in self._cases.values()])
-        chain = PrefixTimes.of(pipeline.case.graph, fastest_s)
-        self.works = {key: chain.costing(case.seconds) for key, case in self._cases.items()}
+        least = {key: case.least for key, case in self._cases.items()}
+        chain = PrefixTimes.of(pipeline.case.graph, fastest(list(least.values())))
+        self.works = {key: chain.costing(seconds) for key, seconds in least.items()}
         self._total = self._m * (chain.forward + chain.backward)
         least_s = max(least_s / pipeline.layout.chunks, float(self._total[-1]) / pipeline.stages)
         self._start_s = START * least_s
@@ -264,7 +283,7 @@ class StagePrices:
         """Returns the least compute seconds of the busiest device in a step, in any option that is tried."""
         pipeline = self.pipeline
         cases = {id(case): case for options in pipeline.options for case in options[pipeline.first_option :]}
-        whole_s = float(fastest([case.seconds for case in cases.values()]).total.sum())
+        whole_s = float(fastest([case.least for case in cases.values()]).total.sum())
         return self._m * whole_s / pipeline.layout.axes.pp
 
     def may_gain(self, most_s: float) -> bool:

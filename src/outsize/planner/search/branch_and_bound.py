@@ -77,9 +77,10 @@ class BranchAndBound:
     """Prices layouts by ascending lower bound until the next one cannot win.
 
     Of a few layouts all are priced, so that a plan can be compared with them, where it `compares` and their
-    cuts need not be arranged by kinds. Nothing that takes longer than `most_s` is priced then. Where all are
-    known to lose to another plan, `any_fits` ends with the first that fits. `incumbents` are told of each
-    candidate that is better, and end the search when its time is over.
+    cuts need not be arranged by kinds; those in pairs are priced where they may win. Nothing that takes
+    longer than `most_s` is priced then. Where all are known to lose to another plan, `any_fits` ends with the
+    first that fits. `incumbents` are told of each candidate that is better, and end the search when its time
+    is over.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class BranchAndBound:
 
     def run(self, layouts: Sequence[Layout]) -> SearchResult:
         """Prices what may win, by ascending lower bound."""
-        queue, self._asked = self._queue(layouts), len(layouts)
+        queue, self._asked = self._queue(layouts), sum(not layout.pairs for layout in layouts)
         self._compares &= not any(map(self._pricing.is_arranged, layouts))
         while not queue.is_empty and not self._is_finished(queue.least_s):
             if self._polishes(queue.least_s):
@@ -113,8 +114,9 @@ class BranchAndBound:
             if (least := queue.pop()) is None:
                 continue
             layout, floor_s = layouts[least.number], least.least_s
-            if not self._pricing.has_pieces(layout):
-                self._floors.append(floor_s)  # The bound holds, but none of its cuts can be priced.
+            beaten = layout.pairs and bool(self._candidates) and floor_s > self._cutoff_s()
+            if beaten or not self._pricing.has_pieces(layout):
+                self._floors.append(floor_s)  # The bound holds, but none of its cuts can win, or be priced.
             elif not self._price_or_reject(layout, floor_s):
                 self._slower.append((floor_s, layout))
         return self._result([(self._waits_s(each, layouts), layouts[each.number]) for each in queue.waiting])

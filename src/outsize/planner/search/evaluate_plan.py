@@ -4,6 +4,7 @@ moved. The search prices its own cuts by the same `Candidate.of`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from outsize.errors import BadPlan
@@ -13,6 +14,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.costs.kernel_stacks import takes_turns
 from outsize.planner.costs.unit_times import fastest
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.candidate import Candidate, check_enough, expected, reasons
@@ -53,7 +55,7 @@ def _price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     candidate = candidate_of(plan, graph, profile, cluster)
     chosen = _chosen(plan, graph)
     figures = counted(expected(candidate, plan.batch_size, candidate.bounds), chosen)
-    work = PrefixTimes.of(graph, fastest([case.seconds for case in candidate.cases]))
+    work = PrefixTimes.of(graph, fastest([case.least for case in candidate.cases]))
     limit = limited_by(candidate, work, graph, candidate.bounds)
     room_devices = [candidate.pipeline.room.devices[rank] for rank in candidate.pipeline.ranks]
     recompute_findings = (
@@ -119,7 +121,7 @@ def candidate_of(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Clust
     plan's order. Raises as `price`.
     """
     check_enough(plan.batch_size, plan.microbatches)
-    layout, bounds = Layout.of_plan(plan), plan.bounds(graph)
+    layout, bounds = replace(Layout.of_plan(plan), turns=takes_turns(plan)), plan.bounds(graph)
     pricing = Pricing({layout.captured: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
     groups = grouped(cluster, layout.group)
     if groups is None:
@@ -138,7 +140,7 @@ def candidate_of(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Clust
         for s, policy in enumerate(policies)
     ]
     some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}
-    return recomputing(pipeline, bounds, choices, some, pricing, plan.optimizer).hiding()
+    return recomputing(pipeline, bounds, choices, some, pricing, plan.optimizer)
 
 
 def _chosen(plan: Plan, graph: ModelGraph) -> dict[int, Units]:

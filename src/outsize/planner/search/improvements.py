@@ -23,14 +23,11 @@ from outsize.planner.strategies.activation_offload import may_offload, or_offloa
 from outsize.planner.strategies.recompute_and_cut import may_recompute_units, selective
 from outsize.planner.strategies.streamed_blocks import may_stream, or_streamed
 from outsize.policies.activations import searched_for
-from outsize.schedules.families import family_of
 
 # Stages are cut between repeated blocks where that costs less than this.
 BLOCKS: Final = 1.02
 # Recompute makes a step at most this many times as long: a second forward, of three parts.
 MOST_AGAIN: Final = 4 / 3
-# A forward and a backward that run together take half of their seconds at least.
-MOST_HIDDEN: Final = 2.0
 
 
 @final
@@ -107,7 +104,12 @@ def _as_found(winner: Winner) -> Candidate:
 
 
 def _moved(winner: Winner) -> Winner:
-    return replace(winner, best=polished(winner.best, winner.searched))
+    """Moves units of the winner, and where it is one in pairs those of the best without pairs: what hides
+    differs from cut to cut by more than what moves bring.
+    """
+    plain = [each for each in winner.result.candidates if not each.layout.pairs]
+    rivals = [choose(plain)] if winner.best.layout.pairs and plain else []
+    return replace(winner, best=choose([polished(each, winner.searched) for each in (winner.best, *rivals)]))
 
 
 def _has_pieces(winner: Winner) -> bool:
@@ -192,12 +194,6 @@ def _streamed(winner: Winner) -> Winner:
     return winner if other is None else replace(winner, pricing=winner.searched, best=other)
 
 
-def _hides(winner: Winner) -> bool:
-    """Returns whether forwards run together with backwards, and ranks exchange values in them."""
-    best = winner.best
-    return family_of(best.layout.schedule).overlaps and best.layout.axes.exchanges_values
-
-
 IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
     Improvement(
         name="units move to a neighbouring stage",
@@ -240,12 +236,5 @@ IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
         better=_streamed,
         reaches=_moved_or_kept_s,
         bound="none: other layouts were not cut with blocks on the host",
-    ),
-    Improvement(
-        name="what ranks exchange hides behind other microbatches",
-        helps=_hides,
-        better=lambda winner: replace(winner, best=winner.best.hiding()),
-        reaches=lambda candidate: candidate.step_s / MOST_HIDDEN,
-        bound="none: cuts are compared as if nothing hid",
     ),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from itertools import chain, islice, product
 from math import inf
 from typing import Final, final
@@ -17,6 +18,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, ScheduleName, unsupported
 from outsize.planner.costs.context_parallel import context_sizes
+from outsize.planner.costs.kernel_stacks import stacks_of_runs, takes_turns
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.evaluate.unit_prices import Models
 from outsize.planner.fit.nearest import device_part
@@ -39,6 +41,8 @@ from outsize.schedules.families import CHUNKED, DEFAULT, FORWARD, SEQUENTIAL, fa
 
 # This many meshes are tried with several stages on a device as well.
 MOST_MESHES: Final = 3
+# Of this many meshes a balanced cut is looked at in pairs.
+MOST_PAIRED: Final = 6
 
 
 def _pipelines(request: PlanRequest, models: Models, cluster: Cluster) -> Iterator[Layout]:
@@ -51,7 +55,9 @@ def _pipelines(request: PlanRequest, models: Models, cluster: Cluster) -> Iterat
     for layout in pipelines(axes, counts_for(models, axes), schedules, _units(models), request.chunks):
         options = _sequence_options(request, layout, models[layout.captured][0])
         for sequence, weights in product(options, _weight_options(request, axes)):
-            yield replace(layout, weights=weights, sequence=sequence)
+            made = replace(layout, weights=weights, sequence=sequence, turns=takes_turns(request))
+            if _is_worth(request, made):
+                yield made
 
 
 def _meshes(request: PlanRequest, models: Models, cluster: Cluster) -> Iterator[Layout]:
@@ -63,7 +69,10 @@ def _meshes(request: PlanRequest, models: Models, cluster: Cluster) -> Iterator[
     if not models:
         return  # Nothing was captured for what was asked for, which the search of pipelines tells.
     graph = models[max(models)][0]
-    schedules, asked = _schedules(request, models, (DEFAULT.name,)), request.mesh(1)
+    on_cpu = cluster.devices[0].kind == "cpu"
+    paired = (name for name in searched(on_cpu, measured=False) if family_of(name).overlaps)
+    usual = DEFAULT.name, *(name for name in paired if not family_of(name).interleaves)
+    schedules, asked = _schedules(request, models, usual), request.mesh(1)
     choices = AxisChoices(
         contexts=(asked.token_parts,)
         if asked.token_parts > 1
@@ -72,10 +81,12 @@ def _meshes(request: PlanRequest, models: Models, cluster: Cluster) -> Iterator[
         given=asked.with_one(those(lambda axis: axis.is_searched)),
         chunks=request.chunks,
     )
-    for layout in all_layouts(cluster, models, schedules, _units(models), choices):
+    turns = takes_turns(request)
+    for found in all_layouts(cluster, models, schedules, _units(models), choices):
+        layout = replace(found, turns=turns)
         for sequence in _sequence_options(request, layout, graph):
             ordered = request.schedule is None or layout.axes.pp > 1
-            if ordered and _allows(request, layout, graph):
+            if ordered and _allows(request, layout, graph) and _is_worth(request, layout):
                 yield replace(layout, sequence=sequence)
 
 
@@ -134,6 +145,15 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
     has_fixed &= not request.exact or layout.group == 1
     runs = not unsupported(layout.axes, layout.weights, graph.form)
     return has_fixed and runs and divides(graph, layout.axes.product_parts)
+
+
+def _is_worth(request: PlanRequest, layout: Layout) -> bool:
+    """Returns whether a layout is tried: one whose schedule was asked for is; otherwise a schedule of pairs
+    only where two microbatches can be a pair, in steps that outsize runs.
+    """
+    if request.schedule is not None or not family_of(layout.schedule).overlaps:
+        return True
+    return layout.pairs and layout.microbatches > 1 and request.kernels in stacks_of_runs()
 
 
 def _sequence_options(request: PlanRequest, layout: Layout, graph: ModelGraph) -> tuple[bool, ...]:
@@ -198,17 +218,37 @@ def _ranks(request: PlanRequest, units: int, cluster: Cluster) -> int:
     return stages
 
 
-def interleaved(floors: StepFloors, pricing: Pricing, layouts: Sequence[Layout]) -> Iterator[Layout]:
+def interleaved(
+    request: PlanRequest, floors: StepFloors, pricing: Pricing, layouts: Sequence[Layout]
+) -> Iterator[Layout]:
     """Yields the meshes again with several stages on a device whose balanced cut is shortest that way: such
     cuts take long to price. Meshes that do not fit with one stage on a device are left out.
+
+    In pairs these are meshes that are among the shortest in pairs with one stage, whatever their cuts are.
     """
+    tried = searched(on_cpu=pricing.cluster.devices[0].kind == "cpu", measured=False)
+    plain, paired = ([layout for layout in layouts if layout.pairs == pairs] for pairs in (False, True))
+    for name in dict.fromkeys((CHUNKED.name, *filter(lambda name: family_of(name).interleaves, tried))):
+        few = nsmallest(MOST_PAIRED, paired, floors.least_s) if family_of(name).overlaps else plain
+        yield from _interleaved(request, floors, pricing, few, name)
+
+
+def _interleaved(
+    request: PlanRequest,
+    floors: StepFloors,
+    pricing: Pricing,
+    layouts: Sequence[Layout],
+    schedule: ScheduleName,
+) -> Iterator[Layout]:
+    """Yields the layouts under one schedule."""
     found: list[tuple[float, int, tuple[Layout, ...]]] = []
     for place, layout in enumerate(layouts):
         counts, units = [(layout.microbatches, layout.captured)], len(pricing.units.graph(layout).units)
-        chunked = tuple(
-            replace(each, weights=layout.weights, sequence=layout.sequence)
-            for each in pipelines(layout.axes, counts, (CHUNKED.name,), units)
+        made = (
+            replace(each, weights=layout.weights, sequence=layout.sequence, turns=layout.turns)
+            for each in pipelines(layout.axes, counts, (schedule,), units)
         )
+        chunked = tuple(each for each in made if each.chunks > 1 and _is_worth(request, each))
         if chunked:
             found.append((min(map(floors.likely_s, chunked)), place, chunked))
     in_order = sorted(each for each in found if each[0] < inf)

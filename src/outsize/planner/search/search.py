@@ -322,7 +322,7 @@ def _meshes(request: PlanRequest, pricing: Pricing, incumbents: Incumbents) -> S
     is_grouped = [layout.group > 1 or cluster.unequal for layout in layouts]
     grouped_layouts = tuple(compress(layouts, is_grouped))
     if request.schedule is None and request.chunks is None and not request.inference:
-        grouped_layouts += tuple(interleaved(search_loop.floors, pricing, grouped_layouts))
+        grouped_layouts += tuple(interleaved(request, search_loop.floors, pricing, grouped_layouts))
     result = search_loop.run(grouped_layouts)
     least_s = search_loop.floor_s(compress(layouts, map(not_, is_grouped)))
     return replace(result, floor_s=min(result.floor_s, least_s))

@@ -227,18 +227,19 @@ class _JointSearch:
     def _plain_s(self) -> list[Seconds]:
         """Returns the seconds of a step through each stage without recompute."""
         pipeline, cuts = self._pipeline, np.arange(self._pipeline.case.units + 1)
-        chain = PrefixTimes.of(pipeline.case.graph, fastest([case.seconds for case in self._saving_cases]))
+        least = [case.least for case in self._saving_cases]
+        chain = PrefixTimes.of(pipeline.case.graph, fastest(least))
         if family_of(pipeline.layout.schedule).even_cut_is_best:
             return [self._m * case.ranges.compute_s for case in self._saving_cases]
         return [
-            chain.costing(case.seconds).stage_s(
+            chain.costing(seconds).stage_s(
                 pipeline.layout.schedule,
                 cuts[:, None],
                 cuts[None, :],
                 (s, len(self._stages) - 1 - s),
                 self._m,
             )
-            for s, case in enumerate(self._saving_cases)
+            for s, seconds in enumerate(least)
         ]
 
     def _peak(self, stage: int, case: PricedModel) -> Bytes:

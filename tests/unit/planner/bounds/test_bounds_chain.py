@@ -22,7 +22,7 @@ from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout
 from outsize.policies.activations import Recompute
 
-SCHEDULES: tuple[ScheduleName, ...] = ("naive", "gpipe", "1f1b", "zero-bubble")
+SCHEDULES: tuple[ScheduleName, ...] = ("naive", "gpipe", "1f1b", "1f1b-overlap", "zero-bubble")
 WAYS: tuple[Recompute, ...] = ("none", "full")
 passes = st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=2, max_size=6)
 

@@ -26,7 +26,7 @@ from outsize.policies.activations import Recompute
 from outsize.schedules.builders import build
 
 Model = tuple[ModelGraph, Profile]
-SCHEDULES: tuple[ScheduleName, ...] = ("naive", "gpipe", "1f1b", "zero-bubble")
+SCHEDULES: tuple[ScheduleName, ...] = ("naive", "gpipe", "1f1b", "1f1b-overlap", "zero-bubble")
 WAYS: tuple[Recompute, ...] = ("none", "full")
 
 
