@@ -29,7 +29,7 @@ from outsize.ops.rehearsal.judge import Judge, RankFiles
 from outsize.ops.rehearsal.small_model import ModelShrinker, Shrunken, SmallModel
 from outsize.ops.rehearsal.small_plan import SmallLayout, kinds_of, small_layout, small_plan, walk
 from outsize.ops.rehearsal.worlds import pairs_met, small_worlds
-from outsize.policies.precisions import FP32
+from outsize.policies.precisions import FP32, precision_policy
 from outsize.schedules.builders import planned
 from outsize.train.world.world import visible_accelerators
 
@@ -178,7 +178,7 @@ def _libraries(model: nn.Module) -> Iterator[str]:
 
 def _unlike(plan: Plan) -> Iterator[str]:
     """Yields what ranks do here in another way than the plan says, but for sizes."""
-    if plan.precision != FP32.name:
+    if not precision_policy(plan.precision).is_plain:
         yield f"precision {plan.precision}: computed in {FP32.name}"
     if plan.kernels != "eager":
         yield f"kernels {plan.kernels}: computed eagerly"

@@ -47,7 +47,7 @@ AGAIN: Final = "again"
 RESTORED: Final = "restored"
 STEPS: Final = {FIRST: 1, LATER: 3}
 _LAST_CHARACTERS: Final = 2000
-# Sums over few columns do not average their roundings out: widths of 32 come within 9e-7 of a check's bound.
+# Sums over few columns do not average their roundings out: with widths of 32 a Llama reaches 9e-7.
 _NARROWER: Final = 4
 Judged = tuple[ProofResult, Culprit | None]
 PROOFS: Final[tuple[Proof, ...]] = ("messages", "numbers", "memory of steps", "death", "resume")
