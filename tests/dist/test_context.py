@@ -47,6 +47,7 @@ SINGLE = ("llama:single", "mixtral")
 RARE_SINGLE = ("llama:single",)
 MESHES = (
     "llama:pp2:full",
+    "llama:pp2:streamed:heads",
     "t5:pp2:selective",
     "gpt2 eager:replicate2",
     "llama:shard2",
@@ -58,6 +59,7 @@ MESHES = (
 # With --all alone: each axis and each mark is in one of the others, too.
 RARE_MESHES = (
     "llama:pp2:full",
+    "llama:pp2:streamed:heads",
     "gpt2 eager:replicate2",
     "gpt2 eager:tp2",
     "llama:replicate2:sharded",

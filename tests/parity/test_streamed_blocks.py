@@ -50,6 +50,7 @@ IN_PLACE = ("unet", "narrow_resnet18")
 CASES: list[tuple[str, int, ScheduleName]] = [
     ("gpt2", 1, "gpipe"),
     ("gpt2", 3, "1f1b"),
+    ("gpt2", 2, "zero-bubble"),
     ("unet", 2, "gpipe"),
     ("narrow_resnet18", 2, "1f1b"),
 ]
