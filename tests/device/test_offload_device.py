@@ -20,6 +20,7 @@ import outsize
 from outsize.ir.hardware.devices import MIB, figure_of
 from outsize.ir.plan import Plan
 from outsize.policies.weights import HOSTED, Weights
+from outsize.run.moves.host import HostMoves
 
 LAYERS, SAMPLES = 24, 64
 
@@ -74,6 +75,36 @@ def test_gradients_are_those_of_the_model_on_the_device(weights: Weights, device
     wrong = [n for (n, ours), p in pairs if not torch.equal(ours.grad.to(device), p.grad)]  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
     torch.use_deterministic_algorithms(False)
     assert wrong == []
+
+
+@pytest.mark.parametrize("device", everywhere(orders=("lazy",)))
+@pytest.mark.parametrize("weights", HOSTED)
+def test_weights_that_come_as_casts(weights: Weights, device: str) -> None:
+    """A thread of the host casts them, once a step, while others are copied: the plain loop's bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    width, kind = width_on(device, 256), torch.device(device).type
+    x, y = batch(width, device)
+    plain, model = build(width).to(device), build(width)
+    engine = outsize.parallelize(model, (x,), plan=planned(width, weights), loss_fn=F.mse_loss, target=y)
+    for _ in range(2):
+        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+            with torch.autocast(kind, torch.bfloat16):
+                loss = F.mse_loss(plain(a), b)
+            (loss / 4).backward()
+        with torch.autocast(kind, torch.bfloat16):
+            engine.step(x, target=y, update=False)
+        for ours, theirs in zip(engine.model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad.to(device), theirs.grad)
+            ours.data.mul_(1.5)  # It does not count as a change of the tensor.
+            theirs.data.mul_(1.5)
+        plain.zero_grad()
+        engine.model.zero_grad()
+    torch.use_deterministic_algorithms(False)
+    moves = engine.crew.moves
+    assert isinstance(moves, HostMoves)
+    assert any(True for _ in moves.residency._casts()), "some came so"  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("device", everywhere(orders=("lazy",)))
