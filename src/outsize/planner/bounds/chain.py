@@ -116,22 +116,23 @@ def _furthest(total: Sum, limit: float, first: int, end: int) -> int:
 @final
 class ChainBound:
     """Bounds the stages of an unbroken chain: sums of `before`, of `forward` and `backward`, of shape (n +
-    1,).
+    1,); then of backwards that begin with a second forward, where these are not the sum of both.
     """
 
     def __init__(
         self,
         before: Seconds,
-        passes: tuple[Seconds, Seconds],
+        passes: tuple[Seconds, ...],
         slack_s: float,
         shape: ChainShape,
         room: Room | None = None,
         queue: Queue | None = None,
     ) -> None:
-        self._forward, self._backward = passes
+        self._forward, self._backward, *again = passes
         schedule, self._stages, self._m = shape
         self._family = family_of(schedule)
         self._total = self._forward + self._backward
+        self._again = again[0] if again else self._total
         self._before: list[float] = before.tolist()
         self._slack_s, self._room = slack_s, room
         self._units = len(self._before) - 1
@@ -207,7 +208,7 @@ class ChainBound:
         forward, backward, total = self._rows
         m, law = self._m, self._family.chain
         if recompute:
-            backward = total
+            backward = self._again_rows
         held = self._moments_of_a_stage(in_flight, recompute)
         if law is None:
             return _Option(self._alone[recompute], _nothing, held)
@@ -226,7 +227,11 @@ class ChainBound:
     @cached_property
     def _alone(self) -> tuple[list[float], list[float]]:
         """Returns the seconds of a microbatch, without and with recompute."""
-        return self._rows[2], (self._forward + self._total).tolist()
+        return self._rows[2], (self._forward + self._again).tolist()
+
+    @cached_property
+    def _again_rows(self) -> list[float]:
+        return self._again.tolist()
 
     def _moments_of_a_stage(self, in_flight: int, recompute: bool) -> Sequence[Sum]:
         """Returns the moments of a stage; a second backward finds gradients of weights, and under 1f1b as

@@ -62,7 +62,8 @@ class PrefixTimes:
     """Holds seconds per microbatch, summed over units, of shape (n + 1,).
 
     `before[k]`: of the chain that ends at cut k, `before_forward` its forwards; `behind[k]`: of the chain
-    that begins there. Each cut within a chain may take `slack_s` from it.
+    that begins there. Each cut within a chain may take `slack_s` from it. `hidden` is what `backward` is
+    without, and a stage that recomputes does not hide; None: nothing.
     """
 
     forward: Seconds
@@ -72,6 +73,7 @@ class PrefixTimes:
     behind: Seconds
     slack_s: float
     heaviest_s: float
+    hidden: Seconds | None = None
 
     @classmethod
     def of(cls, graph: ModelGraph, seconds: UnitSeconds) -> Self:
@@ -157,7 +159,10 @@ class PrefixTimes:
         if not self.unbroken:
             return partial(self._reaches, *shape)
         before = self.before_forward if family_of(shape.schedule).forwards_lead else self.before
-        return ChainBound(before, (self.forward, self.backward), self.slack_s, shape, room, queue).reaches
+        passes = (self.forward, self.backward)
+        if self.hidden is not None:
+            passes = (*passes, self.forward + self.backward + self.hidden)
+        return ChainBound(before, passes, self.slack_s, shape, room, queue).reaches
 
     def _reaches(self, schedule: ScheduleName, stages: int, microbatches: int, limit_s: float) -> bool:
         """Returns the same where chains break off."""

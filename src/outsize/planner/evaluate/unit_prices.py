@@ -8,6 +8,7 @@ unit by unit. All is unit by unit here; stage_tables.py cuts models of very many
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import final
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from outsize.ir.cluster import Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
-from outsize.planner.bounds.step_time import PrefixTimes, made_for
+from outsize.planner.bounds.step_time import PrefixTimes, made_for, prefix
 from outsize.planner.costs.cache import Cache, Key
 from outsize.planner.costs.device_scaling import on_kind
 from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, routed_times, split_times
@@ -90,7 +91,10 @@ class UnitPrices:
 
         def made() -> PrefixTimes:
             costs = [self.least(layout, device) for device in kinds]
-            return PrefixTimes.along(self.made_for(layout.captured), fastest(costs))
+            work = PrefixTimes.along(self.made_for(layout.captured), fastest(costs))
+            if not layout.pairs or len(kinds) > 1:
+                return work
+            return replace(work, hidden=prefix(self.seconds(layout, kinds[0]).total - costs[0].total))
 
         key = *seconds_key(layout), layout.pairs, *(device.kind for device in kinds)
         return self._cache.once(("work", *key), made)
