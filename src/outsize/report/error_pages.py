@@ -336,21 +336,21 @@ What to do
   with varying shapes inside one stage, or move the cut: see the plan's units.
 """
 _E406 = """
-SilentCorruption [E406]: a device computes other bits than others for the same work.
+SilentCorruption [E406]: a device computes other bits than others for one work.
 
-Under engine.verify() ranks repeat each other's work and compare bits. Two ranks
-had other ones, and a third rank, or a second repeat, has decided which device is
-wrong. The message names it with its machine, the value that differs first, and
-whether its repeat is wrong as well: then the device is broken; where the repeat
-is right, it was a moment (a particle, heat, power). With two ranks a device that
-is always wrong cannot be told from a right one, and the message names both.
+Under engine.verify() ranks repeat each other's work and compare bits. Two
+ranks had other ones, and a third one, or a second repeat, has decided which
+is wrong. The message names it and its machine, the value that differs first,
+and whether its repeat is wrong as well: then the device is broken; where the
+repeat is right, it was a moment (a particle, heat, power). With two ranks a
+device that is always wrong cannot be told from a right one: both are named.
 
 What to do
-  The step was dropped before the optimizer: no weight has changed by it. What was
-  wrong before the first verified step that says so may be in the weights. So go
-  on from a checkpoint of before, without that device:
+  The step was dropped before the optimizer: no weight has changed by it. What
+  was wrong before the first verified step that says so may be in the weights.
+  So go on from a checkpoint of before, without that device:
     outsize run ... --resume RUN
-  and look at the device:  outsize doctor --gpu, its row in nvidia-smi -q -d ECC.
+  and look at the device:  outsize doctor --gpu, nvidia-smi -q -d ECC.
 """
 _E405 = """
 Preempted [E405]: the run was asked to end, and has saved itself.
