@@ -111,7 +111,7 @@ class GradientSum:
         """
         self._queues[stage] = self._buckets(stage)
         learning = not arrival_counts
-        for bucket in self._queues[stage]:
+        for bucket in (each for each in self._queues[stage] if isinstance(each, _Bucket)):
             for parameter in bucket.parameters:
                 arrived = partial(self._arrived, stage, bucket, arrival_counts, learning)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
@@ -119,7 +119,7 @@ class GradientSum:
     def _arrived(
         self,
         stage: int,
-        bucket: _Bucket | _Sparse,
+        bucket: _Bucket,
         arrival_counts: dict[int, int],
         learning: bool,
         parameter: Tensor,
@@ -289,7 +289,6 @@ class _Sparse:
 
     def __init__(self, parameter: nn.Parameter, group: RankGroup) -> None:
         self._parameter, self._group = parameter, group
-        self.parameters = ()
         self._parts: list[Tensor] = []
 
     def complete(self) -> bool:
