@@ -23,6 +23,7 @@ from torch.nn import functional
 import outsize
 from outsize.train.measure import training_case
 
+pytestmark = pytest.mark.usefixtures("no_files_of_other_tests")
 EXAMPLE: Final = torch.zeros(8, 16)
 HOUR_NS: Final = 3600 * 10**9
 

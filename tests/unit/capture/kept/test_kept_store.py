@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import pytest
 
 from outsize.capture.kept import sources, store
 from outsize.capture.kept.store import Folder, KeptModel
+
+pytestmark = pytest.mark.usefixtures("no_files_of_other_tests")
 
 
 class Asked:
@@ -26,15 +27,6 @@ class Asked:
             return answer
 
         return KeptModel(Folder(self.folder), ("a model",)).answer((question,), Any, find)
-
-
-@pytest.fixture(autouse=True)
-def _without_files_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes away the modules that other tests of this process wrote and loaded: with them nothing is kept."""
-    for name, path in list(sources.loaded_files()):
-        found = sources.stamp(path)
-        if found is None or found[1] > sources._BEGAN:
-            monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.fixture
