@@ -142,9 +142,22 @@ def main() -> None:
                 rows.append(row(found, old))
                 print(line_of(rows[-1]), flush=True)
             if not asked.dry:
-                write(axis, model, rows)
+                write(axis, model, [with_known_before(axis, model, each) for each in rows])
     if not asked.dry:
         PAGE.write_text(page(PAGE.read_text()))
+
+
+def with_known_before(axis: str, model: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The row, with what an earlier call has found for the other checkout, unless this one has asked."""
+    path = path_of(axis, model)
+    old = json.loads(path.read_text())["rows"] if path.exists() and "before_ratio" not in found else []
+    known = next((each for each in old if each["point"] == found["point"]), {})
+    return found | {name: known[name] for name in ("before_ratio", "before_samples") if name in known}
+
+
+def path_of(axis: str, model: str) -> Path:
+    """Where the results of an axis and model are."""
+    return RESULTS / f"{axis}-{model}.json".replace(" ", "-")
 
 
 def write(axis: str, model: str, rows: list[dict[str, Any]]) -> None:
@@ -156,9 +169,7 @@ def write(axis: str, model: str, rows: list[dict[str, Any]]) -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load": round(os.getloadavg()[1], 1),
     }
-    (RESULTS / f"{axis}-{model}.json".replace(" ", "-")).write_text(
-        json.dumps(head | {"rows": rows}, indent=1) + "\n"
-    )
+    path_of(axis, model).write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
