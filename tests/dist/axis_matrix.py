@@ -7,7 +7,7 @@ eager, one microbatch after the other.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, final
@@ -23,10 +23,11 @@ sys.path.append(str(Path(__file__).parents[1] / "parity"))
 from turns import covering_rows
 
 import outsize
-from outsize.schedules.families import built, family_of
+from outsize.policies.weights import RESIDENT, weight_policy
+from outsize.schedules.families import LAYER_BY_LAYER, built, family_of
 
 RANKS: Final = 4
-SAMPLES, TOKENS, WORDS, WIDTH = 8, 6, 61, 16
+SAMPLES, TOKENS, WORDS, WIDTH = 8, 8, 61, 16
 REPLICAS: Final = ("dp_replicate", "dp_shard", "ep")
 AXES: Final = ("stages", *REPLICAS, "cp", "tp")
 LAYOUTS: Final = (*((axis,) for axis in AXES), *combinations(AXES, 2))
@@ -61,6 +62,11 @@ class Cell:
     policy: str
     loop: str
 
+    def in_turns(self) -> Cell:
+        """The cell, by a schedule in which weights come and go where they lie on hosts."""
+        weights = weight_policy(POLICIES[self.policy].get("weights", RESIDENT.name))
+        return replace(self, schedule=LAYER_BY_LAYER.name) if weights.on_host else self
+
     @property
     def name(self) -> str:
         """As tests and their answers call it."""
@@ -94,7 +100,8 @@ def cells_of(axes: tuple[str, ...]) -> list[Cell]:
     schedules = SCHEDULES if "stages" in axes else ("1f1b",)
     factors: tuple[tuple[Any, ...], ...] = (schedules, policies_of(axes), (*LOOPS,))
     rows = covering_rows(map(len, factors))
-    return [Cell(axes, *(values[at] for values, at in zip(factors, row, strict=True))) for row in rows]
+    cells = (Cell(axes, *(values[at] for values, at in zip(factors, row, strict=True))) for row in rows)
+    return list(dict.fromkeys(each.in_turns() for each in cells))
 
 
 class Attention(nn.Module):
