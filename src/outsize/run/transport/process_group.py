@@ -408,13 +408,16 @@ class ValuePackets:
     def receive(self, peer: int) -> Any:
         """Waits for the next value of a rank; its tensors are on the host."""
         size = torch.zeros(1, dtype=torch.int64)
+        # Not simulated: the size of a packet is in the host's memory, and gloo sends it.
         self._group.recv([size], peer, 0).wait()
         data = torch.empty(int(size), dtype=torch.uint8)
+        # Not simulated: a packet is in the host's memory, and gloo sends it.
         self._group.recv([data], peer, 0).wait()
         return value_of_bytes(data)
 
     def flush(self) -> None:
         """Waits until all that was sent has been read."""
         for work, _ in self._sent:
+            # Not simulated: it keeps the memory of what gloo is still sending.
             work.wait()
         self._sent.clear()
