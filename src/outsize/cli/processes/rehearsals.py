@@ -41,7 +41,7 @@ _INSTALLED: Final = Path(torch.__file__).parent.parent
 @final
 @dataclass(frozen=True)
 class RehearsedModel:
-    """What is rehearsed: MODEL with its example, the plan, and how."""
+    """Says what is rehearsed: MODEL with its example, the plan, and how."""
 
     model: str
     input: str | None

@@ -40,7 +40,7 @@ LOSS: Final = "the loss"
 @final
 @dataclass
 class StageWork:
-    """What goes into the forward and the backward of a microbatch on a stage.
+    """Holds what goes into the forward and the backward of a microbatch on a stage.
 
     `shapes` are those of all inputs of the microbatch's program, `inputs` those that the stage reads,
     `buffers` the values of those that its forward writes, before it. `seed` is (seed, step, microbatch),
@@ -63,7 +63,7 @@ class StageWork:
 @final
 @dataclass(slots=True)
 class WorkRecord:
-    """What a shown stage has noted last: its work, and digests of what came out."""
+    """Holds what a shown stage has noted last: its work, and digests of what came out."""
 
     work: StageWork = field(default_factory=lambda: StageWork(-1, -1))
     noted: Noted = field(default_factory=Noted)

@@ -35,7 +35,7 @@ class GroupOutputs:
 
 
 class VerifiedWork(Protocol):
-    """What one step shows to other ranks, and repeats of theirs (train/verify/places.py)."""
+    """Holds what one step shows to other ranks, and repeats of theirs (train/verify/places.py)."""
 
     @property
     def key(self) -> Hashable:

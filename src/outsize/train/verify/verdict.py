@@ -30,8 +30,8 @@ _SHOWN: Final = 3
 @final
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What was computed, by rank: `first` by the rank that is checked and the one that checks it, `again` by
-    all that have repeated it since, which a `third` rank may be one of.
+    """Holds what was computed, by rank: `first` by the rank that is checked and the one that checks it,
+    `again` by all that have repeated it since, which a `third` rank may be one of.
     """
 
     checked: int

@@ -79,7 +79,7 @@ class NotVerified(UserWarning):
 @final
 @dataclass(slots=True)
 class _Turn:
-    """What has happened on this rank in one step: the work that it showed, and the work that it checked."""
+    """Holds the work that this rank showed in one step, and the work that it checked."""
 
     step: int
     load: PipelineInputs
