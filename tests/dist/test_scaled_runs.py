@@ -82,14 +82,16 @@ def test_each_of_two_machines_is_resized_alone_and_the_digits_stay(tmp_path: Pat
             return subprocess.Popen(command, env=env, stdout=said, stderr=said)
 
     def until_steps_of(ranks: int) -> None:
-        """Waits until the latest step has so many ranks."""
+        """Waits until the latest two steps have so many ranks: each has then called `checkpoint`, from whose
+        first call on a signal saves the run instead of ending it.
+        """
 
         def said() -> str:
             return "".join(path.read_text() for path in tmp_path.glob("said *"))
 
         def are_there() -> bool:
             assert [one.poll() for one in launchers] == [None, None], said()
-            return [line.split()[1] for line in _lines(tmp_path / "losses")][-1:] == [str(ranks)]
+            return [line.split()[1] for line in _lines(tmp_path / "losses")][-2:] == [str(ranks)] * 2
 
         until(are_there, said)
 
