@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from launches import HERE
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 import outsize
 from outsize.policies import heads
@@ -25,6 +24,7 @@ from outsize.train.world.world import World, leave
 sys.path.append(str(HERE.parent / "parity"))
 
 from counted import Device
+from decoders import NumberDecoder, mean_square
 
 WIDTH, HEADS, TOKENS, LAYERS = 128, 8, 1024, 3
 # With masks that are there before: a CPU writes out what kernels of GPUs know.
@@ -32,44 +32,9 @@ CASES = (("whole", "selective"), ("pieces", "selective"), ("pieces", "streamed")
 PIECE_BYTES = {"whole": 1 << 30, "pieces": 1 << 18}
 
 
-class Block(nn.Module):
-    """Attends with eight heads, each with keys and values of its own, or two that share them."""
-
-    def __init__(self, sharing: int) -> None:
-        super().__init__()
-        self.sharing, self.norm, self.out = sharing, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH // sharing)
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen, width = self.norm(x), WIDTH // HEADS
-        q, (k, v) = self.q(seen), self.kv(seen).chunk(2, -1)
-        q, k, v = (each.unflatten(-1, (-1, width)).transpose(1, 2) for each in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.sharing > 1)
-        return x + self.out(out.transpose(1, 2).flatten(2))
-
-
-class Decoder(nn.Module):
-    """Takes numbers, and gives one for each token."""
-
-    def __init__(self, sharing: int) -> None:
-        super().__init__()
-        self.enter, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
-        self.layers = nn.ModuleList(Block(sharing) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
-
-
-def mean_square(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-def model_of(sharing: int) -> Decoder:
+def model_of(sharing: int) -> NumberDecoder:
     torch.manual_seed(0)
-    return Decoder(sharing)
+    return NumberDecoder(WIDTH, HEADS, LAYERS, sharing=sharing)
 
 
 def tokens() -> Tensor:

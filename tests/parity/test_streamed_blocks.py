@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from counted import Device
+from decoders import NumberDecoder, mean_square
 from parity_runs import Combination, at_random, interleaved, reference, split_run
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -75,57 +76,23 @@ def test_several_stages_on_a_rank(lanes: list[CopyLane]) -> None:
     assert sum(len(lane.buffers) for lane in lanes) > 0
 
 
-class Block(nn.Module):
-    """Attends with two heads, then multiplies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.qkv, self.up, self.down = (
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(x)))
-
-
-class Decoder(nn.Module):
-    """Takes numbers, and gives one for each token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
-
-
-def mean_square(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
 def tokens() -> Tensor:
     return torch.randn(1, TOKENS, 8, generator=torch.Generator().manual_seed(0))
+
+
+def decoder() -> NumberDecoder:
+    return NumberDecoder(WIDTH, 2, LAYERS, multiplies=True)
 
 
 def planned(how: Any, **wishes: Any) -> Plan:
     torch.manual_seed(0)
     request: dict[str, Any] = {"cluster": "1xcpu", "microbatches": 1, "recompute": how, **wishes}
-    return outsize.plan(Decoder(), (tokens(),), loss_fn=mean_square, **request)
+    return outsize.plan(decoder(), (tokens(),), loss_fn=mean_square, **request)
 
 
 def engine_of(plan: Plan) -> Engine:
     torch.manual_seed(0)
-    return make_engine(Decoder(), plan, None, EngineOptions(loss_fn=mean_square))
+    return make_engine(decoder(), plan, None, EngineOptions(loss_fn=mean_square))
 
 
 class Kernels(TorchDispatchMode):
@@ -165,7 +132,7 @@ def test_the_device_holds_what_two_blocks_keep_and_the_account_is_what_is_counte
     predicted, counted = dict[str, int](), dict[str, int]()
     for how in ("selective", "streamed"):
         plan = planned(how) if how == "streamed" else _all_blocks(planned("none"))
-        priced, _, _ = outsize.api.price(plan, Decoder(), (tokens(),), loss_fn=mean_square)
+        priced, _, _ = outsize.api.price(plan, decoder(), (tokens(),), loss_fn=mean_square)
         assert priced.expected is not None
         predicted[how] = priced.expected.stages[0].activations_bytes
         engine = engine_of(plan)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from decoders import NumberDecoder, mean_square
 
 import outsize
 from outsize.ir.findings import ActivationsOffloaded
@@ -20,47 +19,13 @@ ROWS_BYTES = TOKENS // RANKS * WIDTH * 2  # of one value of a rank, in bfloat16
 RATE = 66.9e12 * 0.5 / 0.097
 
 
-class Block(nn.Module):
-    """Attends, and multiplies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(out.transpose(1, 2).flatten(2))
-
-
-class Decoder(nn.Module):
-    """Takes numbers, and gives one for each token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
-
-
-def mean_square(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
 def planned(recompute: Any, cluster: str = "8xh100-80gb", **wishes: Any) -> Plan:
     asked: dict[str, Any] = {"axes": {"cp": RANKS, "others": 1}, "stages": 1, "microbatches": 1, **wishes}
     request = outsize.Request(cluster=cluster, recompute=recompute, **asked)
     x = torch.zeros(1, TOKENS, 8, dtype=torch.bfloat16)
-    return outsize.plan(Decoder().bfloat16(), (x,), loss_fn=mean_square, request=request)
+    return outsize.plan(
+        NumberDecoder(WIDTH, HEADS, LAYERS).bfloat16(), (x,), loss_fn=mean_square, request=request
+    )
 
 
 def figures(plan: Plan) -> StageFigures:
