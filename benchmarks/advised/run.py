@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import saved
 
 HERE = Path(__file__).parent
 TARGET = 0.15
@@ -71,12 +71,7 @@ def main() -> None:
     parser.add_argument("--tag", default="", help="suffix of the result's name")
     options = parser.parse_args()
     rows = [measure(model, options.rounds, options.steps) for model in options.models]
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    today, load = str(datetime.date.today()), os.getloadavg()[0]
-    result = {"date": today, "machine": machine, "load": load, "target": TARGET, "rows": rows}
-    path = HERE / "results" / f"{today}_{machine}{options.tag}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = saved(Path(__file__), {"target": TARGET, "rows": rows}, options.tag)
     print(json.dumps(result) if options.json else table(result))
 
 

@@ -9,10 +9,7 @@ core. Fresh processes in turns: glibc as it comes, and with `outsize.device.mall
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -25,6 +22,9 @@ import torch
 
 from outsize.capture.models.imports import import_torchvision
 from outsize.device.malloc import keep_freed_memory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import saved
 
 CASES = ((6, 96), (24, 128))  # images in a microbatch, pixels
 MICROBATCHES = 4
@@ -89,12 +89,7 @@ def main() -> None:
                 **found,
             }
         )
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    result = {"date": str(datetime.date.today()), "load": os.getloadavg()[0], "rows": rows}
-    path = Path(__file__).parent / "results" / f"{result['date']}_{machine}_lever.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(path.read_text())
+    print(json.dumps(saved(Path(__file__), {"rows": rows}, "_lever"), indent=1))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,9 @@ Two processes by the clock, four processes on two cores by CPU seconds.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +16,18 @@ from outsize.planner.simulation.simulate import StageCost, bound_s
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched, saved, spread
+
 HERE = Path(__file__).parent
 TARGET = {2: 0.97, 4: 0.95}
-_LAUNCHER = (
-    "import sys; from outsize.ops.launch.launch import run_script; "
-    "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
-)
 TWO = ",".join(f"{schedule}:{m}" for schedule in ("gpipe", "1f1b") for m in (2, 4, 8, 16, 32))
 FOUR = "1f1b:8,1f1b:16"
 
 
 def measure(processes: int, cases: str, extra: list[str]) -> dict[str, Any]:
     """One launch."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-c", _LAUNCHER, str(processes), str(HERE / "worker.py")]
-        subprocess.run([*command, "--out", str(out), "--cases", cases, *extra], check=True)
-        return json.loads(out.read_text())
+    return launched(HERE / "worker.py", processes, "--cases", cases, *extra)
 
 
 def bound_of(schedule: Any, microbatches: int, costs: list[StageCost]) -> float:
@@ -102,12 +92,6 @@ def by_cpu_seconds(tokens: int, width: int, extra: list[str]) -> list[dict[str, 
     return rows
 
 
-def spread(laps: list[float]) -> dict[str, float]:
-    """Median, quartiles and best."""
-    low, median, high = statistics.quantiles(laps, n=4)
-    return {"median": median, "q1": low, "q3": high, "best": min(laps), "laps": len(laps)}
-
-
 def main() -> None:
     """All cases, as a table and as JSON under results/."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -115,18 +99,15 @@ def main() -> None:
     parser.add_argument("--tag", default="", help="suffix of the result's name")
     options, extra = parser.parse_known_args()
     rows = by_the_clock(extra) + by_cpu_seconds(256, 256, extra) + by_cpu_seconds(128, 512, extra)
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    result = {
-        "date": str(datetime.date.today()),
-        "machine": machine,
-        "load": os.getloadavg()[0],
-        "real_time": os.sched_getscheduler(0) == os.SCHED_FIFO,
-        "targets": TARGET,
-        "rows": rows,
-    }
-    path = HERE / "results" / f"{result['date']}_{machine}{options.tag}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = saved(
+        Path(__file__),
+        {
+            "real_time": os.sched_getscheduler(0) == os.SCHED_FIFO,
+            "targets": TARGET,
+            "rows": rows,
+        },
+        options.tag,
+    )
     print(json.dumps(result) if options.json else table(result))
 
 

@@ -7,39 +7,22 @@ default plan; and whether the classifier is faster where the simulator says.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched, saved, spread
+
 HERE = Path(__file__).parent
 TARGET = 0.6
-_LAUNCHER = (
-    "import sys; from outsize.ops.launch.launch import run_script; "
-    "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
-)
-
-
-def measure(extra: list[str]) -> dict[str, Any]:
-    """One launch of two pinned processes with one thread each."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-c", _LAUNCHER, "2", str(HERE / "worker.py"), "--out", str(out), *extra]
-        subprocess.run(command, check=True)
-        return json.loads(out.read_text())
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
     """Medians with quartiles, ratios to the naive split, and where the classifier was faster."""
     for way in found["ways"]:
-        low, median, high = statistics.quantiles(way.pop("laps_s"), n=4)
-        way["step_s"] = {"median": median, "q1": low, "q3": high}
+        way["step_s"] = spread(way.pop("laps_s"))
     naive = found["ways"][0]
     for way in found["ways"]:
         way["of_naive"] = way["step_s"]["median"] / naive["step_s"]["median"]
@@ -84,13 +67,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tag", default="", help="suffix of the result's name")
     options, extra = parser.parse_known_args()
-    models = {name: judged(found) for name, found in measure(extra).items()}
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    today, load = str(datetime.date.today()), os.getloadavg()[0]
-    result = {"date": today, "machine": machine, "load": load, "target": TARGET, "models": models}
-    path = HERE / "results" / f"{today}_{machine}{options.tag}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    models = {name: judged(found) for name, found in launched(HERE / "worker.py", 2, *extra).items()}
+    result = saved(Path(__file__), {"target": TARGET, "models": models}, options.tag)
     print(json.dumps(result) if options.json else table(result))
 
 

@@ -8,11 +8,10 @@ Counted: captures, and microseconds of a step.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import platform
 import statistics
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -22,6 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import outsize
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import saved
 
 HERE = Path(__file__).parent
 
@@ -98,16 +100,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [train(options.steps, annealed) for annealed in ("nothing", "loss.beta", "model.strength")]
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    result = {
-        "date": str(datetime.date.today()),
-        "machine": machine,
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-        "rows": rows,
-    }
-    path = HERE / "results" / f"{result['date']}_annealing_{machine}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = saved(
+        Path(__file__),
+        {
+            "python": platform.python_version(),
+            "rows": rows,
+        },
+        "_annealing",
+    )
     print(json.dumps(result, indent=1))
 
 

@@ -9,11 +9,10 @@ modules that did both before, and the plain step.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,9 @@ from outsize.capture.models.load import load
 from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.program.objects import NUMBERS_AND_TEXT
 from outsize.train.variants.model_state import Look
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import saved
 
 HERE = Path(__file__).parent
 TARGET_US = 200.0
@@ -123,18 +125,14 @@ def main() -> None:
         measure("llama, 80 layers", load(LLAMA), options.laps),
         measure("gpt2, 12 layers", load(GPT2), options.laps),
     ]
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    result = {
-        "date": str(datetime.date.today()),
-        "machine": machine,
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-        "target_us": TARGET_US,
-        "rows": rows,
-    }
-    path = HERE / "results" / f"{result['date']}_{machine}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = saved(
+        Path(__file__),
+        {
+            "python": platform.python_version(),
+            "target_us": TARGET_US,
+            "rows": rows,
+        },
+    )
     print(json.dumps(result) if options.json else table(result))
 
 

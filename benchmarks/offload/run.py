@@ -8,13 +8,11 @@ installed. See README.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import importlib.util
 import json
-import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.ir.offload import Bound
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import saved
 
 HERE = Path(__file__).parent
 VOCABULARY, HEADS = 8192, 8
@@ -299,11 +300,7 @@ def main() -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(options.cap_gb * 1e9 / total)
     found = measure(options)
-    machine = f"{platform.machine()}-{platform.system().lower()}-{options.device.partition(':')[0]}"
-    found |= {"date": str(datetime.date.today()), "machine": machine, "load": os.getloadavg()[0]}
-    path = HERE / "results" / f"{found['date']}_{machine}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    found = saved(Path(__file__), found, f"-{options.device.partition(':')[0]}")
     print(json.dumps(found) if options.json else table(found))
 
 

@@ -6,33 +6,23 @@ Tiny stages in two processes (outsize and torch.distributed.pipelining in one la
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched, saved
+
 HERE = Path(__file__).parent
 TARGET_US = {2: 200.0, 1: 60.0}
-_LAUNCHER = (
-    "import sys; from outsize.ops.launch.launch import run_script; "
-    "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
-)
 
 
 def measure(processes: int, microbatches: int, extra: list[str]) -> dict[str, list[float]]:
     """One launch; seconds of every lap by system."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        launcher = ["-c", _LAUNCHER, str(processes)] if processes > 1 else []
-        command = [sys.executable, *launcher, str(HERE / "worker.py"), "--out", str(out)]
-        subprocess.run([*command, "--microbatches", str(microbatches), *extra], check=True)
-        return json.loads(out.read_text())
+    return launched(HERE / "worker.py", processes, "--microbatches", str(microbatches), *extra)
 
 
 def two_processes(microbatches: int, extra: list[str]) -> list[dict[str, Any]]:
@@ -76,19 +66,16 @@ def main() -> None:
     parser.add_argument("--tag", default="", help="suffix of the result's name")
     options, extra = parser.parse_known_args()
     rows = two_processes(options.microbatches, extra) + one_process(options.microbatches, extra)
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    result = {
-        "date": str(datetime.date.today()),
-        "machine": machine,
-        "microbatches": options.microbatches,
-        "load": os.getloadavg()[0],
-        "real_time": os.sched_getscheduler(0) == os.SCHED_FIFO,
-        "targets_us": TARGET_US,
-        "rows": rows,
-    }
-    path = HERE / "results" / f"{result['date']}_{machine}{options.tag}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = saved(
+        Path(__file__),
+        {
+            "microbatches": options.microbatches,
+            "real_time": os.sched_getscheduler(0) == os.SCHED_FIFO,
+            "targets_us": TARGET_US,
+            "rows": rows,
+        },
+        options.tag,
+    )
     print(json.dumps(result) if options.json else table(result))
 
 

@@ -23,6 +23,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import with_table
+
 HERE: Final = Path(__file__).parent
 RESULTS: Final = HERE / "results"
 PAGE: Final = HERE.parents[1] / "docs" / "speed.md"
@@ -114,14 +117,6 @@ def line_of(found: dict[str, Any]) -> str:
     return f"| {' | '.join([*cells, old, spread, bound])} |"
 
 
-def page(text: str) -> str:
-    """Returns the page with the table of the results in the place of the one that it has."""
-    lines = text.splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith(BEGIN))
-    end = next(at for at in range(start, len(lines)) if not lines[at].startswith("|"))
-    return "\n".join([*lines[:start], *table(), *lines[end:]]) + "\n"
-
-
 def main() -> None:
     """Measures what is asked for, and writes the page."""
     parser = argparse.ArgumentParser()
@@ -144,7 +139,7 @@ def main() -> None:
             if not asked.dry:
                 write(axis, model, [with_known_before(axis, model, each) for each in rows])
     if not asked.dry:
-        PAGE.write_text(page(PAGE.read_text()))
+        PAGE.write_text(with_table(PAGE.read_text(), BEGIN, table()))
 
 
 def with_known_before(axis: str, model: str, found: dict[str, Any]) -> dict[str, Any]:

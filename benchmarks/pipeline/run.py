@@ -8,13 +8,9 @@ compute spans that the run itself measured.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +18,16 @@ from outsize.planner.simulation.simulate import StageCost, bound_s
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched, saved, spread
+
 HERE = Path(__file__).parent
 
 
 def measure(microbatches: int, schedule: str, extra: list[str]) -> dict[str, Any]:
     """One launch of two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        launcher = "import sys; from outsize.ops.launch.launch import run_script; "
-        launcher += "sys.exit(run_script(sys.argv[1:], 2))"
-        command = [sys.executable, "-c", launcher, str(HERE / "worker.py"), "--out", str(out)]
-        command += ["--microbatches", str(microbatches), "--schedule", schedule, *extra]
-        subprocess.run(command, check=True)
-        found = json.loads(out.read_text())
+    asked = ("--microbatches", str(microbatches), "--schedule", schedule, *extra)
+    found = launched(HERE / "worker.py", 2, *asked)
     return summary(found, microbatches, schedule)
 
 
@@ -57,12 +50,6 @@ def summary(found: dict[str, Any], microbatches: int, schedule: str) -> dict[str
     }
 
 
-def spread(laps: list[float]) -> dict[str, float]:
-    """Median, quartiles and best."""
-    low, median, high = statistics.quantiles(laps, n=4)
-    return {"median": median, "q1": low, "q3": high, "best": min(laps), "laps": len(laps)}
-
-
 def main() -> None:
     """All cases, as a table and as JSON under results/."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -71,11 +58,7 @@ def main() -> None:
     options, extra = parser.parse_known_args()
     cases = [case.split(":") for case in options.cases.split(",")]
     rows = [measure(int(m), schedule, extra) for schedule, m in cases]
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    result = {"date": str(datetime.date.today()), "machine": machine, "rows": rows}
-    path = HERE / "results" / f"{result['date']}_{machine}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = saved(Path(__file__), {"rows": rows})
     print(json.dumps(result) if options.json else table(rows))
 
 

@@ -14,25 +14,21 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched
 
 HERE = Path(__file__).parent
 CASES = ("resnet50-24x96x96", "resnet50-64x128x128", "gpt2-8-layers", "unet", "gpt2-124M")
 HOWS = ("cpu-clock", "alone", "beside")
-LAUNCH = "import sys; from outsize.ops.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
 
 
 def measure(case: str, extra: list[str]) -> dict[str, Any]:
     """One launch of two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-c", LAUNCH, str(HERE / "worker.py"), "--case", case, "--out", str(out)]
-        subprocess.run([*command, *extra], check=True)
-        return summary(case, json.loads(out.read_text()))
+    return summary(case, launched(HERE / "worker.py", 2, "--case", case, *extra))
 
 
 def summary(case: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,7 @@ import importlib.util
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,8 +36,10 @@ from outsize.ir.profile import Profile
 from outsize.planner.search.search import search
 from outsize.report.wording import sentence
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched
+
 HERE: Final = Path(__file__).parent
-LAUNCH = "import sys; from outsize.ops.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
 # The batches of torchgpipe's figures for eight devices; microbatches up to theirs.
 BATCHES: Final = {"resnet101": 5400, "amoebanet-d-18": 1280, "unet-5": 640}
 SIZES: Final = {"resnet101": (9, 18, 36), "amoebanet-d-18": (10, 20, 40), "unet-5": (4, 8, 16)}
@@ -174,11 +174,7 @@ def at_eight(network: Measured, kind: str, **wishes: Any) -> dict[str, Any]:
 
 def real(name: str, extra: list[str]) -> dict[str, Any]:
     """Two pinned processes: predicted and real step, as in benchmarks/prediction."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-c", LAUNCH, str(HERE / "pair.py"), "--case", name, "--out", str(out)]
-        subprocess.run([*command, *extra], check=True)
-        return prediction().summary(name, json.loads(out.read_text()))
+    return prediction().summary(name, launched(HERE / "pair.py", 2, "--case", name, *extra))
 
 
 def prediction() -> ModuleType:

@@ -25,6 +25,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import with_table
+
 HERE: Final = Path(__file__).parent
 RESULTS: Final = HERE / "results"
 PAGE: Final = HERE.parents[1] / "docs" / "fine-tuning.md"
@@ -173,14 +176,6 @@ def _figures(found: dict[str, Any]) -> str:
     return f"{found['numbers']} | {pipeline} | {one:.2f}, {two:.2f} | {two / one:.2f} | {memory}"
 
 
-def page(text: str) -> str:
-    """Returns the page with the table of the results in the place of the one that it has."""
-    lines = text.splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith(BEGIN))
-    end = next(at for at in range(start, len(lines)) if not lines[at].startswith("|"))
-    return "\n".join([*lines[:start], *table(), *lines[end:]]) + "\n"
-
-
 def main() -> None:
     """Measures what is asked for, and writes the page."""
     parser = argparse.ArgumentParser()
@@ -196,7 +191,7 @@ def main() -> None:
         found = measure(case, layouts, asked.updates)
         write(found)
         print(case, json.dumps(found["cells"]), flush=True)
-    PAGE.write_text(page(PAGE.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text(), BEGIN, table()))
 
 
 if __name__ == "__main__":

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched, saved
+
 HERE = Path(__file__).parent
-_LAUNCHER = (
-    "import sys; from outsize.ops.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
-)
 TARGETS = {"over_best": 1.03, "real_steps": 5}
 
 
 def measure(case: str, extra: list[str]) -> dict[str, Any]:
     """One launch of two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [
-            sys.executable,
-            "-c",
-            _LAUNCHER,
-            str(HERE.parent / "tutorial" / "sweep.py"),
-            "--out",
-            str(out),
-        ]
-        subprocess.run([*command, "--case", case, *extra], check=True)
-        found = json.loads(out.read_text())
+    found = launched(HERE.parent / "tutorial" / "sweep.py", 2, "--case", case, *extra)
     finals = {name: statistics.median(laps) for name, laps in found["finals_s"].items()}
     best = min((name for name in finals if name != "tuned"), key=lambda name: finals[name])
     return {
@@ -55,18 +39,14 @@ def main() -> None:
     parser.add_argument("--tag", default="", help="suffix of the result's name")
     options, extra = parser.parse_known_args()
     rows = [measure(case, extra) for case in options.cases.split(",")]
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    load = os.getloadavg()[0]
-    result = {
-        "date": str(datetime.date.today()),
-        "machine": machine,
-        "load": load,
-        "targets": TARGETS,
-        "rows": rows,
-    }
-    path = HERE / "results" / f"{result['date']}_{machine}{options.tag}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = saved(
+        Path(__file__),
+        {
+            "targets": TARGETS,
+            "rows": rows,
+        },
+        options.tag,
+    )
     print(json.dumps(result) if options.json else table(result))
 
 

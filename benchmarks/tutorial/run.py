@@ -6,21 +6,16 @@ Two processes, one thread and one core each; every system in one run, in turns.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched, saved
+
 HERE = Path(__file__).parent
-_LAUNCHER = (
-    "import sys; from outsize.ops.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
-)
 TORCH = {"resnet50-24x96x96": "2,3,4,6,8,12", "resnet50-64x128x128": "2,4,8,16"}
 FORUM = {
     "resnet50-24x96x96": "2,4,8",
@@ -33,12 +28,8 @@ TARGETS = {"torch": 1.0, "forum, mean": 1.25}
 
 def measure(case: str, against: str, microbatches: str, extra: list[str]) -> dict[str, Any]:
     """One launch of two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-c", _LAUNCHER, str(HERE / "worker.py"), "--out", str(out)]
-        command += ["--case", case, "--against", against, "--microbatches", microbatches, *extra]
-        subprocess.run(command, check=True)
-        return summary(case, against, json.loads(out.read_text()))
+    asked = ("--case", case, "--against", against, "--microbatches", microbatches, *extra)
+    return summary(case, against, launched(HERE / "worker.py", 2, *asked))
 
 
 def summary(case: str, against: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -71,19 +62,16 @@ def main() -> None:
         (c, against, m) for against, table in (("torch", TORCH), ("forum", FORUM)) for c, m in table.items()
     ]
     rows = [measure(c, a, m, extra) for c, a, m in cases if options.only in f"{a}/{c}"]
-    machine = f"{platform.machine()}-{platform.system().lower()}"
     forum = [row["speedup"] for row in rows if row["against"] == "forum"]
-    result = {
-        "date": str(datetime.date.today()),
-        "machine": machine,
-        "load": os.getloadavg()[0],
-        "targets": TARGETS,
-        "forum_mean_speedup": statistics.fmean(forum) if forum else None,
-        "rows": rows,
-    }
-    path = HERE / "results" / f"{result['date']}_{machine}{options.tag}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = saved(
+        Path(__file__),
+        {
+            "targets": TARGETS,
+            "forum_mean_speedup": statistics.fmean(forum) if forum else None,
+            "rows": rows,
+        },
+        options.tag,
+    )
     print(json.dumps(result) if options.json else table(result))
 
 

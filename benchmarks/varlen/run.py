@@ -11,29 +11,22 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched
+
 HERE = Path(__file__).parent
 TARGET = 1.7
-_LAUNCHER = (
-    "import sys; from outsize.ops.launch.launch import run_script; "
-    "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
-)
 
 
 def measured(rounds: int) -> dict[str, Any]:
     """One launch of two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-c", _LAUNCHER, "2", str(HERE / "worker.py")]
-        subprocess.run([*command, "--out", str(out), "--rounds", str(rounds)], check=True)
-        return json.loads(out.read_text())
+    return launched(HERE / "worker.py", 2, "--rounds", str(rounds))
 
 
 def rates(found: dict[str, Any]) -> dict[str, list[float]]:

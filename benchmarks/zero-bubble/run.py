@@ -6,39 +6,22 @@ Four processes whose layers wait as long as the blocks of a measured network; se
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched, saved, spread
+
 HERE = Path(__file__).parent
 TARGETS = {"1f1b": 1.25, "interleaved": 1.10}
-_LAUNCHER = (
-    "import sys; from outsize.ops.launch.launch import run_script; "
-    "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
-)
-
-
-def measure(extra: list[str]) -> dict[str, Any]:
-    """One launch of four processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-c", _LAUNCHER, "4", str(HERE / "worker.py"), "--out", str(out), *extra]
-        subprocess.run(command, check=True)
-        return json.loads(out.read_text())
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
     """Medians with quartiles, and how much faster each schedule is than the two of the targets."""
     for row in found["schedules"]:
-        low, median, high = statistics.quantiles(row.pop("laps_s"), n=4)
-        row["step_s"] = {"median": median, "q1": low, "q3": high}
+        row["step_s"] = spread(row.pop("laps_s"))
     by_name = {row["schedule"]: row for row in found["schedules"]}
     for row in found["schedules"]:
         row["faster_than"] = {
@@ -74,13 +57,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tag", default="", help="suffix of the result's name")
     options, extra = parser.parse_known_args()
-    networks = {name: judged(found) for name, found in measure(extra).items()}
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    today, load = str(datetime.date.today()), os.getloadavg()[0]
-    result = {"date": today, "machine": machine, "load": load, "targets": TARGETS, "networks": networks}
-    path = HERE / "results" / f"{today}_{machine}{options.tag}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    networks = {name: judged(found) for name, found in launched(HERE / "worker.py", 4, *extra).items()}
+    result = saved(Path(__file__), {"targets": TARGETS, "networks": networks}, options.tag)
     print(json.dumps(result) if options.json else table(result))
 
 

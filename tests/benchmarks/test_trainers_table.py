@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_page_is_written_from_the_results(run: ModuleType) -> None:
     text = run.PAGE.read_text()
-    assert run.page(text) == text, "python benchmarks/trainers/run.py --table"
+    assert run.with_table(text, run.BEGIN, run.table()) == text, "python benchmarks/trainers/run.py --table"
     assert len(run.table()) > 2
 
 
@@ -48,4 +48,7 @@ def test_a_figure_that_changes_changes_the_page(
         "| TRL SFT | pp2 | equal | 8 | 2.00, 1.30 | 0.65 | 1.01 |",
         "| TRL SFT | dp_shard2 | refused: no such layout | | | | |",
     ]
-    assert "0.65" in run.page(f"before\n{run.BEGIN}\n|---|\n\nbehind\n")
+    page = run.with_table(f"before\n{run.BEGIN}\n|---|\n\nbehind\n", run.BEGIN, run.table())
+    assert page.startswith("before\n|")
+    assert page.endswith("|\n\nbehind\n")
+    assert "0.65" in page
