@@ -14,6 +14,7 @@ equal distances, so chosen that each policy of activations occurs.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,8 +27,9 @@ from outsize.capture.graph.build import Captured
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
 from outsize.ir.graph import ModelGraph, Unit
-from outsize.ir.plan import Axes, Plan, Stage, stages_from_bounds
+from outsize.ir.plan import Axes, Plan, Stage, stages_from_bounds, unsupported
 from outsize.policies.activations import KEEP
+from outsize.policies.weights import RESIDENT, Weights
 from outsize.run.stage.cut import cut as cut_model
 from outsize.schedules.builders import planned
 from outsize.schedules.message import SENDS
@@ -80,7 +82,8 @@ def small_layout(plan: Plan, axes: Axes) -> SmallLayout:
     if plan.actions or plan.microbatches == 1:
         return SmallLayout(axes, stages, plan.microbatches, samples)
     share = plan.microbatches / plan.axes.pp
-    wanted = max(1, round(min(share, 2.0) * axes.pp)) if share < 1 else axes.pp * min(int(share), 2)
+    short = min(round(share * axes.pp), axes.pp - 1)
+    wanted = max(1, short) if share < 1 else axes.pp * min(int(share), 2)
     counts = sorted(range(1, 4 * axes.pp + 1), key=lambda count: (abs(count - wanted), count))
     for count in counts:
         try:
@@ -127,11 +130,19 @@ def small_plan(plan: Plan, graph: ModelGraph, small: ModelGraph, layout: SmallLa
             "batch_size": layout.batch_size,
             "microbatches": layout.microbatches,
             "stages": stages,
+            "weights": _weights_on(plan, layout.axes),
             "expected": None,
             "alternatives": (),
             "why": (),
         }
     )
+
+
+def _weights_on(plan: Plan, axes: Axes) -> Weights:
+    """Returns where weights are on a small mesh: as in the plan, or on their devices where the mesh has none
+    of the ranks that share them.
+    """
+    return RESIDENT.name if unsupported(axes, plan.weights, plan.form) else plan.weights
 
 
 def walk(plan: Plan, captured: Captured, model: nn.Module) -> tuple[int, int]:
@@ -166,12 +177,14 @@ def _chosen(plan: Plan, count: int) -> list[int]:
     for number in range(last + 1):
         if _way(plan, number) in ways:
             continue
-        near = min(range(count), key=lambda place: (abs(chosen[place] - number), place))
-        others = {_way(plan, each) for place, each in enumerate(chosen) if place != near}
-        if _way(plan, chosen[near]) in others:
-            chosen[near] = number
-            ways.add(_way(plan, number))
-    return sorted(chosen)
+        there = Counter(_way(plan, each) for each in chosen)
+        doubled = [place for place, each in enumerate(chosen) if there[_way(plan, each)] > 1]
+        if not doubled:
+            break
+        near = min(doubled, key=lambda place: (place in (0, count - 1), abs(chosen[place] - number), place))
+        chosen = sorted([*chosen[:near], number, *chosen[near + 1 :]])
+        ways.add(_way(plan, number))
+    return chosen
 
 
 def _way(plan: Plan, stage: int) -> tuple[str, bool]:
