@@ -15,12 +15,14 @@ import torch.distributed as dist
 from forked import on_ranks
 from torch import nn
 from verified_worker import (
+    BLOCKS,
     METHODS,
     SIZE,
     Chain,
     Fault,
     Lasting,
     Normed,
+    Woven,
     batch,
     engine_of,
     plan_of,
@@ -31,6 +33,7 @@ from verified_worker import (
 from outsize.errors import BadOption, UnsupportedPlan
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Kind
+from outsize.run.verified.shown_work import ShownStage
 from outsize.schedules.builders import build
 from outsize.schedules.families import families, family_of
 from outsize.train.verify.verification import NotVerified
@@ -72,7 +75,7 @@ def found(
     engine = engine_of(make(), plan, group)
     engine.verify(every=1)
     number, said = 0, Said()
-    for _ in range(2):
+    for _ in range(BLOCKS):  # A rank tries whether it repeats a unit when it shows that one first.
         step(engine, number)
         number += 1
     for at, (rank, kind, lasting) in enumerate(cases):
@@ -85,7 +88,9 @@ def found(
     return said
 
 
-def insist_on_names(said: list[Said], cases: list[tuple[int, Kind, Lasting]]) -> None:
+def insist_on_names(
+    said: list[Said], cases: list[tuple[int, Kind, Lasting]], *, in_units: bool = True
+) -> None:
     """Each fault in work that was shown is found and named; the others are no alarms."""
     kinds = set[Kind]()
     for at, (rank, kind, lasting) in enumerate(cases):
@@ -97,6 +102,7 @@ def insist_on_names(said: list[Said], cases: list[tuple[int, Kind, Lasting]]) ->
             continue  # What was shown has no action of this kind, and so has what the rank has repeated.
         kinds.add(kind)
         assert text.startswith(f"SilentCorruption [E406]: rank {rank} ("), (rank, kind, lasting, text)
+        assert (", unit layers." in text) is in_units, text
         assert ("has the same wrong bits" in text) is (lasting == "always"), text
     assert kinds == {kind for _, kind, _ in cases}
 
@@ -118,7 +124,7 @@ def test_replicas_find_each_kind_of_fault(tmp_path: Path, stages: int, replicas:
     plan = plan_of(Chain(), stages * replicas, stages=stages, replicas=replicas)
     cases = faults(plan, plan.schedule, ("always", "once"))
     said = on_ranks(tmp_path, stages * replicas, lambda group: found(Chain, plan, cases, group))
-    insist_on_names(said, cases)
+    insist_on_names(said, cases, in_units=False)
 
 
 def test_two_ranks_find_a_moment_and_say_what_they_cannot_tell(tmp_path: Path) -> None:
@@ -128,6 +134,7 @@ def test_two_ranks_find_a_moment_and_say_what_they_cannot_tell(tmp_path: Path) -
     insist_on_names([each[: len(moments)] for each in said], moments)
     for text, _, clean in said[0][len(moments) :]:
         assert text.startswith("SilentCorruption [E406]: rank ")
+        assert ", unit layers." in text
         assert "there is no third rank that agrees with one of them" in text
         assert clean
 
@@ -150,7 +157,11 @@ def numbers(
     return {"losses": torch.stack(losses), **own, **buffers}
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"tied": lambda: Chain(tied=True, drop=0.1), "normed": Normed}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": lambda: Chain(tied=True, drop=0.1),
+    "normed": Normed,
+    "woven": Woven,
+}
 
 
 LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
@@ -161,8 +172,10 @@ LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"bn": "deferred"}),
     (2, 1, {"casts": True}),
     (1, 2, {"casts": True, "recompute": "full"}),
+    (2, 1, {"casts": True, "recompute": "selective"}),
+    (3, 1, {"schedule": "zero-bubble-v"}),
 ]
-COMMON = {("tied", 0), ("tied", 1), ("tied", 5), ("normed", 3), ("normed", 4)}
+COMMON = {("tied", 0), ("tied", 1), ("tied", 5), ("normed", 3), ("normed", 4), ("woven", 5), ("woven", 8)}
 
 
 @pytest.mark.parametrize(
@@ -226,7 +239,8 @@ def test_kernels_that_do_not_repeat_their_bits_keep_it_off(
     first, second = on_ranks(tmp_path, 2, work)
     assert second == []
     (text,) = first
-    assert text.startswith("the work of ranks is not verified: stage 0 does not repeat its own bits, of ")
+    place = "stage 0, unit layers.0#0" if stages > 1 else "stage 0"
+    assert text.startswith(f"the work of ranks is not verified: {place} does not repeat its own bits, of ")
     assert "engine.verify() again" in text
 
 
@@ -262,15 +276,63 @@ def test_one_process_has_nobody_to_ask() -> None:
 
 
 def test_steps_between_run_their_usual_rows(tmp_path: Path) -> None:
+    """All units are shown in the first steps, and then one in each third step."""
     plan = plan_of(Chain(), 2, stages=2)
 
     def work(group: dist.ProcessGroup) -> list[bool]:
         engine = engine_of(Chain(), plan, group)
         engine.verify(every=3)
         seen = []
-        for number in range(7):
+        for number in range(BLOCKS + 5):
             step(engine, number)
             seen.append(any("VERIFY" in span.action for span in engine.timeline().spans))
         return seen
 
-    assert on_ranks(tmp_path, 2, work) == [[True, False, False, True, False, False, True]] * 2
+    first, second = on_ranks(tmp_path, 2, work)
+    assert first == second
+    units = first.index(False)
+    assert BLOCKS // 2 <= units < BLOCKS
+    assert first[units - 1 :] == [at % 3 == 0 for at in range(BLOCKS + 6 - units)]
+
+
+def test_all_units_are_shown_in_as_many_steps(tmp_path: Path) -> None:
+    """Each rank shows each of its layers in one step, and all of them before one of them again."""
+    plan = plan_of(Chain(), 2, stages=2)
+
+    def work(group: dist.ProcessGroup) -> tuple[list[list[str]], list[str]]:
+        engine = engine_of(Chain(), plan, group)
+        engine.verify(every=1)
+        shown, right = list[list[str]](), ShownStage.forward
+
+        def forward(stage: ShownStage, *args: Any) -> Any:
+            shown.append(sorted(stage.program.weights))
+            return right(stage, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShownStage, "forward", forward)
+            for number in range(BLOCKS):
+                step(engine, number)
+        return shown, sorted(name for name, _ in engine.weights.named_parameters())
+
+    for shown, own in on_ranks(tmp_path, 2, work):
+        layers = len(own) // 2
+        assert sorted(name for names in shown[:layers] for name in names) == own
+        assert all(names == shown[at % layers] for at, names in enumerate(shown))
+
+
+def test_a_second_verification_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    plan = plan_of(Chain(), 2, stages=2)
+
+    def work(group: dist.ProcessGroup) -> list[str]:
+        engine = engine_of(Chain(), plan, group)
+        said = []
+        for begin in (0, 20):
+            engine.verify(every=1)
+            for number in range(begin, begin + BLOCKS):
+                step(engine, number)
+            fault = Fault(Kind.F, "once", random.Random(7))
+            said.append(said_of(engine, begin + BLOCKS, fault if group.rank() == 1 else None))
+        return said
+
+    for said in on_ranks(tmp_path, 2, work):
+        assert all(text.startswith("SilentCorruption [E406]: rank 1 (") for text in said), said

@@ -72,6 +72,37 @@ class Normed(nn.Module):
         return x
 
 
+class Woven(nn.Module):
+    """Values that later layers of this and other stages take, one weight for two neighbours, one for layers
+    of two stages, a frozen layer, and a buffer that one layer writes and another reads.
+    """
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(BLOCKS))
+        self.layers[2].weight = self.layers[1].weight
+        self.layers[6].weight = self.layers[0].weight
+        self.layers[3].requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = kept = x
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) + kept
+            if number == 1:
+                first = x
+            if number % 3 == 0:
+                x, kept = x + first, x
+            if number == 5:
+                self.calls.add_(1)
+                x = x * torch.cos(self.calls)
+            if number == 6:
+                x = x + self.calls
+        return x
+
+
 @final
 class Flipped(TorchDispatchMode):
     """Flips one bit of one element of each product, or of the first one alone."""

@@ -40,14 +40,15 @@ LOSS: Final = "the loss"
 @final
 @dataclass
 class StageWork:
-    """Holds what goes into the forward and the backward of a microbatch on a stage.
+    """Holds what goes into the forward and the backward of a microbatch on a part of a stage.
 
-    `shapes` are those of all inputs of the microbatch's program, `inputs` those that the stage reads,
-    `buffers` the values of those that its forward writes, before it. `seed` is (seed, step, microbatch),
-    `share` that of the loss. A backward that is `split` computes gradients of weights after those of inputs.
+    `part` is its number in the cut that has a program for each part, `shapes` are those of all inputs of the
+    microbatch's program, `inputs` those that the part reads, `buffers` the values of those that its forward
+    writes, before it. `seed` is (seed, step, microbatch), `share` that of the loss. A backward that is
+    `split` computes gradients of weights after those of inputs.
     """
 
-    stage: int
+    part: int
     microbatch: int
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
@@ -63,8 +64,11 @@ class StageWork:
 @final
 @dataclass(slots=True)
 class WorkRecord:
-    """Holds what a shown stage has noted last: its work, and digests of what came out."""
+    """Names the part that is shown next, and holds what was noted last: its work, and digests of what came
+    out.
+    """
 
+    part: int = -1
     work: StageWork = field(default_factory=lambda: StageWork(-1, -1))
     noted: Noted = field(default_factory=Noted)
 
@@ -94,7 +98,7 @@ class ShownStage(StageAround[RunnableStage]):
         own = [inputs[position] for position in program.inputs]
         record.noted = Noted()
         record.work = StageWork(
-            program.stage,
+            record.part,
             microbatch,
             shapes=[tuple(x.shape) for x in inputs],
             inputs=[*map(_copied, own)],

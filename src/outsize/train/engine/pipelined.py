@@ -175,12 +175,13 @@ class Pipelined(Executor):
     def verify(self, every: int) -> None:
         run, statistics = self._run_context, self._statistics
 
-        def make(variant: Variant, number: int) -> RunnableStage:
+        def make(variant: Variant, number: int, factory: StageFactory | None = None) -> RunnableStage:
             # A factory of its own shares no copies of weights with the step.
-            factory, program = StageFactory(run), variant.cut.programs[number]
-            return factory.make(variant, program, self._model, self._crew.device)
+            program = variant.cut.programs[number]
+            return (factory or StageFactory(run)).make(variant, program, self._model, self._crew.device)
 
-        repeats = Repeats(make, nullcontext if statistics is None else statistics.paused)
+        of_step = partial(make, factory=self._factory)
+        repeats = Repeats(make, of_step, nullcontext if statistics is None else statistics.paused)
         self._verification = Verification(run, repeats, every) if every else None
 
     def prepare(self, parts: Sequence[Batch]) -> None:

@@ -81,12 +81,9 @@ def judge(case: Case) -> Judgement:
     )
 
 
-def error_of_verdict(
-    verdict: Judgement, stage: int, microbatch: int, step: int, names: list[str]
-) -> SilentCorruption:
-    """Returns the error for a step; `names` are those of the devices, by rank."""
+def error_of_verdict(verdict: Judgement, place: str, names: list[str]) -> SilentCorruption:
+    """Returns the error for work of a place in a step; `names` are those of the devices, by rank."""
     what_differs = _listed(verdict.names)
-    place = f"stage {stage}, microbatch {microbatch}, step {step}"
     hexes = f"{_hex(verdict.wrong)} there, {_hex(verdict.right)} {_on(verdict.others)}"
     if verdict.rank is None:
         one, other, *_ = verdict.others

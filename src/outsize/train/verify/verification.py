@@ -7,13 +7,16 @@
                               device
 
 In every `every`-th step each rank shows one microbatch of one of its stages to a rank that checks it: the
-next replica, which has the same weights, or without replicas the next rank of the pipeline, to which the
-weights of the stage go along. Stages and microbatches take turns, so all of them are seen. A repeat on
-another device finds what a repeat on the same one cannot: a card that is wrong twice in the same way.
+next replica, which has the same weights, or without replicas the next rank of the pipeline. To that one the
+weights go along, so one unit of the stage is shown and not all of it (division.py). Units, stages and
+microbatches take turns, so all of them are seen. A repeat on another device finds what a repeat on the same
+one cannot: a card that is wrong twice in the same way.
 
-Comparing bits needs kernels that repeat theirs. So a rank that shows a stage of a program for the first time
+Comparing bits needs kernels that repeat theirs. So a rank that shows a part of a program for the first time
 repeats its own work, too. Where that has other bits, or cannot be done beside a step, verification says so
-and stays off. Ranks whose devices or threads differ are refused before that.
+and stays off. Ranks whose devices or threads differ are refused before that. The first round goes step by
+step: it tries all parts before a moment could be taken for a kernel that does not repeat, and finds a card
+that is broken from the start.
 
 What is sent goes over the host, in one packet that its sender does not wait for; a rank waits in VERIFY
 alone, for a SHOW that does not wait for it (schedules/verified.py plays the rows), so nothing deadlocks.
@@ -52,9 +55,18 @@ from outsize.run.verified.repeat import NotRepeated, repeated
 from outsize.run.verified.shown_work import StageWork, note_weights, note_work, sendable_weights, weights_of
 from outsize.schedules.verified import Check
 from outsize.train.context.run_context import RunContext
+from outsize.train.variants.lru import LruCache
 from outsize.train.variants.microbatch_group import PipelineInputs
-from outsize.train.variants.variant import Variant
-from outsize.train.verify.places import VerifiedTurn, checks_of_turn, costs_of
+from outsize.train.variants.variant import KEPT, Variant
+from outsize.train.verify.division import DividedVariant, in_units, undivided
+from outsize.train.verify.places import (
+    VerifiedTurn,
+    VerifyingRank,
+    checks_of,
+    costs_of,
+    round_of,
+    shown_in_turn,
+)
 from outsize.train.verify.verdict import Case, error_of_verdict, judge
 
 TRIALS: Final = 2
@@ -65,9 +77,12 @@ _ABOUT: Final = "what ranks have verified"
 @final
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Makes a stage of a variant for one repeat; `aside` keeps it out of what a step collects."""
+    """Makes a stage of a variant for one repeat, or for steps; `aside` keeps the former out of what a step
+    collects.
+    """
 
     make: Callable[[Variant, int], RunnableStage]
+    make_for_step: Callable[[Variant, int], RunnableStage]
     aside: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -122,7 +137,9 @@ class Verification:
         at = self._ring.index(self._mesh.rank)
         self._to, self._from = self._ring[(at + 1) % len(self._ring)], self._ring[at - 1]
         self._names = _insist_on_equal_devices(host, run.device)
-        self._turns, self._first = 0, -1
+        self._turns, self._round, self._first = 0, 0, -1
+        self._rank = VerifyingRank(repeats.make_for_step, self._divided_at, self._show, self._verify)
+        self._divided = LruCache[int, DividedVariant](KEPT)
         self._places: dict[tuple[Check, ...], VerifiedTurn] = {}
         self._tried: set[tuple[int, int]] = set()
         self._turn: _Turn | None = None
@@ -134,22 +151,26 @@ class Verification:
         return sum(added) / len(added) / self.every if added else 0.0
 
     def due(self, step: int) -> bool:
-        """Tells whether a step is verified: the first one that asks, and then every `every`-th."""
+        """Tells whether a step is verified: the first ones, until all parts were shown once, and then every
+        `every`-th.
+        """
         if self.off:
             return False
-        if self._first < 0 or step < self._first:
+        if self._first < 0 or step < self._first or self._turns < self._round:
             self._first = step
         return (step - self._first) % self.every == 0
 
     def begin(self, step: int, load: PipelineInputs) -> PipelineInputs:
         """Begins a turn; returns what the crew runs, with what is shown and verified."""
-        self._turn = _Turn(step, load)
-        microbatches = len(load.variants)
-        checks = checks_of_turn(self._run, self._turns, microbatches)
-        own = checks[self._run.rank]
+        self._turn, run = _Turn(step, load), self._run
+        each = [self._divide(variant) for variant in load.variants]
+        self._round = round_of(run, each[0])
+        microbatch, parts = shown_in_turn(run, self._turns, each)
+        checks = checks_of(run, each[microbatch], microbatch, parts)
+        self._rank.record.part = parts[run.rank]
         place = self._places.get(checks)
         if place is None:
-            place = VerifiedTurn(checks, own, costs_of(self._run), self._show, self._verify, self._run)
+            place = VerifiedTurn(checks, checks[run.rank], costs_of(run), self._rank, run)
             self._places[checks] = place
         self._turns += 1
         return load._replace(verified=place)
@@ -190,15 +211,25 @@ class Verification:
                 NotVerified,
             )
 
+    def _divide(self, variant: Variant) -> DividedVariant:
+        """Returns the variant in parts; a stage is one, where no weights travel."""
+        if self._replicated:
+            return self._divided.get(variant.number, lambda: undivided(variant))
+        return self._divided.get(variant.number, lambda: in_units(variant, self._run.whole))
+
+    def _divided_at(self, microbatch: int) -> DividedVariant:
+        assert self._turn is not None
+        return self._divide(self._turn.load.variants[microbatch])
+
     # -- actions -----------------------------------------------------------------------------------------
 
-    def _show(self, place: VerifiedTurn) -> None:
+    def _show(self) -> None:
         """Sends the work that this rank has done to the one that checks it, and tries to repeat it here."""
-        turn, record = self._turn, place.record
+        turn, record = self._turn, self._rank.record
         assert turn is not None
         work = turn.own = record.work
         variant = turn.load.variants[work.microbatch]
-        program = turn.load.variants[work.microbatch].cut.programs[work.stage]
+        program = self._divide(variant).variant.cut.programs[work.part]
         weights = weights_of(program, self._run.whole)
         went_in = Noted()
         note_work(went_in, work)
@@ -216,19 +247,29 @@ class Verification:
             self._packets.send(self._to, {"reason": turn.reason})
 
     def _try(self, turn: _Turn, variant: Variant, work: StageWork) -> None:
-        """Repeats the own work, once for each stage of a program; raises NotRepeated where bits differ."""
-        key = variant.number, work.stage
+        """Repeats the own work, once for each part of a program; raises NotRepeated where bits differ."""
+        key = variant.number, work.part
         if key in self._tried:
             return
         for _ in range(TRIALS):
             names = different(turn.own_digests, self._repeat(turn, work, None))
             if names:
                 raise NotRepeated(
-                    f"stage {work.stage} does not repeat its own bits, of {len(names)} values {names[0]}"
+                    f"{self._place_of(turn, work)} does not repeat its own bits, of {len(names)} values "
+                    f"{names[0]}"
                 )
         self._tried.add(key)
 
-    def _verify(self, place: VerifiedTurn) -> None:
+    def _place_of(self, turn: _Turn, work: StageWork) -> str:
+        """Returns the stage of work, and the unit where the stage has several."""
+        divided = self._divide(turn.load.variants[work.microbatch])
+        name = divided.names[work.part]
+        return f"stage {divided.stage_of(work.part)}{', unit ' * bool(name)}{name}"
+
+    def _work_of(self, turn: _Turn, work: StageWork) -> str:
+        return f"{self._place_of(turn, work)}, microbatch {work.microbatch}"
+
+    def _verify(self) -> None:
         """Repeats the work of another rank, and compares."""
         turn = self._turn
         assert turn is not None
@@ -241,9 +282,9 @@ class Verification:
             turn.found = self._repeat(turn, packet["work"], turn.given)
 
     def _repeat(self, turn: _Turn, work: StageWork, given: Mapping[str, Tensor] | None) -> dict[str, int]:
-        variant = _variant_for(turn.load, work)
-        program = variant.cut.programs[work.stage]
-        make = partial(self._repeats.make, variant, work.stage)
+        variant = self._divide(_variant_for(turn.load, work)).variant
+        program = variant.cut.programs[work.part]
+        make = partial(self._repeats.make, variant, work.part)
         with self._repeats.aside():
             return repeated(program, make, self._run.whole, work, self._device, given)
 
@@ -277,7 +318,7 @@ class Verification:
             again = self._once_more(turn, *packet)
         self._packets.flush()
         first = turn.own_digests if me == checked else turn.found if me == checker else None
-        place = None if turn.own is None else [turn.own.stage, turn.own.microbatch]
+        place = None if turn.own is None else self._work_of(turn, turn.own)
         facts = all_gather_json([first, again, place], group, _ABOUT)
         verdict = judge(
             Case(
@@ -291,12 +332,12 @@ class Verification:
         if verdict.unsteady:
             self._stay_off({checked: f"ranks repeat {verdict.names[0]} with other bits each time"})
             return
-        stage, microbatch = facts[checked][2]
-        raise error_of_verdict(verdict, stage, microbatch, turn.step, self._names).on_all_ranks()
+        place = f"{facts[checked][2]}, step {turn.step}"
+        raise error_of_verdict(verdict, place, self._names).on_all_ranks()
 
     def _tell(self, third: int, turn: _Turn, work: StageWork) -> None:
         """Sends work with its weights; None where they cannot be sent."""
-        program = turn.load.variants[work.microbatch].cut.programs[work.stage]
+        program = self._divide(turn.load.variants[work.microbatch]).variant.cut.programs[work.part]
         try:
             self._packets.send(third, [work, sendable_weights(program, self._run.whole)])
         except TypeError:  # NotSendable

@@ -37,7 +37,7 @@ def test_the_majority_is_right(
     found = judge(Case(0, 1, {0: A, 1: B}, repeated, 2 if third is not None else None))
     assert (found.rank, found.repeats) == (wrong, repeats)
     assert found.names == ("the gradient of w",)
-    text = str(error_of_verdict(found, 1, 3, 200, NAMES))
+    text = str(error_of_verdict(found, "stage 1, microbatch 3, step 200", NAMES))
     assert text.startswith("SilentCorruption [E406]: rank ")
     assert "stage 1, microbatch 3, step 200" in text
     if wrong is not None:
