@@ -14,6 +14,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from forked import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from outsize.errors import WorldMismatch
 from outsize.run.transport.control_messages import (
+    INLINE_BYTES,
     all_gather_json,
     all_gather_tensors,
     all_gather_values,
@@ -320,6 +322,46 @@ def test_ranks_tell_each_other(tmp_path: Path) -> None:
         assert parts == [[], [[]], [[], [2]]]
         assert values == [0, 1, 2]
         assert first == (None if rank else [[], [Pair(1, torch.tensor(1))], [Pair(2, torch.tensor(2))] * 2])
+
+
+def _told_by_length(group: Any) -> list[tuple[int, list[bool]]]:
+    """How many collectives each way of telling takes, and whether all arrives, by the length of the text."""
+    counted: list[str] = []
+    names = "all_gather", "gather", "broadcast"
+
+    def counting(name: str) -> Any:
+        call = getattr(dist, name)
+
+        def counted_call(*args: Any, **kwargs: Any) -> Any:
+            counted.append(name)
+            return call(*args, **kwargs)
+
+        return counted_call
+
+    found, rank = [], group.rank()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(dist, name, counting(name))
+        # Two quotes are part of the JSON.
+        for length in (INLINE_BYTES - 2, INLINE_BYTES - 1):
+            own = str(rank) * (length if rank == 1 else 1)
+            all_own = ["0", "1" * length]
+            value = torch.full((length if rank == 1 else 1,), rank, dtype=torch.uint8)
+            gathered = gather_values(value, group, "values", 1)
+            is_right = [
+                all_gather_json(own, group, "texts") == all_own,
+                broadcast_json(own if rank == 1 else None, group, 1) == all_own[1],
+                gathered is None if rank == 0 else [len(each) for each in gathered or ()] == [1, length],
+            ]
+            found.append((len(counted), is_right))
+            counted.clear()
+    return found
+
+
+def test_what_fits_in_a_frame_is_told_in_one_collective(tmp_path: Path) -> None:
+    """A text of one byte more takes two; a tensor has its layout beside it, and never fits here."""
+    for found in on_ranks(tmp_path, 2, _told_by_length):
+        assert found == [(1 + 1 + 2, [True] * 3), (2 + 2 + 2, [True] * 3)]
 
 
 def _at_other_places(group: Any) -> str:
