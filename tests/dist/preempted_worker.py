@@ -52,7 +52,7 @@ def losses(root: Path | None, stages: int, last: int) -> dict[int, float]:
 
 def _asked(engine: outsize.Engine) -> bool:
     saver = engine.state._saver
-    return saver is None or saver._preemption._received != 0
+    return saver is None or saver._preemption.received != 0
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     Kubernetes   SIGTERM, and SIGKILL after terminationGracePeriodSeconds (30 s)
     outsize run  SIGUSR2: the run goes on with another number of processes
 
-The signal does not reach all ranks, and not in the same step. So ranks agree after each step: where one has
-been asked to end, all of them end there.
+The signal does not reach all ranks, and not in the same step. So ranks agree after each step (timer.py):
+where one has been asked to end, all of them end there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, final
-
-import torch
-import torch.distributed as dist
 
 _NAMES: Final = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # of equal rank; Windows has the first alone
 
@@ -31,20 +28,12 @@ class PreemptionWatch:
     Only a process's main thread may handle signals; in another nothing is noticed here.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Takes the group of all ranks of the run, on the host; None where there is one rank."""
-        self._group, self._process, self._received = group, os.getpid(), 0
+    def __init__(self) -> None:
+        self._process, self.received = os.getpid(), 0  # `received` is the signal's number.
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
         if threading.current_thread() is threading.main_thread():
             numbers = (getattr(signal, name) for name in _NAMES if hasattr(signal, name))
             self._before = {number: signal.signal(number, self._note) for number in numbers}
-
-    def asked_by(self) -> str | None:
-        """Returns the name of a signal that a rank has received, or None; all ranks call this together."""
-        received = torch.tensor(self._received)
-        if self._group is not None:
-            dist.all_reduce(received, dist.ReduceOp.MAX, group=self._group)
-        return signal.Signals(int(received)).name if received else None
 
     def close(self) -> None:
         """Gives the signals back to those who handled them before."""
@@ -54,7 +43,7 @@ class PreemptionWatch:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() == self._process:
-            self._received = number
+            self.received = number
         else:  # A fork (a loader's worker) has no step to finish.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

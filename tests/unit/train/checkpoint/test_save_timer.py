@@ -22,9 +22,15 @@ def test_what_is_no_interval_is_refused(text: str) -> None:
 
 def test_the_clock_begins_again_with_each_save() -> None:
     now = [0.0]
-    timer = SaveTimer(SaveInterval(None, 10), None, lambda: now[0])
+    timer, away = (
+        SaveTimer(SaveInterval(None, 10), has_clock=has_clock, clock=lambda: now[0])
+        for has_clock in (True, False)
+    )
     due = []
     for now[0] in (4, 9, 12, 21, 23):
         due.append(timer.is_due(1))
+        if due[-1]:
+            timer.begin_again()
     assert due == [False, False, True, False, True]
-    assert [SaveTimer(SaveInterval(2), None).is_due(step) for step in (1, 2, 3, 4)] == [False, True] * 2
+    assert not away.is_due(1), "rank 0 alone looks at the clock"
+    assert [SaveTimer(SaveInterval(2)).is_due(step) for step in (1, 2, 3, 4)] == [False, True] * 2
