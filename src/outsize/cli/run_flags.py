@@ -128,14 +128,15 @@ class RankFlags:
 
     def launched(self, place: LaunchPlace, *, is_model: bool) -> LaunchPlace:
         """Returns the place with what is asked for. Raises BadOption for what cannot be done."""
-        return replace(
-            place,
+        how = replace(
+            place.how,
             on_oom=_checked(self.on_oom, place.restarts, is_model=is_model),
             peer_copies=_checked_copies(self.peer_copies, place.restarts),
             secret_file=self.secret_file,
             memory_share=None if self.memory_share is None else checked_share(self.memory_share),
             ranks_per_device=self.per_device,
         )
+        return replace(place, how=how)
 
 
 @final

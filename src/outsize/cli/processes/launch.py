@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
 
 import typer
@@ -15,13 +13,12 @@ from pydantic import TypeAdapter
 from outsize.cli.processes.job import FinishedRun, JobFolder, RunJob, RunOutcome
 from outsize.cli.screen import Screen, error_document
 from outsize.errors import BadOption, RankFailed, WorldMismatch
-from outsize.files.run_folders import RunFolder
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.base import Record
 from outsize.ir.formatting import whole_number
 from outsize.ir.hardware.devices import places_in
-from outsize.ops.launch.launch import LaunchSpec, launch, processes_for
-from outsize.ops.watchdog.options import WatchOptions
+from outsize.ops.launch.launch import launch, processes_for
+from outsize.ops.launch.spec import LaunchOptions, LaunchSpec
 
 PROCESSES = 2
 _OUTCOME: TypeAdapter[RunOutcome | FinishedRun] = TypeAdapter(RunOutcome | FinishedRun)
@@ -30,25 +27,11 @@ _OUTCOME: TypeAdapter[RunOutcome | FinishedRun] = TypeAdapter(RunOutcome | Finis
 @final
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The number of processes on this machine, torchrun's options by name, those of the watchdog, what
-    follows where a device has no memory, how often the run copies itself into memory, the file with the
-    secret of its machines, whether `outsize top` sees the run, its share of the devices' memory, how many
-    processes have a device between them, what goes on beside it in the launcher, the file for what ended
-    attempts that failed, and the modules that workers find imported.
-    """
+    """The processes on this machine, torchrun's options by name, and what else holds for the run."""
 
     nproc_per_node: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    watch: WatchOptions | None = None
-    on_oom: str | None = None
-    peer_copies: str | None = None
-    secret_file: Path | None = None
-    publishes: bool = False
-    memory_share: float | None = None
-    ranks_per_device: int = 1
-    beside: Callable[[RunFolder | None], AbstractContextManager[None]] = lambda _: nullcontext()
-    failures: Path | None = None
-    preloads: tuple[str, ...] = ()
+    how: LaunchOptions = field(default_factory=LaunchOptions)
 
     @property
     def nnodes(self) -> int:
@@ -92,16 +75,7 @@ class LaunchPlace:
             self.flags,
             module=module,
             shown_as=shown_as,
-            watch=self.watch,
-            on_oom=self.on_oom,
-            peer_copies=self.peer_copies,
-            secret_file=self.secret_file,
-            publishes=self.publishes,
-            memory_share=self.memory_share,
-            ranks_per_device=self.ranks_per_device,
-            beside=self.beside,
-            failures=self.failures,
-            preloads=self.preloads,
+            how=self.how,
             least_nproc=None if least is None else processes_for(least),
         )
         return launch(spec)

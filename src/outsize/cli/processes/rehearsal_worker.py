@@ -86,17 +86,18 @@ def main(folder: JobFolder) -> int:
 
 def _launched(job: RehearsalJob, folder: JobFolder) -> int:
     from outsize.cli.processes.launch import LaunchPlace
+    from outsize.ops.launch.spec import LaunchOptions
     from outsize.ops.watchdog.options import WatchOptions
 
     os.environ["OMP_NUM_THREADS"] = "1"  # on few cores ranks would wait for each other's threads
     folder.job.write_text(job.model_copy(update={"is_launcher": False}).to_json(), encoding="utf-8")
-    place = LaunchPlace(
-        options={"max_restarts": 1},
+    how = LaunchOptions(
         watch=WatchOptions(job.hang_s),
         ranks_per_device=job.per_device,
         failures=RankFiles(folder.path).failures,
         preloads=job.preloads,
     )
+    place = LaunchPlace(options={"max_restarts": 1}, how=how)
     argv = ["outsize.cli.processes.rehearsal_worker", str(folder.path)]
     return place.launch(argv, job.plan.axes.world_size, module=True, shown_as=job.spec)
 

@@ -46,6 +46,7 @@ from outsize.cli.screen import Screen
 from outsize.cli.verbs.trace import outcome_tables, write_trace
 from outsize.errors import BadOption
 from outsize.ops.launch.launch import processes_for, torchrun_flags
+from outsize.ops.launch.spec import LaunchOptions
 from outsize.ops.watchdog.options import WatchOptions
 
 _FOR_MODELS: Final = (
@@ -133,13 +134,9 @@ def run(
     torchrun's flags go to torchrun: --nnodes, --rdzv-endpoint, --max-restarts.
     """
     is_for_model = is_model(target, processes.module)
-    bare = LaunchPlace(
-        processes.count,
-        _torchruns(ctx, saves=checkpoint.folder is not None),
-        WatchOptions.given(watch.hang_timeout, watch.on_hang, os.environ),
-        publishes=True,
-        beside=watch.beside,
-    )
+    watched = WatchOptions.given(watch.hang_timeout, watch.on_hang, os.environ)
+    how = LaunchOptions(watch=watched, publishes=True, beside=watch.beside)
+    bare = LaunchPlace(processes.count, _torchruns(ctx, saves=checkpoint.folder is not None), how)
     place = ranks.launched(bare, is_model=is_for_model)
     if not is_for_model:
         _refuse_for_scripts(

@@ -94,7 +94,7 @@ def launch(spec: LaunchSpec) -> int:
         private_folder("outsize-") as folder,
         published(spec) as run,
         size_wanted(run) as wanted,
-        spec.beside(run),
+        spec.how.beside(run),
         _quiet_elastic(),
     ):
         return _run(spec, folder, run, wanted)
@@ -145,11 +145,11 @@ def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None, wanted: WantedSi
     extra_environment = worker_environment(
         spec.nproc_per_node, os.environ, loopback=loopback, cores=len(usable_cores())
     )
-    extra_environment |= (spec.watch or WatchOptions.of_environment(os.environ)).environment()
+    extra_environment |= (spec.how.watch or WatchOptions.of_environment(os.environ)).environment()
     sizes = spec.world_sizes(config.min_nodes, config.max_nodes)
-    if spec.publishes:
+    if spec.how.publishes:
         extra_environment[PUBLISHED] = "" if run is None else str(run.path)
-    extra_environment |= spec.environment(os.environ)
+    extra_environment |= spec.how.environment(os.environ)
     extra_environment |= {} if secret is None else {SECRET: secret.text}
     extra_environment |= {SIZES: ",".join(map(str, sizes))} if len(sizes) > 1 else {}
     if "OMP_NUM_THREADS" in extra_environment:
@@ -284,8 +284,8 @@ def _is_local(args: Any, config: LaunchConfig) -> bool:
 
 def _secret(spec: LaunchSpec, config: LaunchConfig, *, loopback: bool) -> RunSecret | None:
     """Returns the secret of the machines; says what is open where several have none. Raises BadOption."""
-    if spec.secret_file is not None:
-        return RunSecret.of_file(spec.secret_file)
+    if spec.how.secret_file is not None:
+        return RunSecret.of_file(spec.how.secret_file)
     secret = RunSecret.of_environment(os.environ)
     if secret is None and not loopback and config.max_nodes > 1:
         _say(
@@ -362,7 +362,7 @@ def _fork_server(
     starts_again = config.max_restarts or spec.least < spec.nproc_per_node
     if not starts_again or config.numa_options is not None or not can_serve_forks():
         return None
-    return ForkServer({**os.environ, **environment}, folder, spec.preloads)
+    return ForkServer({**os.environ, **environment}, folder, spec.how.preloads)
 
 
 def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Callable[[Ended], None]:
@@ -374,8 +374,8 @@ def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Callable[[En
             _say(f"outsize: the run is saved, and goes on with {many} here")
             return
         codes.append(_report(spec, ended.failure, ended.world_size))
-        if spec.failures is not None:
-            with spec.failures.open("a", encoding="utf-8") as failures:
+        if spec.how.failures is not None:
+            with spec.how.failures.open("a", encoding="utf-8") as failures:
                 failures.write(f"{ended.failure.to_json()}\n")
         if ended.restarts_left:
             fewer = ended.processes < spec.nproc_per_node

@@ -7,7 +7,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -24,34 +24,27 @@ WORKER_ARGUMENTS = 4  # python -P -m outsize.ops.launch.worker, then the argumen
 SHARED_MEMORY = Path("/dev/shm")
 
 
+# What NCCL 2.30 is said to need for several ranks of a communicator on one device (public threads, not run
+# here yet): to be allowed it, no NVLS, and few blocks, because the kernels of all ranks wait for each other.
+SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
+
+
 @final
 @dataclass(frozen=True)
-class LaunchSpec:
-    """A script (or module) with its arguments, and the processes to run it in.
+class LaunchOptions:
+    """What holds for a run whatever it runs, beside torchrun's options.
 
-    `options` are torchrun's, as on its command line (without --nproc-per-node). `shown_as` is what the user
-    typed, where argv is something else (a MODEL, which our own worker module builds). `grace_s` is how long
-    processes may take to end after a failure or a signal, in seconds, before they are killed; torchrun's
-    --shutdown-timeout overrides it. `watch` are the watchdog's options; None: the environment's. Of
-    `nproc_per_node` processes those that are killed are not replaced while `least_nproc` stay; None: all
-    are. `on_oom` is passed to `parallelize`. `peer_copies` is how often the run copies itself into memory,
-    as checkpoint/interval.py reads it. `secret_file` has the secret of the machines (run_secret.py), else
-    the environment has it. `publishes` makes it seen by `outsize top`. `memory_share` is how much of each
-    device's memory the run may have; None: all. `ranks_per_device` of its processes compute on each device,
-    and divide that share. `beside` is what goes on in the launcher as long as the run does, given the
-    folder in which it is published. `failures` is a file that gets a line for each attempt that failed:
-    how, as train/world/failure.py has it. Workers of a run that may start again find `preloads` imported.
-    Raises BadOption (E106).
+    `watch` are the watchdog's options; None: the environment's. `on_oom` is passed to `parallelize`.
+    `peer_copies` is how often the run copies itself into memory, as checkpoint/interval.py reads it.
+    `secret_file` has the secret of the machines (run_secret.py), else the environment has it. `publishes`
+    makes the run seen by `outsize top`. `memory_share` is how much of each device's memory it may have;
+    None: all. `ranks_per_device` of its processes compute on each device, and divide that share. `beside` is
+    what goes on in the launcher as long as the run does, given the folder in which it is published.
+    `failures` is a file that gets a line for each attempt that failed: how, as train/world/failure.py has
+    it. Workers of a run that may start again find `preloads` imported. Raises BadOption (E106).
     """
 
-    argv: tuple[str, ...]
-    nproc_per_node: int = 1
-    options: tuple[str, ...] = ()
-    module: bool = False
-    grace_s: int = 5
-    shown_as: str = ""
     watch: WatchOptions | None = None
-    least_nproc: int | None = None
     on_oom: str | None = None
     peer_copies: str | None = None
     secret_file: Path | None = None
@@ -61,6 +54,47 @@ class LaunchSpec:
     beside: Callable[[RunFolder | None], AbstractContextManager[None]] = lambda _: nullcontext()
     failures: Path | None = None
     preloads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises BadOption where a device would have no rank."""
+        if self.ranks_per_device < 1:
+            raise BadOption(
+                "each device needs at least one rank",
+                numbers=f"--ranks per_device={self.ranks_per_device}",
+                next_step="--ranks per_device=2",
+            )
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Returns what workers read of these options; the user's settings of NCCL in `base` stay."""
+        asked: dict[str, str | None] = {ON_OOM: self.on_oom}
+        asked[SHARE] = None if self.memory_share is None else repr(self.memory_share)
+        if self.ranks_per_device > 1:
+            asked |= {name: base.get(name, value) for name, value in SHARED_DEVICE.items()}
+            asked[PER_DEVICE] = str(self.ranks_per_device)
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+@final
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A script (or module) with its arguments, and the processes to run it in.
+
+    `options` are torchrun's, as on its command line (without --nproc-per-node). `shown_as` is what the user
+    typed, where argv is something else (a MODEL, which our own worker module builds). `grace_s` is how long
+    processes may take to end after a failure or a signal, in seconds, before they are killed; torchrun's
+    --shutdown-timeout overrides it. Of `nproc_per_node` processes those that are killed are not replaced
+    while `least_nproc` stay; None: all are. `how` is what else holds for the run.
+    Raises BadOption (E106).
+    """
+
+    argv: tuple[str, ...]
+    nproc_per_node: int = 1
+    options: tuple[str, ...] = ()
+    module: bool = False
+    grace_s: int = 5
+    shown_as: str = ""
+    least_nproc: int | None = None
+    how: LaunchOptions = field(default_factory=LaunchOptions)
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""
@@ -78,12 +112,6 @@ class LaunchSpec:
             numbers = f"--nproc-per-node {self.nproc_per_node}"
             raise BadOption(
                 "a run needs at least one process", numbers=numbers, next_step="--nproc-per-node 2"
-            )
-        if self.ranks_per_device < 1:
-            raise BadOption(
-                "each device needs at least one rank",
-                numbers=f"--ranks per_device={self.ranks_per_device}",
-                next_step="--ranks per_device=2",
             )
         if not 1 <= self.least <= self.nproc_per_node:
             raise BadOption(
@@ -107,15 +135,6 @@ class LaunchSpec:
         nodes, here = range(least_nodes, most_nodes + 1), range(self.least, self.nproc_per_node + 1)
         return sorted({machines * processes for machines in nodes for processes in here})
 
-    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Returns what workers read of these options; the user's settings of NCCL in `base` stay."""
-        asked: dict[str, str | None] = {ON_OOM: self.on_oom}
-        asked[SHARE] = None if self.memory_share is None else repr(self.memory_share)
-        if self.ranks_per_device > 1:
-            asked |= {name: base.get(name, value) for name, value in SHARED_DEVICE.items()}
-            asked[PER_DEVICE] = str(self.ranks_per_device)
-        return {name: value for name, value in asked.items() if value is not None}
-
     @property
     def is_ours(self) -> bool:
         """Tells whether it is a worker of the command line, whose ranks meet by `join` alone."""
@@ -132,18 +151,13 @@ class LaunchSpec:
         return self.shown_as or shlex.join(["-m", self.argv[0]] if self.module else [self.argv[0]])
 
 
-# What NCCL 2.30 is said to need for several ranks of a communicator on one device (public threads, not run
-# here yet): to be allowed it, no NVLS, and few blocks, because the kernels of all ranks wait for each other.
-SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
-
-
 @contextmanager
 def copies_folder(spec: LaunchSpec, machines: int) -> Iterator[PeerCopies | None]:
     """Makes the folder for copies of the run in this machine's memory, which is gone afterwards.
 
     Raises BadOption where copies would not outlive what they are for.
     """
-    if spec.peer_copies is None:
+    if spec.how.peer_copies is None:
         yield None
         return
     if machines > 1:
@@ -155,7 +169,7 @@ def copies_folder(spec: LaunchSpec, machines: int) -> Iterator[PeerCopies | None
     if not SHARED_MEMORY.is_dir():
         raise BadOption(f"this system has no {SHARED_MEMORY}", next_step="leave out --ranks peer_copies")
     with private_folder("outsize-copies-", SHARED_MEMORY) as folder:
-        yield PeerCopies(spec.peer_copies, folder)
+        yield PeerCopies(spec.how.peer_copies, folder)
 
 
 @contextmanager
@@ -164,7 +178,7 @@ def published(spec: LaunchSpec) -> Iterator[RunFolder | None]:
 
     A run does without, so where another user has made the folder, or a disk is full, nothing is raised.
     """
-    if not spec.publishes:
+    if not spec.how.publishes:
         yield None
         return
     with ExitStack() as stack:

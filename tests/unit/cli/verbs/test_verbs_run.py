@@ -26,7 +26,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     def start(spec: LaunchSpec) -> int:
         rest = {"module": spec.module, "options": spec.options, "shown_as": spec.shown_as}
-        passed = {"on_oom": spec.on_oom, "peer_copies": spec.peer_copies}
+        passed = {"on_oom": spec.how.on_oom, "peer_copies": spec.how.peer_copies}
         rest |= {name: value for name, value in passed.items() if value is not None}
         calls.append((list(spec.argv), spec.nproc_per_node, rest))
         if spec.argv[0] == "outsize.cli.processes.run_worker":

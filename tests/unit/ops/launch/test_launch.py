@@ -19,7 +19,7 @@ from outsize.errors import BadOption, RankFailed, UnknownDevice
 from outsize.files.replace import replace_text
 from outsize.ir.plan import Axes, Plan, Stage
 from outsize.ops.launch.launch import launch, processes_for
-from outsize.ops.launch.spec import LaunchSpec, worker_environment
+from outsize.ops.launch.spec import LaunchOptions, LaunchSpec, worker_environment
 from outsize.train.world.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.world.rendezvous import ATTEMPT, ENDED, LOOPBACK, meet, served_store
 from outsize.train.world.variables import PER_DEVICE, SIZES, devices_needed
@@ -215,7 +215,7 @@ def test_ranks_in_a_row_share_a_device() -> None:
     assert [devices_needed(ranks, {PER_DEVICE: "2"}) for ranks in (1, 2, 3)] == [1, 1, 2]
     assert devices_needed(3, {}) == 3
     with pytest.raises(BadOption, match="at least one rank"):
-        LaunchSpec(("some.module",), module=True, ranks_per_device=0)
+        LaunchOptions(ranks_per_device=0)
 
 
 def test_an_old_nccl_gives_each_rank_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

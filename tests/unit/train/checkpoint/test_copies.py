@@ -13,7 +13,7 @@ import torch
 
 from outsize.errors import BadOption, NotSaved
 from outsize.ops.launch import spec
-from outsize.ops.launch.spec import LaunchSpec, copies_folder
+from outsize.ops.launch.spec import LaunchOptions, LaunchSpec, copies_folder
 from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.write import begin, publish, write_part
 from outsize.train.checkpoint.checkpoints import newest_folder
@@ -84,7 +84,7 @@ def test_copies_are_made_when_due_and_given_up_where_there_is_no_room(tmp_path: 
 
 def test_the_folder_is_the_users_alone_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "SHARED_MEMORY", tmp_path)
-    launch = LaunchSpec(("m",), module=True, peer_copies="10")
+    launch = LaunchSpec(("m",), module=True, how=LaunchOptions(peer_copies="10"))
     with copies_folder(launch, 1) as copies:
         assert copies is not None
         assert PeerCopies.of_variable(copies.variable) == copies
@@ -98,7 +98,7 @@ def test_the_folder_is_the_users_alone_and_goes(tmp_path: Path, monkeypatch: pyt
 def test_several_machines_and_a_system_without_shared_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = LaunchSpec(("m",), module=True, peer_copies="1")
+    launch = LaunchSpec(("m",), module=True, how=LaunchOptions(peer_copies="1"))
     with pytest.raises(BadOption, match=r"lost with their machine.*Next: engine\.state\.checkpoint"):
         copies_folder(launch, 2).__enter__()
     monkeypatch.setattr(spec, "SHARED_MEMORY", tmp_path / "gone")
