@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import outsize
+from outsize.api.records import Lora
 from outsize.cli.processes.rehearsals import RehearsedModel
+from outsize.errors import ModelMismatch
 from outsize.ir.answers.runs.rehearsal import Rehearsal
 from outsize.ir.plan import Axes, Plan
 from outsize.ops.rehearsal.small_model import SmallModel
@@ -44,8 +46,10 @@ def blocks(layers: int = 8, width: int = 64) -> nn.Module:
     return nn.Sequential(*(Block(width) for _ in range(layers)), nn.Linear(width, 8))
 
 
-def planned(spec: str, shape: str, batch: int, **axes: int) -> Plan:
-    built = SmallModel(spec, shape, 0).made(batch, meta=True, as_it_is=True)
+def planned(
+    spec: str, shape: str, batch: int, lora: Lora | None = None, precision: str = "fp32", **axes: int
+) -> Plan:
+    built = SmallModel(spec, shape, 0, lora=lora or Lora()).made(batch, meta=True, as_it_is=True)
     mesh = Axes(**axes)
     return outsize.plan(
         built.model,
@@ -59,12 +63,20 @@ def planned(spec: str, shape: str, batch: int, **axes: int) -> Plan:
         stages=mesh.pp,
         microbatches=batch // (2 * mesh.replicas),
         schedule="1f1b",
+        request=outsize.Request(precision=precision),
         axes={**{name: size for name, size in axes.items() if name != "pp"}, "others": 1},
     )
 
 
-def rehearsed(spec: str, shape: str, plan: Plan, most_ranks: int = 2, hang_s: float = 5.0) -> Rehearsal:
-    model = RehearsedModel(spec, shape, None, plan, most_ranks, hang_s=hang_s)
+def rehearsed(
+    spec: str,
+    shape: str,
+    plan: Plan,
+    most_ranks: int = 2,
+    hang_s: float = 5.0,
+    lora: Lora | None = None,
+) -> Rehearsal:
+    model = RehearsedModel(spec, shape, None, plan, most_ranks, lora=lora or Lora(), hang_s=hang_s)
     return model.rehearsed(lambda _: None)
 
 
@@ -107,6 +119,20 @@ def test_a_pipeline_holds() -> None:
     (world,) = rehearsal.worlds
     assert world.messages
     assert [result.bits for result in world.results] == [False, True, True, False, True]
+
+
+def test_a_pipeline_of_adapters_in_bfloat16_holds() -> None:
+    """Weights that are not trained have no gradients, and no place in the optimizer; all are float32 here."""
+    spec, lora = f"{HERE}blocks", Lora(4, ("up",))
+    plan = planned(spec, "64", 32, lora, "bf16", pp=8)
+    rehearsal = rehearsed(spec, "64", plan, lora=lora)
+    assert rehearsal.holds, f"{rehearsal.worlds[-1].culprit} {rehearsal.worlds[-1].output}"
+    assert rehearsal.model == "PeftModel"
+    assert rehearsal.unlike == ("precision bf16: computed in fp32",)
+    (world,) = rehearsal.worlds
+    assert [result.bits for result in world.results] == [False, True, True, False, True]
+    with pytest.raises(ModelMismatch, match="outsize rehearse MODEL --input SHAPE --lora R"):
+        rehearsed(spec, "64", plan)
 
 
 def exchange_two_messages(patch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,11 @@ def adapted(model: nn.Module, asked: Request) -> nn.Module:
     if quantize.format is not None:
         stored = insist_on_format(quantize.format).of_blocks(quantize.block, nests=quantize.nested)
         model = with_stored_layers(model, stored, quantize.skip or (), experts=quantize.experts or False)
+    return with_lora(model, lora)
+
+
+def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
+    """Returns the model with the adapters of a record, or itself. Raises as `with_adapters`."""
     return model if lora.rank is None else with_adapters(model, lora.rank, lora.targets)
 
 

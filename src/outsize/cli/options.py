@@ -472,9 +472,9 @@ def sizes_in(text: str, option: str, allowed: Sequence[int] | None = None) -> tu
     return tuple(sorted(sizes))
 
 
-def targets_in(text: str | None) -> list[str] | str | None:
+def targets_in(text: str | None) -> tuple[str, ...] | str | None:
     """Returns the layers of `--lora-targets q_proj,v_proj`; "all-linear" is a word and no list."""
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
     return names[0] if len(names) == 1 and names[0] == ALL_LINEAR else names or None
 
 

@@ -22,7 +22,7 @@ from typing import Final, final
 import torch
 import torch.distributed as dist
 
-from outsize.api.records import Checkpoint, Ranks, Watch
+from outsize.api.records import Checkpoint, Lora, Ranks, Watch
 from outsize.cli.processes.job import JobFolder
 from outsize.cli.processes.limited import end_with_caller
 from outsize.ir.base import Record
@@ -52,6 +52,7 @@ class RehearsalJob(Record):
     input: str | None
     seed: int
     dropped: tuple[str, ...]
+    lora: Lora
     killed: int
     hang_s: float
     per_device: int
@@ -61,7 +62,7 @@ class RehearsalJob(Record):
     @property
     def model(self) -> SmallModel:
         """Returns how the model is built."""
-        return SmallModel(self.spec, self.input, self.seed, self.dropped)
+        return SmallModel(self.spec, self.input, self.seed, self.dropped, self.lora)
 
 
 def main(folder: JobFolder) -> int:

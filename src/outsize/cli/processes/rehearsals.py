@@ -9,32 +9,40 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, final
 
 import torch
 from torch import nn
 
+from outsize.api.records import Lora
 from outsize.axes.registry import AXES
+from outsize.capture.graph.build import Captured
 from outsize.cli.model_input import batch_size
 from outsize.cli.processes.job import JobFolder
 from outsize.cli.processes.limited import run_limited
 from outsize.cli.processes.rehearsal_worker import RehearsalJob
-from outsize.errors import BadOption
+from outsize.errors import BadOption, ModelMismatch
 from outsize.ir.answers.runs.rehearsal import Rehearsal, RehearsedWorld
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan
 from outsize.ops.rehearsal.judge import Judge, RankFiles
-from outsize.ops.rehearsal.small_model import ModelShrinker, Shrunken, SmallModel
-from outsize.ops.rehearsal.small_plan import SmallLayout, kinds_of, small_layout, small_plan, walk
+from outsize.ops.rehearsal.small_model import ModelShrinker, SmallModel
+from outsize.ops.rehearsal.small_plan import kinds_of, small_layout, small_plan, walk
 from outsize.ops.rehearsal.worlds import pairs_met, small_worlds
 from outsize.policies.precisions import FP32, precision_policy
 from outsize.schedules.builders import planned
+from outsize.schedules.families import family_of
+from outsize.train.measure.training_case import TrainingCase
 from outsize.train.world.world import visible_accelerators
 
 LIMIT_S: Final = 300.0
 HANG_S: Final = 20.0
+_SAME_MODEL: Final = (
+    "outsize rehearse MODEL --input SHAPE --lora R --plan FILE with what outsize plan was given; "
+    "--quantize and --loop are not rehearsed"
+)
 _INSTALLED: Final = Path(torch.__file__).parent.parent
 
 
@@ -49,6 +57,7 @@ class RehearsedModel:
     plan: Plan
     most_ranks: int
     seed: int = 0
+    lora: Lora = field(default_factory=Lora)
     hang_s: float = HANG_S
     limit_s: float = LIMIT_S
 
@@ -57,26 +66,30 @@ class RehearsedModel:
         BadOption, ModelMismatch, and what building the model raises.
         """
         start = time.perf_counter()
-        plan = self.plan
-        _insist_on_ranks(plan, self.most_ranks)
+        _insist_on_training(self.plan)
+        _insist_on_ranks(self.plan, self.most_ranks)
         tell(f"recording {self.model}")
-        large = SmallModel(self.model, self.input, self.seed)
-        built = large.made(batch_size(self.batch, plan), meta=True, as_it_is=True)
-        case = built.case.in_pieces(plan.loss_pieces, plan.module_pieces)
-        captured = case.captured(plan.microbatch_size)
+        large = SmallModel(self.model, self.input, self.seed, lora=self.lora)
+        built = large.made(batch_size(self.batch, self.plan), meta=True, as_it_is=True)
+        _insist_on_class(self.plan, built.model)
+        case = built.case.in_pieces(self.plan.loss_pieces, self.plan.module_pieces)
+        captured = case.captured(self.plan.microbatch_size)
         graph = captured.graph
-        plan.owners(graph)  # a plan of another model, or with other units, must not pass
+        plan = _of_this_model(self.plan, case, graph)
         actions, messages = walk(plan, captured, case.whole) if plan.form == "tape" else (0, 0)
         axes = small_worlds(plan.axes, self.most_ranks, keeps_stages=bool(plan.actions))
         layouts = [small_layout(plan, each) for each in axes]
         with JobFolder.temporary() as folder:
             stages = max(layout.stages for layout in layouts)
             shrinker = ModelShrinker(plan, axes, graph, stages, folder.path, tell)
-            shrunken = shrinker.shrunken(large, built.model)
+            shrunken = shrinker.shrunken(large, built.bare)
+            reference = shrunken.small.made(layouts[0].batch_size).case
+            small_captured = reference.captured(layouts[0].samples)  # of which all worlds have as many
             worlds = list[RehearsedWorld]()
             for number, layout in enumerate(layouts, 1):
                 tell(f"world {number} of {len(layouts)}: {_axes_text(layout.axes)}")
-                worlds.append(self._world(layout, shrunken, graph))
+                small = small_plan(plan, graph, shrunken.graph, layout, _device_type())
+                worlds.append(self._world(small, shrunken.small, small_captured))
                 if not worlds[-1].holds:
                     break
         met, apart = pairs_met(plan.axes, [world.axes for world in worlds if world.holds])
@@ -102,25 +115,19 @@ class RehearsedModel:
             seconds=time.perf_counter() - start,
         )
 
-    def _world(self, layout: SmallLayout, shrunken: Shrunken, graph: ModelGraph) -> RehearsedWorld:
+    def _world(self, plan: Plan, small: SmallModel, captured: Captured) -> RehearsedWorld:
         start, threads = time.perf_counter(), torch.get_num_threads()
         torch.set_num_threads(1)  # as in the ranks: some kernels add up in as many parts as there are threads
         try:
-            world = self._run(layout, shrunken, graph)
+            world = self._run(plan, small, captured)
         finally:
             torch.set_num_threads(threads)
         return world.model_copy(update={"seconds": time.perf_counter() - start})
 
-    def _run(self, layout: SmallLayout, shrunken: Shrunken, graph: ModelGraph) -> RehearsedWorld:
-        small = shrunken.small
-        built = small.made(layout.batch_size)
-        case = built.case
-        captured = case.captured(layout.samples)
-        pieces = case.in_pieces(self.plan.loss_pieces, self.plan.module_pieces)
-        plan = small_plan(self.plan, graph, pieces.captured(layout.samples).graph, layout, _device_type())
-        ranks = plan.axes.world_size
+    def _run(self, plan: Plan, small: SmallModel, captured: Captured) -> RehearsedWorld:
+        built, ranks = small.made(plan.batch_size), plan.axes.world_size
         rows = planned(
-            plan.schedule, layout.stages, plan.microbatches, plan.axes.pp, plan.actions, plan.slices
+            plan.schedule, len(plan.stages), plan.microbatches, plan.axes.pp, plan.actions, plan.slices
         )
         job = RehearsalJob(
             plan=plan,
@@ -128,6 +135,7 @@ class RehearsedModel:
             input=small.input,
             seed=small.seed,
             dropped=small.dropped,
+            lora=small.lora,
             killed=ranks // 2,
             hang_s=self.hang_s,
             per_device=_ranks_per_device(ranks),
@@ -147,6 +155,44 @@ class RehearsedModel:
                 said=said if code is not None else None,
             )
             return judge.judged(sum(map(len, rows.actions)))
+
+
+def _insist_on_training(plan: Plan) -> None:
+    """Raises BadOption for a plan that runs forwards alone."""
+    if not family_of(plan.schedule).trains:
+        raise BadOption(
+            "the plan runs the model and does not train it; a rehearsal takes steps of training",
+            numbers=f"schedule {plan.schedule}",
+            next_step="outsize plan MODEL --out FILE without --inference, and rehearse that",
+        )
+
+
+def _insist_on_class(plan: Plan, model: nn.Module) -> None:
+    """Raises ModelMismatch for a plan of another class of models, before anything is recorded."""
+    name = type(model).__name__
+    if name != plan.model:
+        raise ModelMismatch(
+            f"the plan was made for {plan.model}, this model is {name}",
+            numbers=f"{len(plan.stages)} stages for {plan.cluster}",
+            next_step=_SAME_MODEL,
+        )
+
+
+def _of_this_model(plan: Plan, case: TrainingCase, graph: ModelGraph) -> Plan:
+    """Returns the plan for the model in float32, in which it is rehearsed, where it was made for weights of
+    another type. Raises ModelMismatch for another model, and what `owners` raises.
+    """
+    if graph.fingerprint != plan.fingerprint:
+        there = case.under(plan.precision).captured(plan.microbatch_size).graph
+        if there.fingerprint != plan.fingerprint:
+            raise ModelMismatch(
+                f"the plan was made for another {plan.model} than this one",
+                numbers=f"fingerprint {plan.fingerprint} against {there.fingerprint}",
+                next_step=_SAME_MODEL,
+            )
+        plan = plan.model_copy(update={"fingerprint": graph.fingerprint})
+    plan.owners(graph)  # a plan with other units must not pass
+    return plan
 
 
 def _insist_on_ranks(plan: Plan, most: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outsize.cli import options
+from outsize.cli.flags import with_records
 from outsize.cli.model_input import load_plan_to_run
 from outsize.cli.screen import Screen
 
@@ -26,12 +27,14 @@ MostRanks = Annotated[
 ]
 
 
+@with_records
 def rehearse(
     model: options.Model,
     plan: Plan,
     input: options.Input = None,
     batch: options.Batch = None,
     ranks: MostRanks = MOST_RANKS,
+    lora: options.LoraOption = options.NO_LORA,
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
@@ -49,7 +52,8 @@ def rehearse(
     from outsize.cli.processes.rehearsals import RehearsedModel
 
     with screen.working(f"building {model}") as tell:
-        rehearsal = RehearsedModel(model, input, batch, chosen, ranks, seed).rehearsed(tell)
+        adapters = options.lora_asked(lora, None, None)
+        rehearsal = RehearsedModel(model, input, batch, chosen, ranks, seed, adapters).rehearsed(tell)
     _deliver(screen, rehearsal)
     if not rehearsal.holds:
         raise typer.Exit(FAILED)

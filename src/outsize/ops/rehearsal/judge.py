@@ -38,7 +38,6 @@ from outsize.train.check.compare import (
     relative_difference,
 )
 from outsize.train.check.divergence import first_wrong_buffer, last_wrong_gradient
-from outsize.train.variants.variant import Variants
 from outsize.train.world.failure import KILLED, Failure
 
 FIRST: Final = "first"
@@ -245,13 +244,7 @@ class Judge:
         count = plan.microbatches_of(case.batch.size)
         loop = PlainLoop(count, case.loss_fn, steps=STEPS[what], seed=self.seed, bn=plan.bn)
         model = model_copy(self.built.model)
-        whole = plan.model_copy(update={"loss_pieces": 1, "module_pieces": 1, "slices": 1})
-        if plan.form == "modules":
-            return reference_snapshot(model, self.captured.tape, case.batch.copied(), loop)
-        variants = Variants(self.built.model, whole, case.loss_fn)
-        return reference_snapshot(
-            model, lambda part: variants.find(part, outputs=False).tape, case.batch.copied(), loop
-        )
+        return reference_snapshot(model, self.captured.tape, case.batch.copied(), loop)
 
     # -- who was wrong ------------------------------------------------------------------------------
 

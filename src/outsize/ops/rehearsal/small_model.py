@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final, final
 
+import torch
 from torch import nn
 
 from outsize.api.options import CaseOptions
-from outsize.api.problem import case_of, styled
+from outsize.api.problem import case_of, styled, with_lora
+from outsize.api.records import Lora
 from outsize.axes.axis import Axis
 from outsize.axes.registry import AXES, DIVIDING
 from outsize.capture.models.load import example, load
@@ -50,6 +53,8 @@ _NARROW: Final = 32
 # choices.
 _MOST_COUNT: Final = 512
 _NUMBER: Final = re.compile(r"\d+")
+# The standard deviation of adapters, as of most weights of transformers.
+_DRAWN: Final = 0.02
 
 Divided = Sequence[tuple[int, int]]
 
@@ -57,37 +62,39 @@ Divided = Sequence[tuple[int, int]]
 @final
 @dataclass(frozen=True)
 class SmallModel:
-    """Says how the model is built: a MODEL spec, one sample's shape, and the modules that are left out of
-    it.
+    """Says how the model is built: a MODEL spec, one sample's shape, the modules that are left out of it,
+    and the adapters that peft puts on the rest.
     """
 
     spec: str
     input: str | None
     seed: int
     dropped: tuple[str, ...] = ()
+    lora: Lora = field(default_factory=Lora)
 
     def made(self, batch: int, *, meta: bool = False, as_it_is: bool = False) -> BuiltModel:
         """Returns the model with an example batch and its loss, in float32 unless `as_it_is`. Raises what
         building raises.
         """
-        model = load(self.spec, meta=meta, seed=self.seed)
-        _drop(model, self.dropped)
+        bare = load(self.spec, meta=meta, seed=self.seed)
+        _drop(bare, self.dropped)
         if not as_it_is:
-            model = model.float()
-        args, kwargs = example(model, self.input, batch, self.seed, spec=self.spec)
-        wanted = Objective() if "labels" in kwargs else objective(model, args, kwargs, self.seed)
-        return BuiltModel(model, args, kwargs, wanted)
+            bare = bare.float()
+        args, kwargs = example(bare, self.input, batch, self.seed, spec=self.spec)
+        wanted = Objective() if "labels" in kwargs else objective(bare, args, kwargs, self.seed)
+        return BuiltModel(_adapted(bare, self.lora, self.seed), args, kwargs, wanted, bare)
 
 
 @final
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model with its example batch and its loss."""
+    """A model with its example batch and its loss; `bare` is the model without adapters."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     objective: Objective
+    bare: nn.Module
 
     @property
     def case(self) -> TrainingCase:
@@ -128,10 +135,11 @@ class ModelShrinker:
     stages: int
     folder: Path
     tell: Callable[[str], None] = field(default=lambda _: None)
+    recorded: dict[SmallModel, ModelGraph] = field(default_factory=dict, compare=False)
 
     def shrunken(self, large: SmallModel, model: nn.Module) -> Shrunken:
-        """Returns the small model of `model`, which is on meta. Raises BadOption where it cannot become small
-        enough.
+        """Returns the small model of `model`, which is on meta and has no adapters. Raises BadOption where it
+        cannot become small enough.
         """
         settings = settings_of(large.spec, model, self.folder)
         small, changes = large, dict[Name, int]()
@@ -299,14 +307,14 @@ class ModelShrinker:
         return graph is not None and self._is_enough(graph)
 
     def _recorded(self, small: SmallModel, *, insists: bool = False) -> ModelGraph | None:
-        """Returns the recorded model; None, or its error where one `insists`, if it is none for these
+        """Returns the model, recorded once; None, or its error where one `insists`, if it is none for these
         worlds.
         """
-        if insists:
-            return _recorded(small, self._samples, self.plan, self.worlds)
-        with suppressed():
-            return _recorded(small, self._samples, self.plan, self.worlds)
-        return None
+        if small in self.recorded:
+            return self.recorded[small]
+        with nullcontext() if insists else suppressed():
+            self.recorded[small] = _recorded(small, self._samples, self.plan, self.worlds)
+        return self.recorded.get(small)
 
     @property
     def _samples(self) -> int:
@@ -342,6 +350,19 @@ def _built(spec: str) -> nn.Module | None:
     with suppressed():
         return load(spec, meta=True)
     return None
+
+
+def _adapted(model: nn.Module, lora: Lora, seed: int) -> nn.Module:
+    """Returns the model with its adapters. They begin at zero, where no gradient would go past them, so they
+    are drawn: the same in every process.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = with_lora(model, lora)
+        for weight in adapted.parameters() if adapted is not model else ():
+            if weight.requires_grad and not weight.is_meta:
+                nn.init.normal_(weight, std=_DRAWN)
+    return adapted
 
 
 def _product(axes: Axes, along: Iterable[Axis]) -> int:

@@ -110,3 +110,18 @@ def test_a_plan_of_another_model_is_refused(outsize: Outsize, plan: str) -> None
     answer = outsize("rehearse", "toy:build?layers=7", "--plan", plan)
     assert answer.code != 0
     assert "the plan was made for" in answer.err
+
+
+def test_a_plan_that_trains_nothing_is_refused(outsize: Outsize) -> None:
+    wanted = ("--cluster", "2xcpu", "--stages", "2", "--batch", "4", "--inference", "--out", "runs.json")
+    outsize("plan", "toy:build", *wanted)
+    answer = outsize("rehearse", "toy:build", "--plan", "runs.json")
+    assert answer.code == 2
+    assert "the plan runs the model and does not train it" in answer.err
+    assert "--inference" in answer.err
+
+
+def test_adapters_are_those_of_the_plan(outsize: Outsize, plan: str) -> None:
+    answer = outsize("rehearse", "toy:build", "--plan", plan, "--lora", "2,targets=all-linear")
+    assert answer.code != 0
+    assert "the plan was made for Sequential, this model is PeftModel" in answer.err
