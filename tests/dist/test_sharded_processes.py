@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +24,7 @@ from recorded_once import recorded_once
 from tensor_worker import all_in
 from zoo import case
 
+import outsize
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.plan import Axes, Plan
 from outsize.policies.weights import Weights
@@ -231,3 +233,66 @@ def test_what_tensor_parallelism_divides_is_sharded_once_more(tmp_path: Path, na
     plan, expected = plan_of(name, 1, axes=axes), plain(name, SINGLE)
     for found in on_ranks(tmp_path, 4, lambda group: parts_of_parts(name, plan, expected, group)):
         assert max(found.values()) <= 1e-6, {n: d for n, d in found.items() if d > 1e-6}
+
+
+class LearnedQueries(nn.Module):
+    """Queries that are views of weights, which every block of a decoder reads, and an output is, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 16), nn.Linear(16, 5)
+        self.place, self.token = nn.Parameter(torch.randn(3, 16)), nn.Embedding(3, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.enter(x)
+        place = self.place.t().unsqueeze(0).expand(len(x), -1, -1).transpose(1, 2)
+        token = self.token.weight.unsqueeze(0)
+        queries = token.expand_as(place)
+        for layer in self.layers:
+            queries = queries + layer(queries + place + x.mean(1, keepdim=True)).tanh()
+        return self.leave(queries.mean(1)), token
+
+
+def token_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.mse_loss(output[0], target)
+
+
+def queried() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(SEED)
+    return LearnedQueries().double(), torch.randn(8, 4, 6).double(), torch.randn(8, 5).double()
+
+
+def steps_with_queries(call: str, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The weights after two steps of SGD, and the queries as an evaluation returns them to rank 0."""
+    model, x, y = queried()
+    asked: dict[str, Any] = {"stages": 1, "microbatches": 2, "axes": {"dp_shard": 2}}
+    if call == "split":
+        split = outsize.split(model, (x,), **asked)
+        optimizer = torch.optim.SGD(split.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            token_loss(split(x), y).backward()
+            optimizer.step()
+        token = split(x)[1].detach()
+        return {name: full_of(p) for name, p in split.named_parameters()}, token.clone()
+    sgd_of = partial(torch.optim.SGD, lr=0.1)
+    engine = outsize.parallelize(model, (x,), loss_fn=token_loss, target=y, optimizer=sgd_of, **asked)
+    for _ in range(STEPS):
+        engine.step(x, target=y)
+    outputs = engine.evaluate(x, target=y).outputs
+    return engine.weights.full_state_dict(), None if outputs is None else outputs[0][1]
+
+
+@pytest.mark.parametrize("call", ["step", "split"])
+def test_views_of_weights_outlive_the_weights_that_a_stage_gathers(tmp_path: Path, call: str) -> None:
+    model, x, y = queried()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        token_loss(model(x), y).backward()
+        optimizer.step()
+    found, tokens = on_ranks(tmp_path, 2, lambda group: steps_with_queries(call, group))[0]
+    assert tokens is not None
+    assert max(distance(found[name], p) for name, p in model.state_dict().items()) < 1e-10
+    assert distance(tokens, model.get_parameter("token.weight").unsqueeze(0)) < 1e-10

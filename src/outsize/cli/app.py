@@ -110,8 +110,14 @@ def make_app() -> typer.Typer:
     for verb in _VERBS:
         kind = RunCommand if verb.function is run_verb else VerbCommand
         how: Any = {"rich_help_panel": verb.group, "short_help": verb.line}
+        how["help"] = _flowing(verb.function.__doc__ or "")
         app.command(verb.name, cls=kind, **how)(verb.function)
     return app
+
+
+def _flowing(text: str) -> str:
+    """Returns a text with one line for each paragraph: a terminal has other widths than a docstring."""
+    return "\n\n".join(" ".join(each.split()) for each in text.split("\n\n"))
 
 
 def outsize(ctx: typer.Context, version: Version = False) -> None:

@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from typer.main import get_group
 
 import outsize as library
 from outsize import api
+from outsize.cli.app import make_app
 from outsize.errors import InvalidSchedule
 
 Outsize = Callable[..., Any]
@@ -116,3 +119,15 @@ def test_help_loads_neither_torch_nor_the_planner_and_answers_at_once() -> None:
     assert heavy == "[]"
     assert "--cluster" in done.stdout
     assert int(modules) < 700  # 537 are loaded in 0.4 s
+
+
+@pytest.mark.parametrize("verb", sorted(get_group(make_app()).commands))
+def test_a_paragraph_of_help_flows_over_the_width_of_the_terminal(
+    outsize: Outsize, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = [line.strip() for line in outsize(verb, "--help").out.partition("╭")[0].splitlines()]
+    for line, following in pairwise(said):
+        if line and following:
+            # No line ends where the first word of the next one had room: docstrings have other lines.
+            assert len(line) + 1 + len(following.split()[0]) > 78, line

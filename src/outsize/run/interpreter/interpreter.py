@@ -384,7 +384,7 @@ class _Handlers:
         ]
         # A tied weight does not change within a step: it goes with the first microbatch and stays.
         tied = [(self._value(b, c, mb), b.key) for b, c in pairs if b.weight is not None and mb == 0]
-        trains = self._trains
+        trains, keep = self._trains, self._programs.values.output
 
         def run(received: list[Tensor] | None) -> None:
             step = self._step
@@ -394,7 +394,7 @@ class _Handlers:
             if result.outputs:
                 # With their graph they would keep the step's activations until the next one.
                 kept = (o.detach() for o in result.outputs) if trains else result.outputs
-                self.outputs.outputs[mb] = tuple(kept)
+                self.outputs.outputs[mb] = tuple(map(keep, kept))
             # Detached, also for a stage of this rank: each stage has a graph of its own, which ends at a leaf
             # that the taker makes; else a backward would run on into the stage before it.
             for slot, key, wrap in leaving:

@@ -127,6 +127,10 @@ class PassedValues(ABC):
         rank.
         """
 
+    def output(self, value: Any) -> Any:
+        """Returns what the run keeps of an output of the model, which outlives the weights of its stage."""
+        return value
+
     def combined_with(self, moves: Moves, cuts: Sequence[Cut]) -> Moves:
         """Returns other moves of the same rank, for microbatches with these programs, together with these."""
         return moves

@@ -132,6 +132,9 @@ class BoundaryValues(PassedValues):
     def wrapper(self, key: Key, giver: int, *, is_sent: bool) -> Callable[[Any], Any]:
         return partial(self.wrap, key) if self.offloads and not is_sent else self.copy_weight_view
 
+    def output(self, value: Any) -> Any:
+        return self.copy_weight_view(value)
+
     def wrap(self, key: Key, tensor: Tensor | None) -> Pending:
         """Returns the handle that goes into a message slot."""
         tensor = self.copy_weight_view(tensor)

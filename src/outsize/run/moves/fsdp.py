@@ -45,6 +45,7 @@ from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.outer_graph import GatheredWeights
 from outsize.run.transport.rank_collectives import RankCollectives
+from outsize.run.transport.wire_layout import copied
 from outsize.schedules.sharded import with_gathers, with_gathers_of_call
 
 Fill = Callable[[Collection[str]], None]
@@ -108,6 +109,15 @@ class ShardedWeights(Moves):
     @property
     def gathered(self) -> GatheredWeights:
         return self
+
+    def copy_weight_view(self, value: Tensor | None) -> Tensor | None:
+        """Returns a copy where the value is a view of a gathered weight, whose memory goes with RESHARD.
+
+        Learned queries that are expanded for the batch are such a value, which each block of a decoder reads.
+        """
+        if value is None or not any(group.lends(value) for group in self._all_groups()):
+            return value
+        return copied(value)
 
     def gathers(self, name: str) -> bool:
         """Tells whether the weight of this name is sharded."""
@@ -317,6 +327,7 @@ class _FsdpGroup:
             self._fsdp.set_custom_reduce_scatter(_HostReduceScatter(mesh.get_group(mesh.ndim - 1)))
         self._pieces = _pieces(holder)
         self._coming: Any = None
+        self._memory = frozenset[int]()  # Storages of the whole weights; they stay, and lose their memory.
         self._made: list[bool] = []
         marked = ((parameter, marks.get(id(parameter.sharded_param))) for parameter in self.parameters)
         self._marked = [(parameter, attributes) for parameter, attributes in marked if attributes]
@@ -333,8 +344,14 @@ class _FsdpGroup:
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
+            if not self._memory:
+                self._memory = frozenset(_storage(p.unsharded_param) for p in self.parameters)
             for parameter, attributes in self._marked:
                 vars(parameter.unsharded_param).update(attributes)
+
+    def lends(self, value: Tensor) -> bool:
+        """Tells whether a tensor lies in the memory of a whole weight."""
+        return _storage(value) in self._memory
 
     def reshard(self) -> None:
         """Frees the whole weights; an action that used them has waited for them (schedules/sharded.py)."""
@@ -455,6 +472,11 @@ def _holder(model: nn.Module, names: Collection[str]) -> nn.Module:
             table = _Table if type(module).__setattr__ is nn.Module.__setattr__ else _ForwardingTable
             holder.add_module(str(number), table(module))
     return holder
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor, also while it has none."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def _others(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:

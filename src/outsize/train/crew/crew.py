@@ -41,6 +41,7 @@ from outsize.run.interpreter.in_process import own_inputs
 from outsize.run.interpreter.interpreter import Interpreter, Programs, StepInputs, StepOutputs
 from outsize.run.interpreter.trace import Marks
 from outsize.run.moves.base import Moves
+from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.moves.fsdp import Fill, ShardedWeights
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
@@ -116,6 +117,7 @@ class Crew(ABC):
         if experts:
             meshes |= dict.fromkeys(experts, self.mesh.sharding(of_experts=True))
         self._moves = ShardedWeights(model, home, meshes, fill, once=gather_once)
+        self.values = BoundaryValues(copy_weight_view=self._moves.copy_weight_view)
 
     @property
     def gradient_device(self) -> torch.device:
