@@ -17,7 +17,7 @@ from outsize.api.records import Lora
 from outsize.cli.processes.rehearsals import RehearsedModel
 from outsize.errors import ModelMismatch
 from outsize.ir.answers.runs.rehearsal import Rehearsal
-from outsize.ir.plan import Axes, Plan
+from outsize.ir.plan import Axes, Plan, Precision
 from outsize.ops.rehearsal.small_model import SmallModel
 from outsize.run.stage.stage import StageExecutor as Stage
 from outsize.run.transport.same_host import SameHostTransport
@@ -47,7 +47,12 @@ def blocks(layers: int = 8, width: int = 64) -> nn.Module:
 
 
 def planned(
-    spec: str, shape: str, batch: int, lora: Lora | None = None, precision: str = "fp32", **axes: int
+    spec: str,
+    shape: str,
+    batch: int,
+    axes: dict[str, int],
+    lora: Lora | None = None,
+    precision: Precision = "fp32",
 ) -> Plan:
     built = SmallModel(spec, shape, 0, lora=lora or Lora()).made(batch, meta=True, as_it_is=True)
     mesh = Axes(**axes)
@@ -106,7 +111,7 @@ LARGE = {
 @pytest.mark.parametrize("case", LARGE)
 def test_plans_for_many_devices_hold(case: str) -> None:
     spec, shape, batch, axes = LARGE[case]
-    rehearsal = rehearsed(spec, shape, planned(spec, shape, batch, **axes), most_ranks=8, hang_s=60.0)
+    rehearsal = rehearsed(spec, shape, planned(spec, shape, batch, axes), most_ranks=8, hang_s=60.0)
     assert rehearsal.holds, f"{rehearsal.worlds[-1].culprit} {rehearsal.worlds[-1].output}"
     assert not rehearsal.apart
     assert not rehearsal.missing_kinds
@@ -114,7 +119,7 @@ def test_plans_for_many_devices_hold(case: str) -> None:
 
 def test_a_pipeline_holds() -> None:
     spec = f"{HERE}blocks"
-    rehearsal = rehearsed(spec, "64", planned(spec, "64", 32, pp=8))
+    rehearsal = rehearsed(spec, "64", planned(spec, "64", 32, {"pp": 8}))
     assert rehearsal.holds, f"{rehearsal.worlds[-1].culprit} {rehearsal.worlds[-1].output}"
     (world,) = rehearsal.worlds
     assert world.messages
@@ -124,7 +129,7 @@ def test_a_pipeline_holds() -> None:
 def test_a_pipeline_of_adapters_in_bfloat16_holds() -> None:
     """Weights that are not trained have no gradients, and no place in the optimizer; all are float32 here."""
     spec, lora = f"{HERE}blocks", Lora(4, ("up",))
-    plan = planned(spec, "64", 32, lora, "bf16", pp=8)
+    plan = planned(spec, "64", 32, {"pp": 8}, lora, "bf16")
     rehearsal = rehearsed(spec, "64", plan, lora=lora)
     assert rehearsal.holds, f"{rehearsal.worlds[-1].culprit} {rehearsal.worlds[-1].output}"
     assert rehearsal.model == "PeftModel"
@@ -239,7 +244,7 @@ def test_a_fault_is_found_and_named(
 ) -> None:
     """The faults are inherited by the processes of a rehearsal, which are forks of this one."""
     spec = f"{HERE}blocks"
-    plan = planned(spec, "64", 32, pp=8)
+    plan = planned(spec, "64", 32, {"pp": 8})
     inflict(monkeypatch)
     rehearsal = rehearsed(spec, "64", plan)
     (world,) = rehearsal.worlds
@@ -248,3 +253,4 @@ def test_a_fault_is_found_and_named(
     assert world.culprit is not None
     assert world.culprit.action == action, world
     assert rank is None or world.culprit.rank == rank, world
+    print(world.culprit)

@@ -18,7 +18,6 @@ from torch import nn
 
 from outsize.api.records import Lora
 from outsize.axes.registry import AXES
-from outsize.capture.graph.build import Captured
 from outsize.cli.model_input import batch_size
 from outsize.cli.processes.job import JobFolder
 from outsize.cli.processes.limited import run_limited
@@ -27,7 +26,7 @@ from outsize.errors import BadOption, ModelMismatch
 from outsize.ir.answers.runs.rehearsal import Rehearsal, RehearsedWorld
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan
-from outsize.ops.rehearsal.judge import Judge, RankFiles
+from outsize.ops.rehearsal.judge import Judge, RankFiles, Reference
 from outsize.ops.rehearsal.small_model import ModelShrinker, SmallModel
 from outsize.ops.rehearsal.small_plan import kinds_of, small_layout, small_plan, walk
 from outsize.ops.rehearsal.worlds import pairs_met, small_worlds
@@ -83,13 +82,12 @@ class RehearsedModel:
             stages = max(layout.stages for layout in layouts)
             shrinker = ModelShrinker(plan, axes, graph, stages, folder.path, tell)
             shrunken = shrinker.shrunken(large, built.bare)
-            reference = shrunken.small.made(layouts[0].batch_size).case
-            small_captured = reference.captured(layouts[0].samples)  # of which all worlds have as many
+            plans = [small_plan(plan, graph, shrunken.graph, each, _device_type()) for each in layouts]
+            reference = Reference.of(shrunken.small.made(plans[0].batch_size), plans[0])
             worlds = list[RehearsedWorld]()
-            for number, layout in enumerate(layouts, 1):
-                tell(f"world {number} of {len(layouts)}: {_axes_text(layout.axes)}")
-                small = small_plan(plan, graph, shrunken.graph, layout, _device_type())
-                worlds.append(self._world(small, shrunken.small, small_captured))
+            for number, each in enumerate(plans, 1):
+                tell(f"world {number} of {len(plans)}: {_axes_text(each.axes)}")
+                worlds.append(self._world(each, shrunken.small, reference))
                 if not worlds[-1].holds:
                     break
         met, apart = pairs_met(plan.axes, [world.axes for world in worlds if world.holds])
@@ -115,16 +113,16 @@ class RehearsedModel:
             seconds=time.perf_counter() - start,
         )
 
-    def _world(self, plan: Plan, small: SmallModel, captured: Captured) -> RehearsedWorld:
+    def _world(self, plan: Plan, small: SmallModel, reference: Reference) -> RehearsedWorld:
         start, threads = time.perf_counter(), torch.get_num_threads()
         torch.set_num_threads(1)  # as in the ranks: some kernels add up in as many parts as there are threads
         try:
-            world = self._run(plan, small, captured)
+            world = self._run(plan, small, reference)
         finally:
             torch.set_num_threads(threads)
         return world.model_copy(update={"seconds": time.perf_counter() - start})
 
-    def _run(self, plan: Plan, small: SmallModel, captured: Captured) -> RehearsedWorld:
+    def _run(self, plan: Plan, small: SmallModel, reference: Reference) -> RehearsedWorld:
         built, ranks = small.made(plan.batch_size), plan.axes.world_size
         rows = planned(
             plan.schedule, len(plan.stages), plan.microbatches, plan.axes.pp, plan.actions, plan.slices
@@ -148,7 +146,7 @@ class RehearsedModel:
             judge = Judge(
                 plan=plan,
                 built=built,
-                captured=captured,
+                reference=reference,
                 files=RankFiles(Path(folder.path)),
                 seed=small.seed,
                 killed=job.killed,

@@ -12,10 +12,10 @@ all steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Self, final
 
 import torch
 from torch import Tensor
@@ -28,16 +28,22 @@ from outsize.ir.plan import Plan
 from outsize.ops.rehearsal.small_model import BuiltModel
 from outsize.ops.rehearsal.witness import SeenMessages, messages_in_one_process
 from outsize.program.objects import model_copy
+from outsize.program.tape import Tape
+from outsize.program.weights.of_loss import with_loss
 from outsize.run.transport.values import read_value
 from outsize.train.check.compare import (
     PlainLoop,
     TrainingSnapshot,
+    adamw,
     compare,
     difference,
     reference_snapshot,
     relative_difference,
 )
 from outsize.train.check.divergence import first_wrong_buffer, last_wrong_gradient
+from outsize.train.check.reference import TapeOf
+from outsize.train.measure.training_case import known_tapes
+from outsize.train.variants.variant import RecordingOptions, Variants
 from outsize.train.world.failure import KILLED, Failure
 
 FIRST: Final = "first"
@@ -105,6 +111,29 @@ class RankFiles:
 
 @final
 @dataclass(frozen=True)
+class Reference:
+    """The small model as it was recorded, once for all worlds, and what finds a microbatch's tape: its own
+    where guards select another path, as in an engine.
+    """
+
+    captured: Captured
+    tape: Tape | TapeOf
+
+    @classmethod
+    def of(cls, built: BuiltModel, plan: Plan) -> Self:
+        """Records the model for a world's plan. Worlds have equally many samples in a microbatch."""
+        case = replace(built.case, reads=True)
+        captured = case.captured(plan.microbatch_size)
+        if plan.form == "modules":
+            return cls(captured, captured.tape)
+        whole = plan.model_copy(update={"loss_pieces": 1, "module_pieces": 1, "slices": 1})
+        options = RecordingOptions(known=known_tapes(case))
+        variants = Variants(built.model, whole, case.loss_fn, options)
+        return cls(captured, lambda part: variants.find(part, outputs=False).tape)
+
+
+@final
+@dataclass(frozen=True)
 class Judge:
     """Judges one world: its plan, the small model as it was built and recorded, and the rank that was killed
     on purpose. `said` is what all have written; None where the run was not over in time.
@@ -112,7 +141,7 @@ class Judge:
 
     plan: Plan
     built: BuiltModel
-    captured: Captured
+    reference: Reference
     files: RankFiles
     seed: int
     killed: int
@@ -164,6 +193,13 @@ class Judge:
                     return ProofResult(proof="messages", holds=False), Culprit(
                         rank=rank, stage=next(iter(stage), None), action=message.text("RECV"), seen=seen
                     )
+            for message in messages.sent:
+                peer = self._peer(rank, message.peer)
+                if not all_messages[peer].has(message, self._place(rank)):
+                    seen = f"rank {peer} has not taken it in"
+                    return ProofResult(proof="messages", holds=False), self._at(
+                        rank, message.text("SEND"), seen
+                    )
         return ProofResult(proof="messages", holds=True), None
 
     def _numbers(self) -> Judged:
@@ -176,26 +212,22 @@ class Judge:
             relative = None
         allowed = self._rounds and relative is not None and relative <= self._within
         result = ProofResult(proof="numbers", holds=bits or allowed, bits=bits, relative_diff=relative)
-        if result.holds:
-            rank = _other_copy(found)
-            if rank is None:
-                return result, None
-            seen = f"weights other than those of the ranks that hold the same ({rank[1]})"
-            return result.model_copy(update={"holds": False}), self._at(rank[0], "the update", seen)
-        return result, self._who_is_wrong(found, expected)
+        if not result.holds:
+            return result, self._who_is_wrong(found, expected, "the update")
+        culprit = None if bits else self._wrong_update(found) or self._other_copy(found, "the update")
+        return result.model_copy(update={"holds": culprit is None}), culprit
 
     def _later(self) -> Judged:
         if not self.files.has_all(LATER, self._ranks):
             return ProofResult(proof="memory of steps", holds=False), self._who_failed(0)
         if self._rounds:
-            found = self.files.snapshots(LATER, self._ranks)
-            rank = _other_copy(found)
-            result = ProofResult(proof="memory of steps", holds=rank is None, bits=rank is None)
-            return result, None if rank is None else self._at(rank[0], "steps 2 and 3", f"other {rank[1]}")
+            culprit = self._other_copy(self.files.snapshots(LATER, self._ranks), "steps 2 and 3")
+            result = ProofResult(proof="memory of steps", holds=culprit is None, bits=culprit is None)
+            return result, culprit
         found, expected = self.files.snapshots(LATER, self._ranks), self._expected(LATER)
         bits = all(compare(expected, _filled(each, expected)).bit_equal for each in found)
         result = ProofResult(proof="memory of steps", holds=bits, bits=bits)
-        return result, None if bits else self._who_is_wrong(found, expected)
+        return result, None if bits else self._who_is_wrong(found, expected, "steps 2 and 3")
 
     def _death(self) -> Judged:
         failed = self.files.failed()
@@ -211,9 +243,7 @@ class Judge:
             return ProofResult(proof="resume", holds=False), self._who_failed(1)
         for rank, first in enumerate(self.files.snapshots(FIRST, self._ranks)):
             restored = read_value(self.files.of(rank, RESTORED))
-            wrong = [
-                name for name, weight in first.parameters.items() if difference(weight, restored.get(name))
-            ]
+            wrong = _unequal(first.parameters, restored)
             if wrong:
                 seen = f"{wrong[0]} is not the one that was saved"
                 return ProofResult(proof="resume", holds=False), self._at(rank, "resume", seen)
@@ -221,7 +251,13 @@ class Judge:
         for rank, (old, new) in enumerate(zip(before, again, strict=True)):
             differences = compare(old, new)
             if not differences.bit_equal:
-                wrong = *sorted(differences.wrong_grads), *sorted(differences.wrong_buffers), "weights"
+                weights = _unequal(old.parameters, new.parameters)
+                wrong = [
+                    *sorted(differences.wrong_grads),
+                    *sorted(differences.wrong_buffers),
+                    *weights,
+                    "loss",
+                ]
                 seen = f"{wrong[0]} not as in the run that was not interrupted"
                 return ProofResult(proof="resume", holds=False), self._at(rank, "steps 2 and 3 again", seen)
         return ProofResult(proof="resume", holds=True, bits=True), None
@@ -244,7 +280,7 @@ class Judge:
         count = plan.microbatches_of(case.batch.size)
         loop = PlainLoop(count, case.loss_fn, steps=STEPS[what], seed=self.seed, bn=plan.bn)
         model = model_copy(self.built.model)
-        return reference_snapshot(model, self.captured.tape, case.batch.copied(), loop)
+        return reference_snapshot(model, self.reference.tape, case.batch.copied(), loop)
 
     # -- who was wrong ------------------------------------------------------------------------------
 
@@ -262,27 +298,79 @@ class Judge:
         seen = "it was not over in time" if self.said is None else self.said.rpartition("\n")[2]
         return self._at(rank, self.files.phase(rank), seen)
 
-    def _who_is_wrong(self, found: Sequence[TrainingSnapshot], expected: TrainingSnapshot) -> Culprit:
+    def _who_is_wrong(
+        self, found: Sequence[TrainingSnapshot], expected: TrainingSnapshot, update: str
+    ) -> Culprit:
         """Returns the rank and the action whose numbers are wrong: of gradients the one that the backward
-        reaches first.
+        reaches first; where all of them are right, who has written a buffer, or a weight in the `update`.
         """
         missing = _missing(found, expected)
         if missing:
-            unit = last_wrong_gradient(self.captured, frozenset(missing))
+            unit = last_wrong_gradient(self.reference.captured, frozenset(missing))
             return self._of_unit(unit, f"no gradient of {missing[0]}", [])
         by_rank = {
             rank: _wrong(snapshot, expected, self._allowed(expected)) for rank, snapshot in enumerate(found)
         }
         wrong = frozenset[str]().union(*by_rank.values())
-        compared = [compare(expected, _filled(each, expected)) for each in found]
-        buffers = frozenset[str]().union(*(each.wrong_buffers for each in compared))
-        if difference(expected.loss, found[0].loss) > self._allowed(expected)(expected.loss):
-            unit = first_wrong_buffer(self.captured, self.built.model, buffers)
-            seen = f"the loss is {float(found[0].loss):.8g}, in one process {float(expected.loss):.8g}"
-            return self._first_wrong_message(seen) or self._of_unit(unit, seen, [], action="a forward")
-        unit = last_wrong_gradient(self.captured, wrong)
-        holders = [rank for rank, names in by_rank.items() if names]
-        return self._of_unit(unit, f"gradient of {max(wrong, default='?')}", holders)
+        most = self._allowed(expected)(expected.loss)
+        wrong_loss = [rank for rank, each in enumerate(found) if difference(expected.loss, each.loss) > most]
+        if wrong_loss:
+            rank = wrong_loss[0]
+            seen = f"the loss is {float(found[rank].loss):.8g}, in one process {float(expected.loss):.8g}"
+            if len(wrong_loss) < len(found):
+                return self._at(rank, "the loss", f"{seen}, as on other ranks")
+            return self._first_wrong_message(seen) or self._wrong_buffer(found, expected, seen)
+        if wrong:
+            unit = last_wrong_gradient(self.reference.captured, wrong)
+            holders = [rank for rank, names in by_rank.items() if names]
+            return self._of_unit(unit, f"gradient of {max(wrong)}", holders)
+        differences = [compare(expected, _filled(each, expected)) for each in found]
+        if any(each.wrong_buffers for each in differences):
+            return self._wrong_buffer(found, expected, "")
+        rank = next((rank for rank, each in enumerate(differences) if each.parameters), 0)
+        names = _unequal(found[rank].parameters, expected.parameters)
+        return self._at(rank, update, f"{min(names, default='?')} is not that of one process")
+
+    def _wrong_buffer(
+        self, found: Sequence[TrainingSnapshot], expected: TrainingSnapshot, seen: str
+    ) -> Culprit:
+        """Returns the first forward that has written other buffers than one process would have."""
+        by_rank = [compare(expected, _filled(each, expected)).wrong_buffers for each in found]
+        wrong = frozenset[str]().union(*by_rank)
+        unit = first_wrong_buffer(self.reference.captured, self.built.model, wrong)
+        seen = seen or f"buffer {min(wrong, default='?')}"
+        return self._of_unit(unit, seen, [rank for rank, names in enumerate(by_rank) if names], "forward")
+
+    def _wrong_update(self, found: Sequence[TrainingSnapshot]) -> Culprit | None:
+        """Returns the first rank whose weights after step 1 are not those that AdamW makes of its gradients;
+        elements of a rank's part may round in another way than those of whole weights.
+        """
+        model = with_loss(model_copy(self.built.model), self.built.case.loss_fn)
+        weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        for rank, snapshot in enumerate(found):
+            own = {name: weights[name] for name in snapshot.grads if name in weights}
+            with torch.no_grad():
+                for name, weight in own.items():
+                    weight.copy_(before[name])
+                    weight.grad = snapshot.grads[name].to_dense().clone()
+            adamw(own.values()).step()
+            for name, weight in own.items():
+                after = snapshot.parameters.get(name)
+                if difference(weight.detach(), after) > self._within * _largest(weight.detach()):
+                    seen = f"{name} is not what AdamW makes of its gradient"
+                    return self._at(rank, "the update", seen)
+        return None
+
+    def _other_copy(self, found: Sequence[TrainingSnapshot], action: str) -> Culprit | None:
+        """Returns the first rank with a weight or a buffer that an earlier rank has with other bits."""
+        first: dict[str, tuple[int, Tensor]] = {}
+        for rank, snapshot in enumerate(found):
+            for name, tensor in (*snapshot.parameters.items(), *snapshot.buffers.items()):
+                other, copy = first.setdefault(name, (rank, tensor))
+                if difference(copy, tensor):
+                    return self._at(rank, action, f"{name} is not that of rank {other}, which holds the same")
+        return None
 
     def _first_wrong_message(self, seen: str) -> Culprit | None:
         """Returns who sent the first message of a forward that one process would not have sent, or who
@@ -322,19 +410,20 @@ class Judge:
         least = 1e-3 * max(map(_largest, expected.grads.values()), default=0.0)
         return lambda tensor: within * max(_largest(tensor), least)
 
-    def _of_unit(self, unit: str | None, seen: str, holders: Sequence[int], action: str = "") -> Culprit:
-        """Returns the culprit for a unit: the first of the ranks that have it."""
-        graph = self.captured.graph
+    def _of_unit(self, unit: str | None, seen: str, holders: Sequence[int], way: str = "backward") -> Culprit:
+        """Returns the culprit for a unit: the first of the ranks that have it, with those that share it."""
+        graph = self.reference.captured.graph
         index = next((u.index for u in graph.units if u.name == unit), None)
         if index is None:
-            return Culprit(rank=None, stage=None, action=action or "a backward", seen=seen)
+            rank = holders[0] if holders else None
+            return Culprit(rank=rank, stage=None, action=f"a {way}", seen=seen)
         stage = self.plan.owners(graph)[index]
-        ranks = [rank for rank in holders if stage in self._stages_of(rank)] or [
-            rank for rank in range(self._ranks) if stage in self._stages_of(rank)
-        ]
-        return Culprit(
-            rank=ranks[0], stage=stage, action=action or f"backward of stage {stage}", seen=f"{seen} ({unit})"
-        )
+        there = [rank for rank in range(self._ranks) if stage in self._stages_of(rank)]
+        ranks = [rank for rank in holders if rank in there] or there
+        others = ", ".join(map(str, ranks[1:]))
+        alike = f"; as on {'rank' if len(ranks) == 2 else 'ranks'} {others}" if others else ""
+        seen = f"{seen} ({unit}){alike}"
+        return Culprit(rank=ranks[0], stage=stage, action=f"{way} of stage {stage}", seen=seen)
 
     def _at(self, rank: int, action: str, seen: str) -> Culprit:
         stages = self._stages_of(rank)
@@ -359,6 +448,11 @@ def _filled(snapshot: TrainingSnapshot, expected: TrainingSnapshot) -> TrainingS
     )
 
 
+def _unequal(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of tensors that are others, or are not there."""
+    return [name for name, tensor in before.items() if difference(tensor, after.get(name))]
+
+
 def _missing(found: Sequence[TrainingSnapshot], expected: TrainingSnapshot) -> list[str]:
     """Returns the gradients that no rank has."""
     there = {name for snapshot in found for name in snapshot.grads}
@@ -373,13 +467,3 @@ def _wrong(
     return frozenset(
         name for name, right, grad in pairs if right is None or difference(right, grad) > allowed(right)
     )
-
-
-def _other_copy(found: Sequence[TrainingSnapshot]) -> tuple[int, str] | None:
-    """Returns a rank with a weight that another rank has with other bits."""
-    first: dict[str, Tensor] = {}
-    for rank, snapshot in enumerate(found):
-        for name, weight in snapshot.parameters.items():
-            if difference(first.setdefault(name, weight), weight):
-                return rank, name
-    return None

@@ -71,6 +71,11 @@ class SeenMessages(Record):
         wanted = (receiver, received.channel, received.microbatch)
         return next((m.digest for m in self.sent if (m.peer, m.channel, m.microbatch) == wanted), None)
 
+    def has(self, sent: SeenMessage, sender: int) -> bool:
+        """Tells whether this rank has taken in what was sent from a place."""
+        wanted = (sender, sent.channel, sent.microbatch)
+        return any((m.peer, m.channel, m.microbatch) == wanted for m in self.received)
+
 
 @final
 class Witness:
