@@ -19,7 +19,8 @@ class StageCost:
 
     `weight_s` of the backward are the weights' gradient, which a split backward (I, W) postpones; the split
     takes `split_s` longer. In `forward_wait_s` and `backward_wait_s` of them ranks that divide the stage's
-    layers exchange values, and the stage waits.
+    layers exchange values, and the stage waits. `show_s` and `verify_s` are those in which its work is shown
+    to another rank, and repeated there; None: its forward and backward.
     """
 
     forward_s: float
@@ -28,6 +29,8 @@ class StageCost:
     split_s: float = 0.0
     forward_wait_s: float = 0.0
     backward_wait_s: float = 0.0
+    show_s: float = 0.0
+    verify_s: float | None = None
 
     def beside_s(self, kind: Kind, forward: StageCost) -> float:
         """Returns how much longer a backward of this kind makes the forward of a stage that it runs together

@@ -70,9 +70,9 @@ def shown_for(action: Action) -> Action:
 
 
 def verified_s(action: Action, costs: Sequence[StageCost]) -> float:
-    """Returns the seconds in which a VERIFY repeats a forward and a backward."""
+    """Returns the seconds of a VERIFY."""
     cost = costs[verified_stage(action)]
-    return cost.forward_s + cost.backward_s
+    return cost.forward_s + cost.backward_s if cost.verify_s is None else cost.verify_s
 
 
 def step_s(schedule: Schedule, costs: Sequence[StageCost]) -> float:
@@ -187,7 +187,10 @@ class _Play:
     def _seconds(self, action: Action) -> float:
         if action.kind is Kind.VERIFY:
             return verified_s(action, self._costs)
-        return self._costs[action.stage].seconds(action.kind) if action.kind in COMPUTE else 0.0
+        cost = self._costs[action.stage]
+        if action.kind is Kind.SHOW:
+            return cost.show_s
+        return cost.seconds(action.kind) if action.kind in COMPUTE else 0.0
 
 
 def _needs(schedule: Schedule) -> Mapping[Action, list[Message]]:

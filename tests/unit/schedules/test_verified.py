@@ -19,6 +19,7 @@ from outsize.schedules.verified import Check, step_s, with_checks
 FREE = Link(name="free", latency_s=0.0, bytes_per_s=float("inf"))
 NAMES = [f.name for f in families() if f.trains and f.row is not None]
 COST = StageCost(1.0, 2.0, 1.0)
+PRICED = StageCost(1.0, 2.0, 1.0, show_s=0.25, verify_s=0.75)
 
 
 def lowered(name: str, ranks: int, microbatches: int) -> Schedule:
@@ -37,10 +38,10 @@ def ring(schedule: Schedule, microbatch: int, turn: int, *, replicated: bool) ->
     return checks
 
 
-def simulated_s(schedule: Schedule) -> float:
+def simulated_s(schedule: Schedule, cost: StageCost = COST) -> float:
     down = dict.fromkeys(pairwise(range(schedule.stages)), 0)
     up = {(b, a): 0 for a, b in down}
-    return simulate(schedule, [COST] * schedule.stages, down, up, lambda a, b: FREE).duration_s
+    return simulate(schedule, [cost] * schedule.stages, down, up, lambda a, b: FREE).duration_s
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,6 +66,16 @@ def test_rows_end_and_the_simulator_agrees(
             longer_s = step_s(after, costs) - step_s(before, costs)
             assert 0 <= longer_s <= len(checks) * (COST.forward_s + COST.backward_s)
             assert simulated_s(after) == pytest.approx(step_s(after, costs))
+            _assert_priced(before, checks)
+
+
+def _assert_priced(before: Schedule, checks: list[Check]) -> None:
+    """A part of a stage is shown and repeated for its own price."""
+    costs = [PRICED] * before.stages
+    after = with_checks(before, checks, costs)
+    longer_s = step_s(after, costs) - step_s(before, costs)
+    assert 0 <= longer_s <= len(checks) * (PRICED.show_s + (PRICED.verify_s or 0))
+    assert simulated_s(after, PRICED) == pytest.approx(step_s(after, costs))
 
 
 def _assert_places(schedule: Schedule, checks: list[Check]) -> None:

@@ -167,6 +167,7 @@ class _Simulation:
         """Plays what is verified and copied between the actions of a step."""
         action = row[at]
         if action.kind is Kind.SHOW:
+            yield from self._span(rank, "compute", action, self._compute_s[action])
             self._kernel.fire(self._shown[action.stage, action.microbatch])
         elif action.kind is Kind.VERIFY:
             yield self._shown[verified_stage(action), action.microbatch]
@@ -217,7 +218,7 @@ def _compute_seconds(
             numbers=f"{schedule.stages} stages, {len(costs)} costs",
             next_step="pass one StageCost for each stage",
         )
-    free = {*SENDS, *RECEIVES, Kind.SHOW, *(COPIES if with_copies else ())}
+    free = {*SENDS, *RECEIVES, *(COPIES if with_copies else ())}
     cells = [a for row in schedule.actions for a in row if a.kind not in free]
     lasting = {action: _cost_s(action, costs) for action in cells}
     for forward, backward in (pair for row in schedule.actions for pair in partners(row).items()):
@@ -230,6 +231,8 @@ def _cost_s(action: Action, costs: Sequence[StageCost]) -> float:
         return costs[action.stage].seconds(action.kind)
     if action.kind is Kind.VERIFY:
         return verified_s(action, costs)
+    if action.kind is Kind.SHOW:
+        return costs[action.stage].show_s
     raise InvalidSchedule(
         f"{action} has no cost",
         numbers=f"known are F, B, I, W, sends, receives, and copies whose costs are given, not {action.kind}",

@@ -58,6 +58,7 @@ class VerifiedTurn:
     costs: tuple[StageCost, ...]
     rank: VerifyingRank
     run: RunContext
+    number_s: float = 0.0  # What one number from all ranks to all takes.
     added: float | None = None  # Which share of a step is added, as it is simulated.
 
     @property
@@ -133,7 +134,8 @@ class _VerifyingMoves(Moves):
     def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
         place, before = self._place, self._inner.scheduled(schedule, cut)
         with_them = with_checks(before, place.checks, place.costs)
-        place.added = step_s(with_them, place.costs) / step_s(before, place.costs) - 1
+        before_s = step_s(before, place.costs)
+        place.added = (step_s(with_them, place.costs) + place.number_s) / before_s - 1
         return with_them
 
     def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:

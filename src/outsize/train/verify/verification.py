@@ -67,6 +67,7 @@ from outsize.train.verify.places import (
     round_of,
     shown_in_turn,
 )
+from outsize.train.verify.price import measured_prices, with_prices
 from outsize.train.verify.verdict import Case, error_of_verdict, judge
 
 TRIALS: Final = 2
@@ -137,6 +138,7 @@ class Verification:
         at = self._ring.index(self._mesh.rank)
         self._to, self._from = self._ring[(at + 1) % len(self._ring)], self._ring[at - 1]
         self._names = _insist_on_equal_devices(host, run.device)
+        self._prices = measured_prices(self._packets, self._to, self._from, host, run.device)
         self._turns, self._round, self._first = 0, 0, -1
         self._rank = VerifyingRank(repeats.make_for_step, self._divided_at, self._show, self._verify)
         self._divided = LruCache[int, DividedVariant](KEPT)
@@ -170,7 +172,8 @@ class Verification:
         self._rank.record.part = parts[run.rank]
         place = self._places.get(checks)
         if place is None:
-            place = VerifiedTurn(checks, checks[run.rank], costs_of(run), self._rank, run)
+            costs = with_prices(costs_of(run), each[microbatch], run.whole, self._prices)
+            place = VerifiedTurn(checks, checks[run.rank], costs, self._rank, run, self._prices.number_s)
             self._places[checks] = place
         self._turns += 1
         return load._replace(verified=place)
