@@ -8,6 +8,7 @@ parameters. Each rank fills in the norms of its own parameters and zeros elsewhe
 exact, so every rank computes the same norm of that vector. A tied parameter has one owner and counts once.
 Where ranks hold parts of a parameter (tensor parallelism), the squares of their norms are added first. Where
 the optimizer has stepped already (run/host/speculative_step.py), the norm decides whether that step is kept.
+Where the norm is known on the host and small enough, no gradient is touched.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def clip_by_global_norm(
     """
     if isinstance(crew, LocalCrew) and speculation is None:  # all gradients are here
         total = _total_norm([p for p in everything.values() if p.grad is not None])
-        nn.utils.clip_grads_with_norm_(everything.values(), max_norm, total)
+        _scale(everything.values(), max_norm, total)
         return total
     names, place = list(owned), crew.gradient_device
     gradients = [parameter.grad for parameter in owned.values()]
@@ -66,8 +67,16 @@ def clip_by_global_norm(
     for parameter in owned.values():
         by_mesh.setdefault(None if parameter.grad is None else mesh_of(parameter.grad), []).append(parameter)
     for parameters in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        _scale(parameters, max_norm, total)
     return total
+
+
+def _scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
+    """Scales gradients as torch does; where the host knows that it would multiply with 1, a pass over all of
+    them that changes no bit, it leaves that out.
+    """
+    if is_accelerator(total.device) or not bool(max_norm / (total + 1e-6) >= 1):
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
 
 
 def _total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -97,3 +97,23 @@ def test_parameters_without_gradients_do_not_count() -> None:
 def test_no_gradients_at_all_have_norm_zero() -> None:
     everything = dict(nn.Linear(2, 2).named_parameters())
     assert float(clip_by_global_norm(everything, everything, 1.0, LocalCrew.__new__(LocalCrew))) == 0.0
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_gradients_of_a_norm_that_is_small_enough_are_not_touched(max_norm: float) -> None:
+    """A pass over all gradients that multiplies with 1 takes a hundredth of a step."""
+    crew, alone = LocalCrew.__new__(LocalCrew), dict(trained().named_parameters())
+    before = {name: _writes(parameter) for name, parameter in alone.items()}
+    clip_by_global_norm(alone, alone, max_norm, crew)
+    scales = max_norm < 1
+    assert all((_writes(parameter) > before[name]) == scales for name, parameter in alone.items())
+    fresh_one = trained()
+    counts = [_writes(parameter) for parameter in fresh_one.parameters()]
+    _, clipped = over_two_ranks(fresh_one, max_norm)
+    known = dict(zip(dict(fresh_one.named_parameters()), counts, strict=True))
+    assert all((_writes(parameter) > known[name]) == scales for name, parameter in clipped.items())
+
+
+def _writes(parameter: nn.Parameter) -> int:
+    assert parameter.grad is not None
+    return parameter.grad._version
