@@ -387,7 +387,7 @@ def _always(on_cpu: bool, measured: bool) -> bool:
 
 
 def _not_on_cpu(on_cpu: bool, measured: bool) -> bool:
-    """Excludes CPUs: the simulation does not know what twice as many messages cost two CPU processes."""
+    """Excludes CPUs: what exchanges hide behind computing there has the same cores as the computing."""
     return not on_cpu
 
 
@@ -471,7 +471,7 @@ INTERLEAVED: Final = register(
         in_flight=_depth_in_flight,
         path_s=_work_alone_s,
         of_each_chunk=_of_each_chunk,
-        searched=_not_on_cpu,
+        searched=_always,
         chunk_counts=_several,
         bound_is_work=True,
         even_cut_is_best=True,
