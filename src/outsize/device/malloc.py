@@ -6,7 +6,8 @@
 
 A training step allocates the same tensors again and again. ResNet-50 on one core: 1 % of a step's CPU seconds
 with microbatches of 6 x 96 x 96, where glibc's own adaptation does most of it, 12 % with 24 x 128 x 128; the
-peak of resident memory grows by at most 11 % (`benchmarks/bound/lever.py`). Numbers are the same to the bit:
+peak of resident memory grows by at most 11 % (`benchmarks/bound/lever.py`). An engine whose stages compute on
+the host calls it, in one process as well. Numbers are the same to the bit:
 only addresses differ. A large tensor that comes and goes between small ones that stay may find its place
 taken each time, and the heap grows by as much again: what is large and needed once is a `mapped_tensor`. On
 CUDA torch's caching allocator keeps what is freed by itself.

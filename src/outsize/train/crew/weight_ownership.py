@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, product
 from typing import Any, final
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from outsize.axes.axis import Axis
 from outsize.axes.shard import SHARD
+from outsize.device.accelerators import is_accelerator
 from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.program.source_line import warn_user
@@ -26,6 +27,7 @@ from outsize.program.weights.of_loss import of_loss
 from outsize.run.by_module.broadcast import Exchange
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.moves.fsdp import may_be_sharded
+from outsize.run.stage.to_device import device_of_model
 from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.load import load_weights
 from outsize.run.weights.ownership import free_foreign, move_beside, move_weights, places
@@ -73,7 +75,9 @@ class Ownership:
             self._shard(sharded, notes)
         for note in notes if self.crew.global_rank == 0 else ():
             warn_user(note)
-        if self.crew.device is not None and self.crew.device.type == "cpu":
+        home = device_of_model(self._model)
+        seats = product(self.crew.stages, range(self.crew.local_replicas))
+        if not any(is_accelerator(self.crew.device_of(*seat) or home) for seat in seats):
             keep_freed_memory()
 
     def _fill(self, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
