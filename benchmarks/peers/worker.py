@@ -156,24 +156,34 @@ def pipelined(schedule: Any, half: nn.Module, batch: dict[str, Tensor], rank: in
 
 
 def alone(case: Case, batch: dict[str, Tensor], count: int, rank: int) -> dict[str, Step]:
-    """One process: the engine and the plain loop over the same microbatches, both with clipping."""
+    """One process: the engine and the plain loop over the same microbatches, both with clipping.
+
+    Each has a process of its own, which waits while the other one steps: an engine sets how malloc keeps
+    memory, from which a loop beside it would gain as well.
+    """
+    steps: dict[str, Step] = dict.fromkeys(("outsize", "peer"), lambda: None)
+    model = made(case)
     if rank:
-        return dict.fromkeys(("outsize", "peer"), lambda: None)
-    model, other = made(case), made(case)
+        return steps | {"peer": plain_loop(model, batch, count)}
     request = outsize.Request(cluster="1xcpu", batch_size=len(batch["labels"]), microbatches=count)
     plan = outsize.plan(model, (), batch, request=request)
     engine = make_engine(model, plan, None, EngineOptions(optimizer=adamw, clip_norm=CLIP_NORM))
-    optimizer = adamw(other.parameters())
+    return steps | {"outsize": lambda: engine.step(**batch)}
 
-    def plain() -> None:
+
+def plain_loop(model: nn.Module, batch: dict[str, Tensor], count: int) -> Step:
+    """What a user writes for several microbatches a step."""
+    optimizer = adamw(model.parameters())
+
+    def step() -> None:
         for part in range(count):
-            loss = loss_of(other(**{name: tensor.chunk(count)[part] for name, tensor in batch.items()}))
+            loss = loss_of(model(**{name: tensor.chunk(count)[part] for name, tensor in batch.items()}))
             (loss / count).backward()
-        nn.utils.clip_grad_norm_(other.parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
 
-    return {"outsize": lambda: engine.step(**batch), "peer": plain}
+    return step
 
 
 def timed(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
