@@ -34,8 +34,9 @@ def bare_and_not(kinds: str, seconds: list[float] | None = None) -> tuple[ModelG
 
 
 def planned(model: tuple[ModelGraph, Profile], stages: int, memory_bytes: int = 1 << 34) -> Plan:
+    """With one stage on a rank; of several, one alone has to be trained."""
     cluster = make_cluster(f"{stages}xcpu", "cpu", 1, stages, memory_bytes)
-    return search(PlanRequest(exact=True, batch_size=8, stages=stages), {4: model}, cluster)
+    return search(PlanRequest(exact=True, batch_size=8, stages=stages, chunks=1), {4: model}, cluster)
 
 
 def trained(graph: ModelGraph, bounds: tuple[int, ...]) -> list[bool]:
