@@ -7,6 +7,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 Forward = Callable[..., Any]
 
@@ -36,3 +38,33 @@ def two(run: Forward, **parts: Any) -> Written:
 
 def batch() -> Tensor:
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Sum(nn.Module):
+    """Adds what an adapter computes to a weight."""
+
+    def __init__(self, added: Tensor) -> None:
+        super().__init__()
+        self.added = added
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The sum."""
+        return weight + self.added
+
+
+class Wrapped(nn.Module):
+    """Puts another weight into a layer during its own call, as peft does for adapters of experts."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.factor = base, nn.Parameter(torch.ones(base.weight.shape[0], 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer with the sum of both."""
+        register_parametrization(self.base_layer, "weight", Sum(self.factor * 2))
+        self.base_layer.parametrizations["weight"].original.requires_grad_(True)
+        try:
+            with parametrize.cached():
+                return self.base_layer(x)
+        finally:
+            remove_parametrizations(self.base_layer, "weight", leave_parametrized=False)

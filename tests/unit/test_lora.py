@@ -139,3 +139,13 @@ def test_errors_say_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_linear_layers_are_told_by_their_last_names() -> None:
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     assert linear_names(language_model()) == names
+
+
+def test_adapters_of_weights_without_memory_are_those_of_weights_with_it() -> None:
+    """Nothing is drawn for them; their types and sizes are the same."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        small, large = (
+            {n: (p.shape, p.dtype, p.requires_grad) for n, p in with_adapters(model, RANK).named_parameters()}
+            for model in (language_model().to(dtype), language_model("cpu").to(dtype))
+        )
+        assert small == large

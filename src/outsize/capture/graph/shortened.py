@@ -149,6 +149,13 @@ class Stacks:
         """Returns the layers of all stacks."""
         return sum(stack.end - stack.first for stack in self.of.values())
 
+    @property
+    def is_long(self) -> bool:
+        """Returns whether a few of the layers had better be looked at first; in a list that is the model
+        itself, names are mere numbers.
+        """
+        return self.length >= LONG and "" not in self.of
+
     def number(self, name: str) -> tuple[str, int] | None:
         """Returns the stack that a name is in, and the number of its layer; None outside of all stacks."""
         for fqn, stack in self.of.items():
@@ -279,11 +286,11 @@ class SizedGraphs:
 
     def _recorded_whole(self, samples: int) -> ModelGraph:
         """Returns the graph of the whole model; what is added to a long stack is that of a few layers."""
-        added = self._with_added(samples) if self._useful and self._stacks.length >= LONG else None
+        added = self._with_added(samples) if self._useful and self._stacks.is_long else None
         return self._whole(samples) if added is None else added
 
     def _with_added(self, samples: int) -> ModelGraph | None:
-        if self._bare is None or "" in self._stacks.of:  # Names in such a stack are mere numbers.
+        if self._bare is None:
             return None
         try:
             graph, bare = self._bare(samples)
@@ -316,7 +323,7 @@ class SizedGraphs:
 
 def _stands_for(short: ModelGraph, graph: ModelGraph, stacks: Stacks) -> bool:
     """Returns whether the whole graph is the short one with more layers."""
-    if graph.form != "tape" or short.form != "tape" or graph.notes != short.notes:
+    if graph.form != "tape" or short.form != "tape" or not _notes_are_like(short, graph, stacks):
         return False
     if any(getattr(graph, name) != getattr(short, name) for name in _GRAPH_FIGURES):
         return False
@@ -334,6 +341,16 @@ def _stands_for(short: ModelGraph, graph: ModelGraph, stacks: Stacks) -> bool:
         and all(_same(a, short, b, graph, stacks) for a, b in zip(values.get(there, ()), mine, strict=True))
         for producer, mine in pairs.items()
     )
+
+
+def _notes_are_like(short: ModelGraph, graph: ModelGraph, stacks: Stacks) -> bool:
+    """Returns whether the notes are the same, those that begin with a module's name by the module's like."""
+
+    def like(note: str) -> str:
+        name, colon, text = note.partition(": ")
+        return f"{stacks.like(name)}{colon}{text}"
+
+    return graph.notes == short.notes or {*map(like, graph.notes)} == {*short.notes}
 
 
 def _is_like(short: Unit, unit: Unit, stacks: Stacks) -> bool:

@@ -143,9 +143,9 @@ class Writes:
         write.times += 1
         write.updates += is_update
 
-    def count(self) -> int:
-        """Returns how often something was written."""
-        return sum(write.times for write in self._writes.values())
+    def count(self, apart: Collection[str] = ()) -> int:
+        """Returns how often something was written by the code of other modules than those `apart`."""
+        return sum(write.times for write in self._writes.values() if write.site.frame not in apart)
 
     def writers(self) -> set[str]:
         """Returns the modules (or the loss) whose code has written."""

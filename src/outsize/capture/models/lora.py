@@ -38,13 +38,18 @@ def with_adapters(model: nn.Module, rank: int, targets: Sequence[str] | str | No
             next_step="outsize.Lora(rank=8) (--lora-rank 8)",
         )
     peft: Any = import_peft()
+    # Where weights have no memory, adapters need none; peft would draw their values on the host first. It
+    # gives those on meta float32, as it gives all of weights that are as wide or narrower.
+    on_meta = all(p.is_meta and p.itemsize <= torch.float32.itemsize for p in model.parameters())
     chosen = targets if targets is None or isinstance(targets, str) else list(targets)
     try:
         config = peft.LoraConfig(r=rank, target_modules=chosen)
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             # peft reads an attribute that transformers has renamed.
             warnings.simplefilter("ignore", FutureWarning)
-            adapted: nn.Module = peft.get_peft_model(sharing_weights(model), config)
+            adapted: nn.Module = peft.get_peft_model(
+                sharing_weights(model), config, low_cpu_mem_usage=on_meta
+            )
     except (ValueError, KeyError) as error:  # A KeyError where a config has no type of model (diffusers).
         layers = linear_names(model)
         raise BadOption(

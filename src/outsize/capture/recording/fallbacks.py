@@ -140,11 +140,12 @@ def record(
     with uncollected(), restored_generators(), own_weight_cache(), self_seeding() as seeded:
         while True:
             attempts += 1
+            rule.found = KnownBlocks()  # Of the rule of this attempt alone.
             try:
                 tape = _recorded(call, rule, caches, options.home)
                 _insist_on_repeatable(model, seeded)
                 # A rule that a retry has changed is not the one that the next recording begins with.
-                if options.blocks is not None and attempts == 1:
+                if options.blocks is not None and (rule.found_leaves() or attempts == 1):
                     options.blocks.add(rule.found)
                 return tape
             except _Retry:
@@ -185,6 +186,7 @@ def _rule_of(model: nn.Module, options: TapeOptions) -> LeafRule:
         is_trial=options.is_trial,
         blocks=options.blocks,
     )
+    rule.begin_with(dict(model.named_modules()))
     rule.forced.update(dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step"))
     return rule
 

@@ -47,16 +47,19 @@ class KnownBlocks:
     """Holds what recordings of one model know of its blocks (repeated_blocks.py).
 
     `repeated` are blocks that another one was shown to be a copy of. `recorded` maps a block and the key of
-    its call to what was recorded.
+    its call to what was recorded. `renewing` maps leaves that retries have made, because they write into
+    objects that they make anew at each call, to the reason.
     """
 
     repeated: set[str] = field(default_factory=set[str])
     recorded: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    renewing: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, found: KnownBlocks) -> None:
         """Adds what another recording has found."""
         self.repeated.update(found.repeated)
         self.recorded.update(found.recorded)
+        self.renewing.update(found.renewing)
 
 
 @final
@@ -72,7 +75,9 @@ class LeafRule:
     the calls before, because they write outside of modules or draw from a generator of their own: all calls
     of one stay in one stage. `used` has the objects that change with each use (capture.guards.consumed), by
     their ids, with what uses them. `is_trial`: what fails on fakes is not run on real tensors. `blocks` is
-    what earlier recordings of the model know of its blocks, `found` what this one adds.
+    what earlier recordings of the model know of its blocks, `found` what this one adds; `renewing` are those
+    of the keepers that write into objects that they make anew at each call, so that no call finds what
+    another one has written.
     """
 
     def __init__(
@@ -96,7 +101,23 @@ class LeafRule:
         self.blocks = KnownBlocks() if blocks is None else blocks
         self.found = KnownBlocks()
         self.keepers: set[str] = set()
+        self.renewing: dict[str, None] = {}  # A set would have another order in each process.
         self.used: dict[int, list[Consumed]] = {}
+
+    def begin_with(self, names: Collection[str]) -> None:
+        """Makes leaves of those of these modules of which earlier recordings know that they have to be."""
+        known = {name: reason for name, reason in self.blocks.renewing.items() if name in names}
+        self.forced.update(known)
+        self.keepers.update(known)
+        self.renewing.update(dict.fromkeys(known))
+
+    def found_leaves(self) -> bool:
+        """Notes which leaves the next recording of the model begins with; returns whether it then begins with
+        the rule that this one has ended with.
+        """
+        self.found.renewing.update({n: self.forced[n] for n in self.renewing if n in self.forced})
+        others = self.forced.keys() - self.renewing.keys() or self.opened or self.walked or self.used
+        return not others and not self.traced and self.saved and not self.live_loss
 
     def run_loss_live(self) -> None:
         """Lets the loss function be one instruction from the next recording on."""

@@ -131,9 +131,13 @@ def insist_on_harmless_writes(
     now = (w for w in reads.writes.writes_elsewhere() if not _runs_as_it_is(w.site.frame, modules, rule))
     moving = [write for write in now if write.times > times.get(id(write), 0)]
     lasting: list[Write] = []
+    # What both forwards write into has lived before the second one.
+    finding = {write.site.frame for write in moving if id(write) in times}
     for write in moving:
         frame = write.site.frame
         if frame and frame not in rule.opened:
+            if frame not in finding:
+                rule.renewing[frame] = None
             rule.forced[frame] = f"it writes {write.site.label}, outside of the model ({write.site.where})"
             rule.keepers.add(frame)
         elif write.is_used:

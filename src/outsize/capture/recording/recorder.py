@@ -208,7 +208,7 @@ class Recorder(Watcher):
             self.references.loose_count(),
             len(self.slots.constants),
         )
-        writes = self.reads.notes.writes.count()
+        writes = self.reads.notes.writes.count(self._rule.renewing)
         return *counts, writes, dict(self.decider.frames), dict(self._fakes.left), self._chance.state
 
     def _is_leaf(self, fqn: str, module: nn.Module) -> bool:

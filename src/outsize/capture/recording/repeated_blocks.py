@@ -189,6 +189,7 @@ class RepeatedBlocks:
             tuple(name[len(fqn) :] for name in names),
             current_modes(),
             calling_line(),
+            self._renewing(fqn),
         )
         slots = tuple(map(self._slot, inputs))
         if self._sizes is not None:
@@ -204,10 +205,16 @@ class RepeatedBlocks:
         concerns them.
         """
         inside = self._paths[_below(self._paths, fqn)]
-        rungs = {*self._rule.forced, *self._rule.walked}
+        # What such a leaf writes, no other call finds.
+        rungs = {*self._rule.forced, *self._rule.walked} - self._rule.renewing.keys()
         if self._rule.traced or not rungs.isdisjoint(inside):
             return False
         return all(map(self._fakes.is_settled, (fqn, *inside)))
+
+    def _renewing(self, fqn: str) -> tuple[str, ...]:
+        """Returns the parts of a block that a retry has made leaves, as names in it."""
+        inside = self._paths[_below(self._paths, fqn)] if self._rule.renewing else []
+        return tuple(name[len(fqn) :] for name in inside if name in self._rule.renewing)
 
     def _slot(self, tensor: Tensor) -> int:
         slot = self._slots.slot_of(tensor)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import Wrapped
 from torch import Tensor, nn
 
 import outsize
@@ -14,6 +15,7 @@ from outsize.api.problem import Profiler, styled
 from outsize.capture.graph import shortened
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.shortened import LEAST, LayerStack, OtherLayer, Stacks
+from outsize.capture.recording import fallbacks
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
 from outsize.planner.costs.kernel_stacks import kernel_stack
@@ -223,6 +225,27 @@ def test_a_loss_in_pieces_is_made_of_the_tapes_that_were_recorded(monkeypatch: p
     alone = case(model).under("bf16").in_pieces(3).captured(4).graph
     assert without_numbers(pieces) == without_numbers(alone)
     assert any("loss_in_pieces" in unit.name for unit in pieces.units)
+
+
+def test_what_retries_find_out_of_a_few_layers_is_known_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry makes leaves of what adapters of experts do in each layer; it runs a few layers alone."""
+    model, recorded = Stacked(), list[int]()
+    for layer in model.layers:
+        layer.gate = Wrapped(layer.gate)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    expected = [case(model).captured(samples).graph for samples in (4, 2)]
+    monkeypatch.setattr(shortened, "LONG", LEAST)
+    run = fallbacks._run
+    monkeypatch.setattr(
+        fallbacks, "_run", lambda call, *more: recorded.append(len(call.model.layers)) or run(call, *more)
+    )
+    graph_at = Profiler().graphs(case(model), kernel_stack("eager"))
+    for graph in expected:
+        found = graph_at(graph.batch_size)
+        assert sorted(found.notes) == sorted(graph.notes)
+        assert without_numbers(found) | {"notes": ()} == without_numbers(graph) | {"notes": ()}
+    assert len(expected[0].notes) == COUNT
+    assert recorded.count(COUNT) == 1
+    assert len(recorded) == 1 + 3 + 1
 
 
 def test_a_stack_with_another_layer_is_recorded_whole() -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import Wrapped
 from torch import Tensor, nn
 
 from outsize.capture.fakes.precision import casting
 from outsize.capture.models.load import example, load
+from outsize.capture.recording import fallbacks
 from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.capture.recording.leaf_rule import KnownBlocks
 from outsize.capture.recording.module_equality import Kinds, Log, watched
@@ -179,6 +181,33 @@ class Refusing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """It rounds by NumPy, which no fake has."""
         return x + float(x.detach().numpy().sum())
+
+
+def _wrapped(number: int) -> nn.Module:
+    block = Block(number)
+    block.up = Wrapped(block.up)  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+    return block
+
+
+class Listed(nn.Module):
+    """Keeps its results in one list of all blocks."""
+
+    seen: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A number more each time."""
+        self.seen.append({"rows": len(x)})
+        return self.base(x)
+
+
+def _listed(number: int) -> nn.Module:
+    block = Block(number)
+    block.up = Listed(block.up)  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+    return block
 
 
 class Processor:
@@ -401,6 +430,45 @@ def test_what_a_retry_has_recorded_is_not_kept() -> None:
         known = KnownBlocks()
         record(model, (torch.zeros(2, 8),), {}, None, (), TapeOptions(blocks=known))
         assert bool(known.recorded) is is_kept
+
+
+def test_leaves_that_write_into_what_they_make_are_copied_and_known_to_the_next_recording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A retry makes them leaves, at the first size of the model alone."""
+    model, known, runs = Chain(_wrapped), KnownBlocks(), list[int]()
+    run = fallbacks._run
+    monkeypatch.setattr(fallbacks, "_run", lambda *asked: runs.append(1) or run(*asked))
+
+    def once(samples: int, blocks: KnownBlocks | None) -> Tape:
+        return record(model, (torch.zeros(samples, 8),), {}, None, (), TapeOptions(blocks=blocks))
+
+    once(2, known)
+    assert sum(runs) == 3  # The second is that which shows what is written again.
+    names = {f"blocks.{number}.up" for number in range(DEEP)}
+    for samples in (2, 5):
+        runs.clear()
+        with pytest.MonkeyPatch.context() as patched:
+            quick, full, copied = _both(patched, partial(once, samples, known))
+        assert sum(runs) == 2  # One with copies, and one without.
+        _insist_on_equal(quick, full)
+        first = once(samples, None)
+        _insist_on_equal(quick, first)
+        assert (quick.keepers, quick.opaque) == (first.keepers, first.opaque)
+        assert quick.keepers == names
+        assert copied >= (DEEP - 2) * 6
+
+
+def test_leaves_that_find_what_they_have_written_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, known = Chain(_listed), KnownBlocks()
+    Listed.seen.clear()
+    quick, full, copied = _both(
+        monkeypatch,
+        lambda: record(model, (torch.zeros(2, 8),), {}, None, (), TapeOptions(blocks=known)),
+    )
+    _insist_on_equal(quick, full)
+    assert (copied, known.renewing, known.recorded) == (0, {}, {})
+    assert quick.keepers == {f"blocks.{number}.up" for number in range(DEEP)}
 
 
 def test_objects_of_their_own_make_no_block_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
