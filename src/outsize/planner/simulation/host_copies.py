@@ -17,17 +17,17 @@ The host's optimizer (run/host/optimizer_step.py) goes through the stages whose 
 the order in which they land, with what copies leave of the host's memory (`updates_end_s`).
 
 Deviations: copies do not slow compute down; ranks share the host's memory evenly; an optimizer that is late
-does not hold copies up, since then it is what a step waits for. Complexity: O(1) for each copy. Oracle:
+does not hold copies up, since then it is what a step waits for. Complexity: O(actions). Oracle:
 tests/unit/planner/simulation/test_host_copies.py, by hand and by two buffers that are played block by block.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final, final
+from typing import Final, Self, final
 
 from outsize.ir.hardware.links import Link
 from outsize.ir.schedule import COMPUTE, FETCH, OFFLOAD, Action, Kind
@@ -59,47 +59,67 @@ class CopyCosts:
     both_ways: bool = True
     cast: Sequence[int] = ()
 
-    def casting_bytes(self, row: Sequence[Action], at: int) -> int:
-        """Returns the bytes through the host's memory before the copy at this index of a row can begin."""
-        first = row[at].kind is Kind.LOAD and row[at] not in row[:at] and bool(self.cast)
-        return CASTING * self.cast[row[at].stage] if first else 0
+    def values_bytes(self, action: Action) -> int:
+        """Returns the bytes of values that an action copies for one pass of a microbatch."""
+        copied = self.fetched if action.kind in FETCH else self.offloaded
+        return copied[computed(action).kind is not Kind.F][action.stage]
 
-    def bytes_of(self, row: Sequence[Action], at: int) -> int:
-        """Returns the bytes that the action at this index of a row copies."""
-        action, stage = row[at], row[at].stage
-        match action.kind:
-            case Kind.LOAD:
-                adds = _adds_to_gradients(row, at)
-                return self.weights[stage] + (self.gradients[stage] if adds else 0)
-            case Kind.UNLOAD:
-                return self.gradients[stage] if _trained(row, at) else 0
-            case Kind.FETCH_F | Kind.FETCH_B:
-                return self.fetched[computed(action).kind is not Kind.F][stage]
-            case Kind.OFFLOAD_F | Kind.OFFLOAD_B:
-                return self.offloaded[computed(action).kind is not Kind.F][stage]
-            case _:
-                raise AssertionError(f"{action} is no copy")
+
+@final
+@dataclass(frozen=True, slots=True)
+class _RowCopies:
+    """Holds the copies of a row by their indices in it: their bytes, what the host casts before them, and the
+    compute action behind each OFFLOAD.
+    """
+
+    sizes: Mapping[int, int]
+    cast_bytes: Mapping[int, int]
+    following: Mapping[int, Action]
+
+    @classmethod
+    def of(cls, costs: CopyCosts, row: Sequence[Action]) -> Self:
+        """Goes through the row once from its end (`_coming`), and once from its beginning."""
+        wanted, following = _coming(row)
+        sizes, cast_bytes = dict[int, int](), dict[int, int]()
+        loaded, trained, has_gradients = set[int](), set[int](), set[int]()
+        for at, action in enumerate(row):
+            stage = action.stage
+            if action.kind in _BACKWARD:
+                trained.add(stage)
+                has_gradients.add(stage)
+            elif action.kind is Kind.LOAD:
+                adds = stage in has_gradients and wanted.get(at) in _BACKWARD
+                sizes[at] = costs.weights[stage] + (costs.gradients[stage] if adds else 0)
+                if costs.cast and stage not in loaded:
+                    cast_bytes[at] = CASTING * costs.cast[stage]
+                loaded.add(stage)
+                trained.discard(stage)
+            elif action.kind is Kind.UNLOAD:
+                sizes[at] = costs.gradients[stage] if stage in trained else 0
+            elif action.kind in FETCH or action.kind in OFFLOAD:
+                sizes[at] = costs.values_bytes(action)
+        return cls(sizes, cast_bytes, following)
 
 
 @final
 class CopyQueues:
-    """Plays the copies of one rank; all times are seconds since the step began."""
+    """Plays the copies of a rank; all times are seconds since the step began."""
 
-    def __init__(self, costs: CopyCosts) -> None:
-        self._costs = costs
+    def __init__(self, costs: CopyCosts, row: Sequence[Action]) -> None:
+        self._costs, self._row, self._copies = costs, row, _RowCopies.of(costs, row)
         self._free_s = {"to device": 0.0, "to host": 0.0}
         self._memory_free_s = 0.0
         self._loaded_s: dict[int, float] = {}
         self._fetched_s: dict[Action, float] = {}
         self._left_s: dict[Kind, float] = {}
 
-    def begin(self, row: Sequence[Action], at: int, now_s: float) -> tuple[float, float]:
-        """Launches the copy of an action; returns when it begins and when it ends."""
-        action, size = row[at], self._costs.bytes_of(row, at)
+    def begin(self, at: int, now_s: float) -> tuple[float, float]:
+        """Launches the copy at this index of the row; returns when it begins and when it ends."""
+        action, size = self._row[at], self._copies.sizes[at]
         queue = "to device" if action.kind in _COMING else "to host"
         start_s = end_s = max(now_s, self._free_s[queue]) if size else now_s
         if size:
-            through = size + self._costs.casting_bytes(row, at)
+            through = size + self._copies.cast_bytes.get(at, 0)
             self._memory_free_s = max(start_s, self._memory_free_s) + through / self._costs.host_bytes_per_s
             end_s = max(start_s + self._costs.link.seconds(size), self._memory_free_s)
             self._free_s[queue] = end_s
@@ -111,15 +131,15 @@ class CopyQueues:
             self._left_s[_left(action)] = end_s
         return start_s, end_s
 
-    def room_s(self, row: Sequence[Action], at: int) -> float:
-        """Returns the time up to which compute waits before this copy is launched."""
-        action, left_s = row[at], self._left_s.get(_left(row[at]), 0.0)
+    def room_s(self, at: int) -> float:
+        """Returns the time up to which compute waits before the copy at this index is launched."""
+        action = self._row[at]
+        left_s = self._left_s.get(_left(action), 0.0)
         if action.kind in FETCH:
             return 0.0 if self._costs.both_ways else self._left_s.get(Kind.OFFLOAD_F, 0.0)
         if action.kind in OFFLOAD:
-            following = next(other for other in row[at:] if other.kind in COMPUTE)
-            return max(left_s, self._fetched_s.get(_pass(following), 0.0))
-        return left_s if self._costs.bytes_of(row, at) else 0.0
+            return max(left_s, self._fetched_s.get(_pass(self._copies.following[at]), 0.0))
+        return left_s if self._copies.sizes[at] else 0.0
 
     def arrival_s(self, action: Action) -> float:
         """Returns when the weights and values have come that a compute action needs."""
@@ -155,6 +175,23 @@ def updates_end_s(
     return end_s
 
 
+def _coming(row: Sequence[Action]) -> tuple[dict[int, Kind], dict[int, Action]]:
+    """Returns what the stage of each LOAD computes next, and the compute action behind each OFFLOAD, by their
+    indices in the row.
+    """
+    wanted, following = dict[int, Kind](), dict[int, Action]()
+    of_stage, after = dict[int, Kind](), None
+    for at in range(len(row) - 1, -1, -1):
+        action = row[at]
+        if action.kind in COMPUTE:
+            of_stage[action.stage], after = action.kind, action
+        elif action.kind is Kind.LOAD and action.stage in of_stage:
+            wanted[at] = of_stage[action.stage]
+        elif action.kind in OFFLOAD and after is not None:
+            following[at] = after
+    return wanted, following
+
+
 def _left(action: Action) -> Kind:
     """Returns what leaves in turn: gradients of weights, or what passes have left."""
     return Kind.OFFLOAD_F if action.kind in OFFLOAD else action.kind
@@ -163,21 +200,3 @@ def _left(action: Action) -> Kind:
 def _pass(action: Action) -> Action:
     """Returns the forward or the backward that a compute action is a part of."""
     return Action(action.stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch)
-
-
-def _trained(row: Sequence[Action], at: int) -> bool:
-    """Returns whether the stage has run a backward since it was loaded."""
-    for action in reversed(row[:at]):
-        if action.stage == row[at].stage:
-            if action.kind in _BACKWARD:
-                return True
-            if action.kind is Kind.LOAD:
-                return False
-    return False
-
-
-def _adds_to_gradients(row: Sequence[Action], at: int) -> bool:
-    """Returns whether a load is for a backward, and an earlier one of the stage has left gradients."""
-    stage = row[at].stage
-    following = next((a.kind for a in row[at + 1 :] if a.stage == stage and a.kind in COMPUTE), None)
-    return following in _BACKWARD and any(a.stage == stage and a.kind in _BACKWARD for a in row[:at])

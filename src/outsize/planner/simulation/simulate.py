@@ -144,7 +144,7 @@ class _Simulation:
 
     def _rank(self, rank: int, row: Sequence[Action]) -> Process:
         inbox: defaultdict[Action, list[Message]] = defaultdict(list)
-        queues = None if self._copies is None else CopyQueues(self._copies)
+        queues = None if self._copies is None else CopyQueues(self._copies, row)
         second = partners(row)
         for at, action in enumerate(row):
             if action.kind in SENDS:
@@ -161,11 +161,10 @@ class _Simulation:
                     yield from self._until(queues.arrival_s(action))
                 yield from self._span(rank, "compute", action, self._compute_s[action])
             else:
-                yield from self._beside(rank, row, at, queues)
+                yield from self._beside(rank, at, action, queues)
 
-    def _beside(self, rank: int, row: Sequence[Action], at: int, queues: CopyQueues | None) -> Process:
-        """Plays what is verified and copied between the actions of a step."""
-        action = row[at]
+    def _beside(self, rank: int, at: int, action: Action, queues: CopyQueues | None) -> Process:
+        """Plays what is verified and copied between the actions of a step; `at` is the index in the row."""
         if action.kind is Kind.SHOW:
             yield from self._span(rank, "compute", action, self._compute_s[action])
             self._kernel.fire(self._shown[action.stage, action.microbatch])
@@ -173,8 +172,8 @@ class _Simulation:
             yield self._shown[verified_stage(action), action.microbatch]
             yield from self._span(rank, "compute", action, self._compute_s[action])
         elif queues is not None:
-            yield from self._until(queues.room_s(row, at))
-            start_s, end_s = queues.begin(row, at, self._kernel.now_s)
+            yield from self._until(queues.room_s(at))
+            start_s, end_s = queues.begin(at, self._kernel.now_s)
             if end_s > start_s:
                 self._note(rank, "load", action, start_s, end_s)
 
