@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -125,16 +125,20 @@ ASKED: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def rows(only: str = "") -> Iterator[dict[str, Any]]:
-    """A row for each model and cluster; `only` is a part of their names."""
+def rows(only: str = "", kinds: Collection[str] = ASKED) -> Iterator[dict[str, Any]]:
+    """A row for each model and cluster; `only` is a part of their names, `kinds` are those of ASKED that are
+    planned.
+    """
     for model in MODELS:
         for cluster, tokens_per_s in model.tokens_per_s.items():
             for batch in model.batches(cluster):
                 if only in f"{model.name} {cluster} {batch * LENGTH}":
-                    yield row(model, cluster, batch, tokens_per_s)
+                    yield row(model, cluster, batch, tokens_per_s, kinds)
 
 
-def row(model: Published, cluster: str, batch: int, published: float | None) -> dict[str, Any]:
+def row(
+    model: Published, cluster: str, batch: int, published: float | None, kinds: Collection[str]
+) -> dict[str, Any]:
     """What is planned of one model on one cluster, beside what is published."""
     found: dict[str, Any] = {
         "model": model.name,
@@ -143,14 +147,15 @@ def row(model: Published, cluster: str, batch: int, published: float | None) -> 
         "tokens": batch * LENGTH,
         "published_tokens_per_s": published,
     }
-    for name, more in ASKED.items():
-        begin_s = time.perf_counter()
+    for name, more in ((name, more) for name, more in ASKED.items() if name in kinds):
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         known = found.get("planned", {}).get("weights") in HOSTED
         # Of the plan that was picked where its weights are on the host.
         found[name] = (
             dict(found["planned"]) if name == "on_host" and known else _planned(model, cluster, batch, more)
         )
         found[name]["planning_s"] = round(time.perf_counter() - begin_s, 1)
+        found[name]["planning_cpu_s"] = round(time.process_time() - begin_cpu_s, 1)
     return found
 
 

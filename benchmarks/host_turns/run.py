@@ -3,6 +3,7 @@
     python benchmarks/host_turns/run.py                   # all, and the tables of README.md
     python benchmarks/host_turns/run.py --only order      # also: planned, limited, sums
     python benchmarks/host_turns/run.py --only planned --rows "32B 8x"
+    python benchmarks/host_turns/run.py --only planned --rows 235B --kinds planned on_host
     python benchmarks/host_turns/run.py --check           # replans; fails where a row is stale or absent
     python benchmarks/host_turns/run.py --table           # README.md from the results alone
 
@@ -45,7 +46,7 @@ def planned(asked: argparse.Namespace) -> Rows:
     from planned import rows
 
     found = list[dict[str, Any]]()
-    for row in rows(asked.rows):
+    for row in rows(asked.rows, asked.kinds):
         print(planned_line(row), flush=True)
         found.append(row)
         if not asked.check:
@@ -83,14 +84,14 @@ def planned_line(row: dict[str, Any]) -> str:
     cells = [row["model"], row["cluster"], row["precision"], f"{row['tokens']:,}"]
     cells += ["" if published is None else f"{published:,.0f}"]
     for name in ("planned", "compiled", "on_host"):
-        found = row[name]
-        if "refused" in found:
-            cells += ["no plan"]
+        found = row.get(name, {})
+        if "tokens_per_s" not in found:
+            cells += ["no plan" if "refused" in found else ""]
             continue
         speed = found["tokens_per_s"]
         beside = "" if published is None else f" ({speed / published:.2f})"
         cells += [f"{speed:,.0f}{beside}"]
-    own = row["on_host"].get("of_bound")
+    own = row.get("on_host", {}).get("of_bound")
     cells += ["" if own is None else f"{own:.2f}", _layout(row["planned"])]
     return f"| {' | '.join(cells)} |"
 
@@ -187,7 +188,7 @@ def differences(asked: argparse.Namespace) -> list[str]:
             wrong.append(f"{name}: absent")
             continue
         compared.append({field: row[field] for field in ("model", "cluster", "tokens")})
-        for kind in ("planned", "compiled", "on_host"):
+        for kind in (kind for kind in asked.kinds if kind in old):
             now_s, then_s = (each[kind].get("step_s", 0.0) for each in (row, old))
             compared[-1][kind] = {"then_s": then_s, "now_s": now_s}
             if abs(now_s - then_s) > SAME * max(now_s, then_s):
@@ -201,6 +202,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rows", default="", help="of plans: those with this in their model and cluster")
+    kinds = ("planned", "compiled", "on_host")
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="which plans of a row")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--check", action="store_true", help="compare plans with the results, write nothing")
     parser.add_argument("--table", action="store_true", help="write README.md from the results alone")
