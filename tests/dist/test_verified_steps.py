@@ -25,11 +25,13 @@ from verified_worker import (
     Woven,
     batch,
     engine_of,
+    loss_fn,
     plan_of,
     said_of,
     step,
 )
 
+import outsize
 from outsize.errors import BadOption, UnsupportedPlan
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Kind
@@ -318,6 +320,47 @@ def test_all_units_are_shown_in_as_many_steps(tmp_path: Path) -> None:
         layers = len(own) // 2
         assert sorted(name for names in shown[:layers] for name in names) == own
         assert all(names == shown[at % layers] for at, names in enumerate(shown))
+
+
+@pytest.mark.parametrize("asked", ["record", "launcher", "neither"])
+def test_a_run_asks_for_it_without_an_engine(
+    tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the record that trainers pass on, or by the launcher's variable, which the record overrides."""
+    model = Chain()
+    plan = plan_of(model, 2, stages=2)
+    if asked != "record":
+        monkeypatch.setenv("OUTSIZE_VERIFY", "1")
+    watch = outsize.Watch(hang_timeout=0, verify={"record": 1, "launcher": None, "neither": 0}[asked])
+
+    def work(_: dist.ProcessGroup) -> bool:
+        x, y = batch(0, plan.batch_size)
+        engine = outsize.parallelize(
+            Chain(), (x,), plan=plan, loss_fn=loss_fn, target=y, callbacks=[watch],
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+        )  # fmt: skip
+        step(engine, 0)
+        return any("VERIFY" in span.action for span in engine.timeline().spans)
+
+    assert on_ranks(tmp_path, 2, work) == [asked != "neither"] * 2
+
+
+def test_calls_of_a_split_model_say_that_they_are_not_verified(tmp_path: Path) -> None:
+    def work(_: dist.ProcessGroup) -> list[str]:
+        x, _y = batch(0, 8)
+        model = outsize.split(
+            Chain(), (x,), stages=2, microbatches=4, callbacks=[outsize.Watch(hang_timeout=0, verify=1)]
+        )
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", NotVerified)
+            for _again in range(2):
+                model(x).sum().backward()
+        return [str(each.message) for each in said if each.category is NotVerified]
+
+    first, second = on_ranks(tmp_path, 2, work)
+    assert second == []
+    (text,) = first
+    assert text.startswith("the work of ranks is not verified: the loop calls the model")
 
 
 def test_a_second_verification_takes_the_place_of_the_first(tmp_path: Path) -> None:

@@ -266,6 +266,9 @@ class Watch(OptionRecord):
     least); 0: never."""
     on_hang: Annotated[Literal["end", "wait"] | None, "'wait'"] = None
     """"end" (default) ends a run that cannot go on, "wait" only says so."""
+    verify: Annotated[int | None, "100"] = None
+    """In every so many-th step ranks repeat each other's work while they idle, and compare bits, as under
+    `engine.verify(every=100)`; 0 (default): never."""
     publish: Annotated[bool, "True"] = False
     """True lets `outsize top` see a run that `outsize run` has not started (it publishes each)."""
     total_steps: Annotated[int | None, "1000"] = None

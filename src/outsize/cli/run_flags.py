@@ -159,6 +159,14 @@ class WatchFlags:
             "What follows when a run cannot go on: end it (default), or wait.",
         ),
     ] = None
+    verify: Annotated[
+        int | None,
+        Key(
+            "100",
+            "In every so many-th step ranks repeat each other's work while they idle, and compare bits; 0 "
+            "(default): never.",
+        ),
+    ] = None
     dashboard: Annotated[
         bool,
         Key(

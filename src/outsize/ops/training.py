@@ -67,8 +67,8 @@ def parallelize(
     - `compiled`: a backend of torch.compile for the stages' functions, True for "inductor", or "auto".
       `outsize.Compile(device_graphs=True)` records stages as CUDA graphs; it has also `captures`.
     - `callbacks`: objects of `outsize.Callback`, the same on every rank; rank 0 calls them.
-      `outsize.Watch` among them says how the run is watched (`hang_timeout`, `on_hang`) and published
-      (`publish`, `total_steps`).
+      `outsize.Watch` among them says how the run is watched (`hang_timeout`, `on_hang`, `verify`) and
+      published (`publish`, `total_steps`).
 
     docs/options.md explains each field of each record on one page.
 
@@ -77,8 +77,12 @@ def parallelize(
     """
     given: Any = options.get("callbacks", ())
     if isinstance(given, Iterable):  # What is no list is refused where the engine's options are read.
-        options = {**options, "callbacks": _with_observers(list(given))}
-    return running.parallelize(model, args, kwargs, plan=plan, **options)
+        options = {**options, "callbacks": (given := _with_observers(list(given)))}
+    engine = running.parallelize(model, args, kwargs, plan=plan, **options)
+    every = next((one.options.verify for one in given if isinstance(one, WatchRanks)), 0)
+    if every:
+        engine.verify(every)
+    return engine
 
 
 @reads_options(SplitOptions)
@@ -162,7 +166,7 @@ def _with_observers(callbacks: list[Any]) -> list[Any]:
 def _observers(watch: Watch) -> tuple[Callback, Callback]:
     """Returns who observes a run beside the user's callbacks. Raises BadOption for what makes no sense."""
     return (
-        WatchRanks(watch.hang_timeout, watch.on_hang),
+        WatchRanks(watch.hang_timeout, watch.on_hang, watch.verify),
         Publisher(wanted=watch.publish, total_steps=watch.total_steps),
     )
 

@@ -134,7 +134,7 @@ def run(
     torchrun's flags go to torchrun: --nnodes, --rdzv-endpoint, --max-restarts.
     """
     is_for_model = is_model(target, processes.module)
-    watched = WatchOptions.given(watch.hang_timeout, watch.on_hang, os.environ)
+    watched = WatchOptions.given(watch.hang_timeout, watch.on_hang, watch.verify, os.environ)
     how = LaunchOptions(watch=watched, publishes=True, beside=watch.beside)
     bare = LaunchPlace(processes.count, _torchruns(ctx, saves=checkpoint.folder is not None), how)
     place = ranks.launched(bare, is_model=is_for_model)

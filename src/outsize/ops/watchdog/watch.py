@@ -42,14 +42,17 @@ class WatchRanks(Callback):
 
     every = 0
 
-    def __init__(self, timeout_s: float | None = None, on_hang: OnHang | None = None) -> None:
-        self._given = timeout_s, on_hang
-        WatchOptions.given(*self._given, {})  # What makes no sense is refused before the run starts.
+    def __init__(
+        self, timeout_s: float | None = None, on_hang: OnHang | None = None, verify: int | None = None
+    ) -> None:
+        self._given = timeout_s, on_hang, verify
+        # What makes no sense is refused before the run starts.
+        self.options = WatchOptions.given(*self._given, {})
 
     def on_start(self, facts: StartFacts) -> None:
         """Starts the watchdog of this rank."""
-        options = WatchOptions.given(*self._given, facts.world.variables)
-        _watch(facts.progress, facts.world, options)
+        self.options = WatchOptions.given(*self._given, facts.world.variables)
+        _watch(facts.progress, facts.world, self.options)
 
 
 def _watch(progress: Progress, world: World, options: WatchOptions) -> None:

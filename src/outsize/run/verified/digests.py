@@ -13,8 +13,7 @@ Blocks of BLOCK words share their factors; after each block the sum so far is mu
 not change places unseen. Complexity: one pass, for which a few blocks stay in the core's cache; accelerators
 take ROWS blocks in one call, and have as many in memory thrice.
 
-Oracle: tests/unit/run/verified/test_digests.py
-flips every bit, and every pair of bits of a few words.
+Oracle: tests/unit/run/verified/test_digests.py flips every bit, and every pair of bits of a few words.
 """
 
 from __future__ import annotations

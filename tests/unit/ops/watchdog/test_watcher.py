@@ -254,9 +254,12 @@ def test_options_that_make_no_sense_are_refused(timeout_s: float, on_hang: str) 
 
 
 def test_options_travel_in_the_environment() -> None:
-    options = WatchOptions(3.5, "wait")
+    options = WatchOptions(3.5, "wait", 100)
     assert WatchOptions.of_environment(options.environment()) == options
     assert WatchOptions.of_environment({}) == WatchOptions()
-    assert WatchOptions.given(None, "end", options.environment()) == WatchOptions(3.5, "end")
+    assert WatchOptions.given(None, "end", None, options.environment()) == WatchOptions(3.5, "end", 100)
+    assert WatchOptions.given(None, None, 0, options.environment()) == WatchOptions(3.5, "wait")
     with pytest.raises(BadOption):
         WatchOptions.of_environment({"OUTSIZE_HANG_TIMEOUT": "soon"})
+    with pytest.raises(BadOption, match="OUTSIZE_VERIFY='often' is no number of steps"):
+        WatchOptions.of_environment({"OUTSIZE_VERIFY": "often"})
