@@ -94,6 +94,7 @@ class StepCopier:
                 warn_user(text, CopyNote)
 
 
+@final
 class _Agreed(NamedTuple):
     """What follows a step on all ranks: the number of a signal that one has received (or 0), copy, save."""
 
