@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,10 +14,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from rank_scenarios import device_of
-from torch import Tensor
+from torch import Tensor, nn
+from verified_worker import Fault
 
 import outsize
 from outsize.capture.models.imports import import_transformers
+from outsize.errors import SilentCorruption
+from outsize.ir.schedule import Kind
 from outsize.train.world.world import World
 
 _MIB: Final = 2**20
@@ -195,4 +200,62 @@ def graphs(world: World, *, axes: dict[str, int], steps: int, timed: int) -> dic
         "bit-equal": all(torch.equal(ours, theirs) for ours, theirs in pairs),
         "recorded": recorded,
         "median_s": {("graphs" if key else "as it is"): sorted(s)[len(s) // 2] for key, s in seconds.items()},
+    }
+
+
+# -- ranks that verify each other's work ---------------------------------------------------------------------
+
+
+def verified(world: World, *, axes: dict[str, Any], width: int, rows: int, timed: int) -> dict[str, Any]:
+    """Whether verified steps have the bits of others, the seconds of both in turns, and what is said of a
+    fault in the products of each rank.
+    """
+    device, layers = device_of(world), 2 * axes.get("stages", 1)
+    samples = rows * axes["microbatches"] * axes.get("axes", {}).get("dp_replicate", 1)
+    draw = torch.Generator().manual_seed(2)
+    x, y = (torch.randn(samples, width, generator=draw).to(device) for _ in range(2))
+    place = "cpu" if world.device_type == "cpu" else "h200"
+
+    def engine() -> outsize.Engine:
+        torch.manual_seed(0)
+        chain = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.Tanh())))
+        return outsize.parallelize(
+            chain, (x.cpu(),), target=y.cpu(), loss_fn=nn.functional.mse_loss, optimizer=_sgd,
+            cluster=f"{world.world_size}x{place}", callbacks=[outsize.Watch(hang_timeout=0)], **axes,
+        )  # fmt: skip
+
+    def said(one: outsize.Engine) -> str:
+        try:
+            one.step(x, target=y)
+        except SilentCorruption as error:
+            return str(error)
+        return ""
+
+    ours, plain = engine(), engine()
+    ours.verify(every=1)
+    losses = [[one.step(x, target=y).loss.detach().cpu() for _ in range(layers + 1)] for one in (ours, plain)]
+    states = [one.weights.full_state_dict() for one in (ours, plain)]
+    pairs = [*zip(*losses, strict=True), *((states[0][name], tensor) for name, tensor in states[1].items())]
+    seconds: dict[str, list[float]] = {"verified": [], "plain": []}
+    for _ in range(timed):
+        for name, one in (("verified", ours), ("plain", plain)):
+            _wait(device)
+            begin_s = time.perf_counter()
+            one.step(x, target=y)
+            _wait(device)
+            seconds[name].append(time.perf_counter() - begin_s)
+    heard: dict[str, str] = {}
+    for rank, kind in product(range(world.world_size), (Kind.F, Kind.B)):
+        fault = Fault(kind, "always", random.Random(rank))
+        with fault.there() if rank == world.rank else nullcontext():
+            heard[f"rank {rank}, {kind.name}"] = said(ours)[:240]
+    median_s = {name: sorted(laps)[len(laps) // 2] for name, laps in seconds.items()}
+    return {
+        "bit-equal": all(torch.equal(one, other) for one, other in pairs),
+        "median_s": median_s,
+        "share at 1 in 100": (median_s["verified"] / median_s["plain"] - 1) / 100,
+        "found": sum(text.startswith("SilentCorruption") for text in heard.values()),
+        "of": len(heard),
+        "no alarm behind": said(ours) == "",
+        "heard": heard,
     }
