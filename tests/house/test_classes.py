@@ -18,7 +18,7 @@ ABSTRACT = {"ABC", "Protocol"}
 MOST_METHODS = 25
 # Classes that have more, and why their methods belong together.
 LARGE = {
-    "ReadTrace": "a method for each kind of bytecode, which the table of opcodes names",
+    "Instructions": "a method for each kind of bytecode, which the table of opcodes names",
     "Trainer": "its methods are the interface of transformers.Trainer",
     "OutsizeStrategy": "its methods are the interface of a strategy of Lightning",
     "Ownership": "not divided yet: who owns a weight, and how its values are loaded and shown",

@@ -62,7 +62,7 @@ PLANTS = [
     ({"report/near.py": "import tiny.run"}, THINKING),
     ({"train/near.py": "def late():\n    import tiny.planner"}, DOING),
     ({"train/near.py": "import tiny.run.far", "run/far.py": "import tiny.ops.watchdog"}, CORE),
-    ({"train/near.py": "import tiny.capture.guards.opcodes"}, PYTHONS),
+    ({"train/near.py": "import tiny.capture.guards.trace.opcodes"}, PYTHONS),
     ({"report/tables/plan_tables.py": "import matplotlib.pyplot"}, PLOTTER),
 ]
 
@@ -109,7 +109,9 @@ def tiny(tmp_path: Path) -> Path:
     plant(tmp_path, {f"{folder_of(room)}/{name}/__init__.py": "" for room, name in inner})
     kinds = ("protected_modules", "allowed_importers")
     named = [module for contract in CONTRACTS for kind in kinds for module in contract.get(kind, ())]
-    plant(tmp_path, {f"{module.removeprefix('outsize.').replace('.', '/')}.py": "" for module in named})
+    files = [Path(*module.split(".")[1:]).with_suffix(".py") for module in named]
+    plant(tmp_path, {f"{folder}/__init__.py": "" for file in files for folder in file.parents[:-1]})
+    plant(tmp_path, {str(file): "" for file in files})
     return tmp_path
 
 

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 
 from outsize.api.records import Loss, Ranks
 from outsize.capture.fakes.untouched import memory_untouched, untouched
-from outsize.capture.guards.trace import without_python_writes
+from outsize.capture.guards.trace.undone_writes import without_python_writes
 from outsize.capture.models.imports import import_package
 from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.device.accelerators import device_type

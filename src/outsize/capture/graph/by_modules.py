@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from outsize.capture.costs.fused_attention import KERNEL_FLOPS
 from outsize.capture.fakes.untouched import untouched
 from outsize.capture.graph.build import Captured, build_graph, fingerprint_of, parameters_of
-from outsize.capture.guards.trace import without_writes
+from outsize.capture.guards.trace.undone_writes import without_writes
 from outsize.capture.recording.call_advice import rejected_by_model
 from outsize.capture.recording.fallbacks import LossFn, record
 from outsize.capture.recording.leaf_rule import LeafRule

@@ -29,9 +29,9 @@ from outsize.capture.fakes.untouched import untouched
 from outsize.capture.guards.constants import Origins
 from outsize.capture.guards.consumed import Consumed, is_random_generator, stood_in
 from outsize.capture.guards.notes import Notes, roots_of
-from outsize.capture.guards.opcodes import insist_on_known_python
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
-from outsize.capture.guards.trace import without_writes
+from outsize.capture.guards.trace.opcodes import insist_on_known_python
+from outsize.capture.guards.trace.undone_writes import without_writes
 from outsize.capture.recording.call_advice import advice_for_loss, call_text, rejected_by_model, shape_text
 from outsize.capture.recording.calls.failures import FrameFailed, Leaked
 from outsize.capture.recording.guards import is_of_fakes

@@ -27,7 +27,7 @@ from outsize.capture.fakes.fake_model import FakeModel
 from outsize.capture.fakes.object_tensors import ArgumentObjects
 from outsize.capture.guards.notes import Notes
 from outsize.capture.guards.symbolic_numbers import with_numbers
-from outsize.capture.guards.trace import ReadTrace
+from outsize.capture.guards.trace.read_trace import ReadTrace
 from outsize.capture.recording.assertions import surviving_answer
 from outsize.capture.recording.calls.call_tensors import CallTensors
 from outsize.capture.recording.calls.checkpoint_regions import CheckpointRegions

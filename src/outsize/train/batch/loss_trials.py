@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.guards.trace import without_writes
+from outsize.capture.guards.trace.undone_writes import without_writes
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors.interruptions import raise_interruption
 from outsize.program.python_reads import LOSS

@@ -23,7 +23,7 @@ from torch import nn
 from outsize.axes.registry import those
 from outsize.capture.fakes.untouched import taken_back
 from outsize.capture.graph.build import Captured
-from outsize.capture.guards.trace import without_writes
+from outsize.capture.guards.trace.undone_writes import without_writes
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption, ExampleRejected, OutsizeError, ReplayMismatch
 from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE, LossCounts, Verdict

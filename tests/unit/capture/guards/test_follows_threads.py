@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from outsize.capture.guards.notes import Notes
-from outsize.capture.guards.trace import ReadTrace
+from outsize.capture.guards.trace.read_trace import ReadTrace
 
 
 def is_followed(trace: ReadTrace) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from outsize.capture.guards import opcodes
+from outsize.capture.guards.trace import opcodes
 from outsize.errors import UnknownPython
 
 WALK = Path(__file__).with_name("opcode_depths.py")

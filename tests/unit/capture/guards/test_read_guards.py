@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from outsize.capture.guards.check import ReadGuards
 from outsize.capture.guards.notes import Notes
-from outsize.capture.guards.trace import ReadTrace
+from outsize.capture.guards.trace.instructions import Instructions
+from outsize.capture.guards.trace.read_trace import ReadTrace
 from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.program.tape import Tape
 
@@ -183,7 +184,7 @@ def test_a_trace_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise IndexError("no such instruction")
 
-    monkeypatch.setattr(ReadTrace, "_on_opcode", broken)
+    monkeypatch.setattr(Instructions, "run", broken)
     with pytest.warns(UserWarning, match="is not guarded, because its trace ended with IndexError"):
         tape = recorded(two(lambda m, x: m.b(m.a(x))))
     assert {read.key for read in tape.reads} == {"__code__"}  # Noted before the first instruction.
