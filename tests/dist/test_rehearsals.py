@@ -21,6 +21,8 @@ from outsize.ir.plan import Axes, Plan, Precision
 from outsize.ops.rehearsal.small_model import SmallModel
 from outsize.run.stage.stage import StageExecutor as Stage
 from outsize.run.transport.same_host import SameHostTransport
+from outsize.train.checkpoint.background import WrittenSave
+from outsize.train.engine.engine import Engine
 from outsize.train.engine.state import EngineState
 
 pytestmark = pytest.mark.dist
@@ -222,6 +224,44 @@ def forget_a_weight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineState, "resume", forgetting)
 
 
+def leave_a_tensor_out(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 does not write one of its tensors into the checkpoint."""
+    write = WrittenSave.write
+
+    def forgetful(self: Any, chunks: Any, group: Any) -> None:
+        write(self, chunks[1:] if is_rank(1) else chunks, group)
+
+    patch.setattr(WrittenSave, "write", forgetful)
+
+
+def forget_the_optimizer(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 goes on from a checkpoint with states of AdamW that are zero."""
+    resume = EngineState.resume
+
+    def forgetting(self: Any, *rest: Any) -> Any:
+        resumed = resume(self, *rest)
+        if is_rank(1):
+            for state in self._update.optimizer.state.values():
+                state["exp_avg_sq"].zero_()
+        return resumed
+
+    patch.setattr(EngineState, "resume", forgetting)
+
+
+def update_too_far(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 moves its first weight further than AdamW says."""
+    update = Engine.update
+
+    def too_far(self: Any, *rest: Any, **named: Any) -> Any:
+        result = update(self, *rest, **named)
+        if is_rank(1):
+            with torch.no_grad():
+                next(weight for _, weight in self.weights.named_parameters()).view(-1)[0] += 1e-3
+        return result
+
+    patch.setattr(Engine, "update", too_far)
+
+
 FAULTS = {
     "order": (exchange_two_messages, "messages", 1, "1RECV_F0"),
     "death": (die, "messages", 1, "step 1"),
@@ -229,6 +269,9 @@ FAULTS = {
     "forward": (change_a_forward, "numbers", 0, "0F2"),
     "deadlock": (lose_a_message, "messages", None, "step 1"),
     "resume": (forget_a_weight, "resume", 1, "resume"),
+    "checkpoint": (leave_a_tensor_out, "resume", 1, "resume"),
+    "optimizer": (forget_the_optimizer, "resume", 1, "step 2 again"),
+    "update": (update_too_far, "numbers", 1, "the update"),
 }
 OFTEN = ("order", "death", "gradient")
 CASES = [pytest.param(*FAULTS[n], id=n, marks=[] if n in OFTEN else [pytest.mark.full]) for n in FAULTS]
@@ -253,4 +296,3 @@ def test_a_fault_is_found_and_named(
     assert world.culprit is not None
     assert world.culprit.action == action, world
     assert rank is None or world.culprit.rank == rank, world
-    print(world.culprit)

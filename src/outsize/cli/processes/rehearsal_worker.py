@@ -156,9 +156,10 @@ class _Rehearsing:
         self._begin("done")
 
     def _take(self, what: str) -> None:
-        """Takes the steps and writes this rank's tensors."""
-        snapshots = engine_snapshots(self._engine, [self._batch], steps=1 if what == FIRST else LATER_STEPS)
-        write_value(self.files.of(self.world.rank, what), snapshots)
+        """Takes the steps and writes this rank's tensors after each of them."""
+        count = 1 if what == FIRST else LATER_STEPS
+        taken = [engine_snapshots(self._engine, [self._batch], steps=1)[-1] for _ in range(count)]
+        write_value(self.files.of(self.world.rank, what), taken)
 
     def _begin(self, phase: str) -> None:
         self.files.note(self.world.rank, phase)

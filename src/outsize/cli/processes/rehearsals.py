@@ -29,7 +29,7 @@ from outsize.ir.plan import Axes, Plan
 from outsize.ops.rehearsal.judge import Judge, RankFiles, Reference
 from outsize.ops.rehearsal.small_model import ModelShrinker, SmallModel
 from outsize.ops.rehearsal.small_plan import kinds_of, small_layout, small_plan, walk
-from outsize.ops.rehearsal.worlds import pairs_met, small_worlds
+from outsize.ops.rehearsal.worlds import MOST_RANKS, pairs_met, small_worlds
 from outsize.policies.precisions import FP32, precision_policy
 from outsize.schedules.builders import planned
 from outsize.schedules.families import family_of
@@ -40,7 +40,7 @@ LIMIT_S: Final = 300.0
 HANG_S: Final = 20.0
 _SAME_MODEL: Final = (
     "outsize rehearse MODEL --input SHAPE --lora R --plan FILE with what outsize plan was given; "
-    "--quantize and --loop are not rehearsed"
+    "a plan with --quantize is not rehearsed"
 )
 _INSTALLED: Final = Path(torch.__file__).parent.parent
 
@@ -205,7 +205,9 @@ def _insist_on_ranks(plan: Plan, most: int) -> None:
         raise BadOption(
             "the plan's rows name the ranks of its pipeline, so it cannot be shorter",
             numbers=f"{plan.axes.pp} ranks of a pipeline, at most {most} ranks here",
-            next_step="outsize plan MODEL --schedule 1f1b --out FILE",
+            next_step=f"--ranks {plan.axes.pp}"
+            if plan.axes.pp <= MOST_RANKS
+            else "outsize plan MODEL --schedule 1f1b --out FILE",
         )
 
 

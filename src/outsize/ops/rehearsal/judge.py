@@ -1,9 +1,9 @@
 """Judges what the ranks of a small world have left: which proofs hold, and who was wrong where one does not.
 
     first      after step 1: loss, gradients, weights   against the plain loop in one process
-    later      after step 3                             against the plain loop, where the plan keeps all bits
+    later      after steps 2 and 3                      against the plain loop, where the plan keeps all bits
     restored   the weights of the checkpoint            against `first`, bit by bit
-    again      after step 3, from the checkpoint        against `later`, bit by bit
+    again      after steps 2 and 3, from the checkpoint against `later`, bit by bit
 
 Ranks that add up in another order (replicas, tp) agree within rounding in step 1; later steps of theirs may
 not, because AdamW makes much of small roundings. Ranks that hold the same weights agree in all bits after
@@ -50,7 +50,6 @@ FIRST: Final = "first"
 LATER: Final = "later"
 AGAIN: Final = "again"
 RESTORED: Final = "restored"
-STEPS: Final = {FIRST: 1, LATER: 3}
 _LAST_CHARACTERS: Final = 2000
 # Sums over few columns do not average their roundings out: with widths of 32 a Llama reaches 9e-7.
 _NARROWER: Final = 4
@@ -83,9 +82,10 @@ class RankFiles:
         """Tells whether all ranks have written these tensors."""
         return all(self.of(rank, what).exists() for rank in range(ranks))
 
-    def snapshots(self, what: str, ranks: int) -> list[TrainingSnapshot]:
-        """Returns the tensors of all ranks."""
-        return [read_value(self.of(rank, what))[-1] for rank in range(ranks)]
+    def snapshots(self, what: str, ranks: int) -> list[list[TrainingSnapshot]]:
+        """Returns the tensors of all ranks after each of the steps."""
+        by_rank = (read_value(self.of(rank, what)) for rank in range(ranks))
+        return [list(of_step) for of_step in zip(*by_rank, strict=True)]
 
     def messages(self, ranks: int) -> list[SeenMessages]:
         """Returns the messages of the first step, of each rank; none of one that has not ended it."""
@@ -203,7 +203,7 @@ class Judge:
         return ProofResult(proof="messages", holds=True), None
 
     def _numbers(self) -> Judged:
-        found, expected = self.files.snapshots(FIRST, self._ranks), self._expected(FIRST)
+        (found,), expected = self.files.snapshots(FIRST, self._ranks), self._expected(1)
         filled = [_filled(each, expected) for each in found]
         bits = all(compare(expected, each).bit_equal for each in filled)
         bits = bits and not _missing(found, expected)
@@ -220,14 +220,20 @@ class Judge:
     def _later(self) -> Judged:
         if not self.files.has_all(LATER, self._ranks):
             return ProofResult(proof="memory of steps", holds=False), self._who_failed(0)
+        by_step, culprit = self.files.snapshots(LATER, self._ranks), None
+        for step, found in enumerate(by_step, 2):
+            culprit = culprit or self._wrong_after(step, found)
+        result = ProofResult(proof="memory of steps", holds=culprit is None, bits=culprit is None)
+        return result, culprit
+
+    def _wrong_after(self, step: int, found: Sequence[TrainingSnapshot]) -> Culprit | None:
+        """Returns who is wrong after a step; None where all are right, as far as the plan keeps bits."""
         if self._rounds:
-            culprit = self._other_copy(self.files.snapshots(LATER, self._ranks), "steps 2 and 3")
-            result = ProofResult(proof="memory of steps", holds=culprit is None, bits=culprit is None)
-            return result, culprit
-        found, expected = self.files.snapshots(LATER, self._ranks), self._expected(LATER)
-        bits = all(compare(expected, _filled(each, expected)).bit_equal for each in found)
-        result = ProofResult(proof="memory of steps", holds=bits, bits=bits)
-        return result, None if bits else self._who_is_wrong(found, expected, "steps 2 and 3")
+            return self._other_copy(found, f"step {step}")
+        expected = self._expected(step)
+        if all(compare(expected, _filled(each, expected)).bit_equal for each in found):
+            return None
+        return self._who_is_wrong(found, expected, f"the update of step {step}")
 
     def _death(self) -> Judged:
         failed = self.files.failed()
@@ -241,25 +247,24 @@ class Judge:
     def _resumed(self) -> Judged:
         if not self.files.has_all(AGAIN, self._ranks):
             return ProofResult(proof="resume", holds=False), self._who_failed(1)
-        for rank, first in enumerate(self.files.snapshots(FIRST, self._ranks)):
+        (first_of_ranks,) = self.files.snapshots(FIRST, self._ranks)
+        for rank, first in enumerate(first_of_ranks):
             restored = read_value(self.files.of(rank, RESTORED))
             wrong = _unequal(first.parameters, restored)
             if wrong:
                 seen = f"{wrong[0]} is not the one that was saved"
                 return ProofResult(proof="resume", holds=False), self._at(rank, "resume", seen)
         before, again = (self.files.snapshots(what, self._ranks) for what in (LATER, AGAIN))
-        for rank, (old, new) in enumerate(zip(before, again, strict=True)):
-            differences = compare(old, new)
-            if not differences.bit_equal:
-                weights = _unequal(old.parameters, new.parameters)
-                wrong = [
-                    *sorted(differences.wrong_grads),
-                    *sorted(differences.wrong_buffers),
-                    *weights,
-                    "loss",
-                ]
-                seen = f"{wrong[0]} not as in the run that was not interrupted"
-                return ProofResult(proof="resume", holds=False), self._at(rank, "steps 2 and 3 again", seen)
+        for step, pair in enumerate(zip(before, again, strict=True), 2):
+            for rank, (old, new) in enumerate(zip(*pair, strict=True)):
+                differences = compare(old, new)
+                if not differences.bit_equal:
+                    weights = _unequal(old.parameters, new.parameters)
+                    names = [*sorted(differences.wrong_grads), *sorted(differences.wrong_buffers), *weights]
+                    seen = f"{next(iter(names), 'the loss')} not as in the run that was not interrupted"
+                    return ProofResult(proof="resume", holds=False), self._at(
+                        rank, f"step {step} again", seen
+                    )
         return ProofResult(proof="resume", holds=True, bits=True), None
 
     # -- what is expected ---------------------------------------------------------------------------
@@ -274,11 +279,11 @@ class Judge:
         weights = self.built.model.parameters()
         return _NARROWER * (WITHIN_DOUBLE if all(w.dtype == torch.float64 for w in weights) else WITHIN)
 
-    def _expected(self, what: str) -> TrainingSnapshot:
-        """Returns the tensors of the plain loop over the same microbatches."""
+    def _expected(self, steps: int) -> TrainingSnapshot:
+        """Returns the tensors of the plain loop over the same microbatches after so many steps."""
         plan, case = self.plan, self.built.case
         count = plan.microbatches_of(case.batch.size)
-        loop = PlainLoop(count, case.loss_fn, steps=STEPS[what], seed=self.seed, bn=plan.bn)
+        loop = PlainLoop(count, case.loss_fn, steps=steps, seed=self.seed, bn=plan.bn)
         model = model_copy(self.built.model)
         return reference_snapshot(model, self.reference.tape, case.batch.copied(), loop)
 

@@ -19,7 +19,6 @@ from outsize.ops.rehearsal.judge import (
     FIRST,
     LATER,
     RESTORED,
-    STEPS,
     Judge,
     RankFiles,
     Reference,
@@ -33,7 +32,8 @@ from outsize.train.world.failure import KILLED, Failure
 
 SPEC = f"{__name__}:normed"
 KILLED_RANK = 1
-Snapshots = dict[tuple[int, str], TrainingSnapshot]
+Snapshots = dict[tuple[int, str], list[TrainingSnapshot]]
+STEPS = {FIRST: (1,), LATER: (2, 3), AGAIN: (2, 3)}
 
 
 def normed() -> nn.Module:
@@ -58,7 +58,7 @@ class Left:
     def judged(self, folder: Path) -> RehearsedWorld:
         files = RankFiles(folder)
         for (rank, what), snapshot in self.snapshots.items():
-            write_value(files.of(rank, what), [snapshot])
+            write_value(files.of(rank, what), snapshot)
         for rank, weights in self.restored.items():
             write_value(files.of(rank, RESTORED), weights)
         for rank, messages in self.messages.items():
@@ -68,16 +68,16 @@ class Left:
         return judge.judged(1)
 
     def change(self, rank: int, what: str, kind: str, name: str, by: float = 1e-3) -> None:
-        """Adds to the first element of a tensor, and changes no other's memory."""
-        snapshot = self.snapshots[rank, what]
+        """Adds to the first element of a tensor after the last of the steps, in memory of its own."""
+        snapshot = self.snapshots[rank, what].pop()
         tensors = dict(getattr(snapshot, kind))
         tensors[name] = tensors[name].clone()
         tensors[name].view(-1)[0] += by
-        self.snapshots[rank, what] = replace(snapshot, **{kind: tensors})
+        self.snapshots[rank, what].append(replace(snapshot, **{kind: tensors}))
 
 
 @cache
-def recorded(replicas: int) -> tuple[Plan, BuiltModel, Reference, dict[str, TrainingSnapshot]]:
+def recorded(replicas: int) -> tuple[Plan, BuiltModel, Reference, dict[int, TrainingSnapshot]]:
     axes = Axes(pp=2, dp_replicate=replicas)
     batch = 4 * replicas
     built = SmallModel(SPEC, "8", 0).made(batch)
@@ -95,9 +95,9 @@ def recorded(replicas: int) -> tuple[Plan, BuiltModel, Reference, dict[str, Trai
     )
     reference = Reference.of(built, plan)
     taken = {}
-    for what, steps in STEPS.items():
+    for steps in (1, 2, 3):
         loop = PlainLoop(plan.microbatches_of(batch), built.case.loss_fn, steps=steps, seed=0, bn=plan.bn)
-        taken[what] = reference_snapshot(
+        taken[steps] = reference_snapshot(
             model_copy(built.model), reference.tape, built.case.batch.copied(), loop
         )
     return plan, built, reference, taken
@@ -114,13 +114,13 @@ def left(replicas: int = 1) -> Left:
     def own(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
         return {name: t for name, t in tensors.items() if stages[name.rpartition(".")[0]] == places[rank]}
 
-    def of(rank: int, what: str) -> TrainingSnapshot:
-        whole = taken[LATER if what == AGAIN else what]
+    def of(rank: int, steps: int) -> TrainingSnapshot:
+        whole = taken[steps]
         tensors = (own(each, rank) for each in (whole.grads, whole.buffers, whole.parameters))
         return TrainingSnapshot(whole.loss, *tensors)
 
-    snapshots = {(rank, what): of(rank, what) for rank in ranks for what in (FIRST, LATER, AGAIN)}
-    restored = {rank: dict(snapshots[rank, FIRST].parameters) for rank in ranks}
+    snapshots = {(rank, what): [of(rank, each) for each in STEPS[what]] for rank in ranks for what in STEPS}
+    restored = {rank: dict(snapshots[rank, FIRST][0].parameters) for rank in ranks}
     sent = [SeenMessage(peer=1, channel=2, microbatch=n, stage=1, digest=f"{n}") for n in range(2)]
     taken_in = [each.model_copy(update={"peer": 0}) for each in sent]
     first, last = SeenMessages(sent=tuple(sent)), SeenMessages(received=tuple(taken_in))
@@ -139,7 +139,8 @@ def test_ranks_without_a_mistake_hold(tmp_path: Path, replicas: int) -> None:
 
 
 def loss_of_one_rank(of: Left) -> None:
-    of.snapshots[0, FIRST] = replace(of.snapshots[0, FIRST], loss=of.snapshots[0, FIRST].loss * 2)
+    (snapshot,) = of.snapshots[0, FIRST]
+    of.snapshots[0, FIRST] = [replace(snapshot, loss=snapshot.loss * 2)]
 
 
 def gradient(of: Left) -> None:
@@ -147,9 +148,9 @@ def gradient(of: Left) -> None:
 
 
 def missing_gradient(of: Left) -> None:
-    snapshot = of.snapshots[0, FIRST]
+    (snapshot,) = of.snapshots[0, FIRST]
     grads = {name: grad for name, grad in snapshot.grads.items() if name != "1.0.bias"}
-    of.snapshots[0, FIRST] = replace(snapshot, grads=grads)
+    of.snapshots[0, FIRST] = [replace(snapshot, grads=grads)]
 
 
 def buffer(of: Left) -> None:
@@ -209,15 +210,15 @@ MISTAKES = [
     (buffer, "numbers", 1, "forward of stage 1", "buffer 3.1.running_var (3.1)"),
     (update, "numbers", 0, "the update", "2.0.weight is not that of one process"),
     (later_gradient, "memory of steps", 1, "backward of stage 1", "gradient of 4.weight (4)"),
-    (later_update, "memory of steps", 1, "steps 2 and 3", "4.weight is not that of one process"),
+    (later_update, "memory of steps", 1, "the update of step 3", "4.weight is not that of one process"),
     (message_of_another, "messages", 1, "1RECV_F1", "not what rank 0 has sent for it"),
     (message_that_nobody_took, "messages", 0, "1SEND_F1", "rank 1 has not taken it in"),
     (message_that_nobody_sent, "messages", 1, "1RECV_F0", "not what rank 0 has sent for it"),
     (death_that_was_not_told, "death", 1, "step 4", "its death was not told"),
     (weight_that_was_not_saved, "resume", 0, "resume", "2.0.weight is not the one that was saved"),
     (weight_that_was_saved_wrong, "resume", 1, "resume", "4.bias is not the one that was saved"),
-    (buffer_that_was_not_saved, "resume", 0, "steps 2 and 3 again", "0.1.running_mean not as in the run"),
-    (state_that_was_not_saved, "resume", 1, "steps 2 and 3 again", "4.weight not as in the run"),
+    (buffer_that_was_not_saved, "resume", 0, "step 3 again", "0.1.running_mean not as in the run"),
+    (state_that_was_not_saved, "resume", 1, "step 3 again", "4.weight not as in the run"),
 ]
 
 
@@ -239,7 +240,7 @@ def test_replicas_are_compared_with_each_other(tmp_path: Path) -> None:
     cases = (
         (FIRST, "parameters", "4.weight", 3e-8, "numbers", "the update"),
         (FIRST, "buffers", "3.1.running_mean", 1e-3, "numbers", "the update"),
-        (LATER, "parameters", "4.weight", 1e-3, "memory of steps", "steps 2 and 3"),
+        (LATER, "parameters", "4.weight", 1e-3, "memory of steps", "step 3"),
     )
     for number, (what, kind, name, by, proof, action) in enumerate(cases):
         of = left(2)
