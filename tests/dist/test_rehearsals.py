@@ -267,7 +267,7 @@ FAULTS = {
     "death": (die, "messages", 1, "step 1"),
     "gradient": (change_a_gradient, "numbers", 1, "backward of stage 1"),
     "forward": (change_a_forward, "numbers", 0, "0F2"),
-    "deadlock": (lose_a_message, "messages", None, "step 1"),
+    "deadlock": (lose_a_message, "messages", 1, "1RECV_F1"),
     "resume": (forget_a_weight, "resume", 1, "resume"),
     "checkpoint": (leave_a_tensor_out, "resume", 1, "resume"),
     "optimizer": (forget_the_optimizer, "resume", 1, "step 2 again"),
@@ -282,7 +282,7 @@ def test_a_fault_is_found_and_named(
     monkeypatch: pytest.MonkeyPatch,
     inflict: Callable[[pytest.MonkeyPatch], None],
     proof: str,
-    rank: int | None,
+    rank: int,
     action: str,
 ) -> None:
     """The faults are inherited by the processes of a rehearsal, which are forks of this one."""
@@ -295,4 +295,4 @@ def test_a_fault_is_found_and_named(
     assert [result.proof for result in world.results if result.holds is False] == [proof], world
     assert world.culprit is not None
     assert world.culprit.action == action, world
-    assert rank is None or world.culprit.rank == rank, world
+    assert world.culprit.rank == rank, world

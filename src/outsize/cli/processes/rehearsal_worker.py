@@ -129,7 +129,8 @@ class _Rehearsing:
     def first_attempt(self) -> None:
         """Takes steps, saves, and is killed or loses another rank."""
         self._begin("step 1")
-        witness, crew = Witness(len(self.job.plan.stages)), self._engine.crew
+        log = self.files.log(self.world.rank)
+        witness, crew = Witness(len(self.job.plan.stages), log), self._engine.crew
         crew.send_through(witness.between)
         self._take(FIRST)
         self.files.of(self.world.rank, "messages").write_text(witness.messages.to_json(), encoding="utf-8")

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from outsize.axes.registry import STAGES, coordinate, number_along, ranks_along
 from outsize.capture.graph.build import Captured
+from outsize.errors import RunHung
 from outsize.ir.answers.runs.rehearsal import Culprit, Proof, ProofResult, RehearsedWorld
 from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE
 from outsize.ir.plan import Plan
 from outsize.ops.rehearsal.small_model import BuiltModel
-from outsize.ops.rehearsal.witness import SeenMessages, messages_in_one_process
+from outsize.ops.rehearsal.witness import MessageLog, SeenMessages, messages_in_one_process
 from outsize.program.objects import model_copy
 from outsize.program.tape import Tape
 from outsize.program.weights.of_loss import with_loss
@@ -92,6 +93,10 @@ class RankFiles:
         files = [self.of(rank, "messages") for rank in range(ranks)]
         texts = (file.read_text(encoding="utf-8") if file.exists() else "" for file in files)
         return [SeenMessages.model_validate_json(text) if text else SeenMessages() for text in texts]
+
+    def log(self, rank: int) -> MessageLog:
+        """Returns the file of a rank's messages, which it writes as they go."""
+        return MessageLog(self.of(rank, "log"))
 
     def note(self, rank: int, phase: str) -> None:
         """Writes down what a rank does from here on."""
@@ -294,6 +299,9 @@ class Judge:
         failed = self.files.failed()
         if attempt < len(failed):
             failure = failed[attempt]
+            lost = self._lost_message() if failure.fields.get("code") == RunHung.code else None
+            if lost is not None:
+                return lost
             seen = str(failure.fields.get("what", "")) if failure.ours else failure.ending
             if failure.absence:
                 seen = failure.absence
@@ -302,6 +310,24 @@ class Judge:
         rank = late[0] if late else 0
         seen = "it was not over in time" if self.said is None else self.said.rpartition("\n")[2]
         return self._at(rank, self.files.phase(rank), seen)
+
+    def _lost_message(self) -> Culprit | None:
+        """Returns who waits in step 1 for a message that never comes in although it was sent, or who has left
+        it out and sent later ones of its kind; None where it is something else that ranks wait for.
+        """
+        logs = [self.files.log(rank).read() for rank in range(self._ranks)]
+        for rank, (_, message) in enumerate(logs):
+            if message is None:
+                continue
+            peer, place = self._peer(rank, message.peer), self._place(rank)
+            sent = [m for m in logs[peer][0].sent if (m.peer, m.channel) == (place, message.channel)]
+            if message.microbatch in [each.microbatch for each in sent]:
+                seen = f"rank {peer} has sent it, and it never came in"
+                return self._at(rank, message.text("RECV"), seen)
+            if any(each.microbatch > message.microbatch for each in sent):
+                seen = f"rank {rank} waits for it, and it was never sent"
+                return self._at(peer, message.text("SEND"), seen)
+        return None
 
     def _who_is_wrong(
         self, found: Sequence[TrainingSnapshot], expected: TrainingSnapshot, update: str

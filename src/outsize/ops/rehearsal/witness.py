@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -28,6 +30,9 @@ from outsize.train.context.options import EngineOptions
 from outsize.train.engine.factory import make_engine
 
 Key = tuple[int, int, int, int]
+_SENT: Final = "sent"
+_WAITS: Final = "waits"
+_TAKEN: Final = "taken"
 
 
 @final
@@ -78,18 +83,45 @@ class SeenMessages(Record):
 
 
 @final
-class Witness:
-    """Stands between a rank and its transport, and notes its messages."""
+@dataclass(frozen=True)
+class MessageLog:
+    """Is a file to which a rank adds a line for each message that it has sent, waits for or has taken in. It
+    tells what a rank waits for that never ends its step.
+    """
 
-    def __init__(self, stages: int) -> None:
-        self._stages = stages
+    file: Path
+
+    def note(self, what: str, message: SeenMessage) -> None:
+        """Adds a line: a word and the message."""
+        with self.file.open("a", encoding="utf-8") as log:
+            log.write(f"{what} {message.to_json().replace(chr(10), ' ')}\n")
+
+    def read(self) -> tuple[SeenMessages, SeenMessage | None]:
+        """Returns the messages that were sent and taken in, and the one that the rank waits for."""
+        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        noted = [line.partition(" ")[::2] for line in lines]
+        messages = [(what, SeenMessage.model_validate_json(text)) for what, text in noted]
+        by_word = {word: tuple(one for what, one in messages if what == word) for word in (_SENT, _TAKEN)}
+        last = messages[-1] if messages else ("", None)
+        return SeenMessages(sent=by_word[_SENT], received=by_word[_TAKEN]), (
+            last[1] if last[0] == _WAITS else None
+        )
+
+
+@final
+class Witness:
+    """Stands between a rank and its transport, and notes its messages, also in a `log` as they go."""
+
+    def __init__(self, stages: int, log: MessageLog | None = None) -> None:
+        self._stages, self._log = stages, log
         self._sent: dict[int, list[SeenMessage]] = {}
         self._received: dict[int, list[SeenMessage]] = {}
 
     def between(self, rank: int, transport: Transport) -> Transport:
         """Returns a transport that is looked at."""
         sent, received = self._sent.setdefault(rank, []), self._received.setdefault(rank, [])
-        return _SeenTransport(transport, sent, received, self._stages)
+        note = self._log.note if self._log is not None else _unnoted
+        return _SeenTransport(transport, sent, received, self._stages, note)
 
     @property
     def messages(self) -> SeenMessages:
@@ -103,6 +135,10 @@ class Witness:
         """Returns what all ranks of this process have sent."""
         pairs = ((rank, message) for rank, messages in self._sent.items() for message in messages)
         return {message.key_from(rank): message.digest for rank, message in pairs}
+
+
+def _unnoted(what: str, message: SeenMessage) -> None:
+    """Notes nothing."""
 
 
 def unseen(_: int, transport: Transport) -> Transport:
@@ -122,21 +158,32 @@ def messages_in_one_process(plan: Plan, built: BuiltModel, seed: int) -> Mapping
 @final
 class _SeenTransport(Transport):
     def __init__(
-        self, transport: Transport, sent: list[SeenMessage], received: list[SeenMessage], stages: int
+        self,
+        transport: Transport,
+        sent: list[SeenMessage],
+        received: list[SeenMessage],
+        stages: int,
+        log: Callable[[str, SeenMessage], None],
     ) -> None:
         self._transport, self._sent, self._received, self._stages = transport, sent, received, stages
+        self._log = log
 
     def send(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
         self._sent.append(self._message(peer, channel, microbatch, tensor))
         self._transport.send(peer, channel, microbatch, tensor)
+        self._log(_SENT, self._sent[-1])
 
     def post(self, peer: int, channel: int, microbatch: int) -> Pending:
         pending = self._transport.post(peer, channel, microbatch)
 
+        def await_it() -> None:
+            self._log(_WAITS, self._message(peer, channel, microbatch, None))
+
         def note(tensor: Tensor | None) -> None:
             self._received.append(self._message(peer, channel, microbatch, tensor))
+            self._log(_TAKEN, self._received[-1])
 
-        return _SeenPending(pending, note)
+        return _SeenPending(pending, await_it, note)
 
     def flush(self) -> None:
         self._transport.flush()
@@ -150,13 +197,16 @@ class _SeenTransport(Transport):
 
 @final
 class _SeenPending(Pending):
-    def __init__(self, pending: Pending, note: Callable[[Tensor | None], None]) -> None:
-        self._pending, self._note = pending, note
+    def __init__(
+        self, pending: Pending, await_it: Callable[[], None], note: Callable[[Tensor | None], None]
+    ) -> None:
+        self._pending, self._await_it, self._note = pending, await_it, note
 
     def ready(self) -> bool:
         return self._pending.ready()
 
     def wait(self) -> Tensor | None:
+        self._await_it()
         tensor = self._pending.wait()
         self._note(tensor)
         return tensor

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.axes.registry import STAGES, coordinate, number_along
+from outsize.errors import RunHung
 from outsize.ir.answers.runs.rehearsal import RehearsedWorld
 from outsize.ir.plan import Axes, Plan
 from outsize.ops.rehearsal.judge import (
@@ -272,3 +273,50 @@ def test_a_gradient_that_all_replicas_have_alike_names_them_all(tmp_path: Path) 
     assert culprit is not None
     assert culprit.rank == 2
     assert culprit.seen == "gradient of 4.weight (4); as on rank 3"
+
+
+# -- ranks that never end a step ------------------------------------------------------------------------
+
+
+def hung(of: Left) -> None:
+    """The watchdog has ended step 1, and blames rank 0."""
+    of.snapshots = {}
+    fields = {"code": RunHung.code, "what": "ranks 0, 1 wait for each other"}
+    of.failures = [Failure(0, 1, 1, 0, ours=True, fields=fields)]
+
+
+def test_a_message_that_never_came_in_is_named(tmp_path: Path) -> None:
+    of = left()
+    hung(of)
+    files = RankFiles(tmp_path)
+    for message in of.messages[0].sent:
+        files.log(0).note("sent", message)
+    files.log(1).note("taken", of.messages[1].received[0])
+    files.log(1).note("waits", of.messages[1].received[1])
+    culprit = of.judged(tmp_path).culprit
+    assert culprit is not None
+    assert (culprit.rank, culprit.stage, culprit.action) == (1, 1, "1RECV_F1")
+    assert culprit.seen == "rank 0 has sent it, and it never came in"
+
+
+def test_a_message_that_was_left_out_is_named(tmp_path: Path) -> None:
+    of = left()
+    hung(of)
+    files = RankFiles(tmp_path)
+    files.log(0).note("sent", of.messages[0].sent[1])
+    files.log(1).note("waits", of.messages[1].received[0])
+    culprit = of.judged(tmp_path).culprit
+    assert culprit is not None
+    assert (culprit.rank, culprit.stage, culprit.action) == (0, 0, "1SEND_F0")
+    assert culprit.seen == "rank 1 waits for it, and it was never sent"
+
+
+def test_ranks_that_wait_for_something_else_are_named_by_the_watchdog(tmp_path: Path) -> None:
+    of = left()
+    hung(of)
+    RankFiles(tmp_path).log(1).note("waits", of.messages[1].received[0])
+    RankFiles(tmp_path).note(0, "step 1")
+    culprit = of.judged(tmp_path).culprit
+    assert culprit is not None
+    assert (culprit.rank, culprit.action) == (0, "step 1")
+    assert culprit.seen == "ranks 0, 1 wait for each other"
