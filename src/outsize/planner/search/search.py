@@ -367,7 +367,10 @@ def _hosted(
         return fastest(plans, models, cluster) if plans else None
 
     copying = or_round_robin(on_one_device, request, models, cluster, options)
-    computing = host_computed(request, models, cluster, options) if request.weights is None else None
+    if request.weights is not None:
+        return copying
+    most_s = inf if copying is None else _step_s(copying)
+    computing = host_computed(request, models, cluster, options, most_s)
     return min((plan for plan in (copying, computing) if plan is not None), key=_step_s, default=None)
 
 

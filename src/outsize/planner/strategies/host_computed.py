@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby, islice, pairwise, product
+from math import inf
 from operator import attrgetter, itemgetter
 from typing import Final, NamedTuple, Self, final
 
@@ -106,17 +107,24 @@ class _HostChoice(NamedTuple):
 
 
 def host_computed(
-    request: PlanRequest, models: Mapping[int, Model], cluster: Cluster, recompute: Sequence[Recompute]
+    request: PlanRequest,
+    models: Mapping[int, Model],
+    cluster: Cluster,
+    recompute: Sequence[Recompute],
+    below_s: float = inf,
 ) -> Plan | None:
-    """Returns the fastest plan that fits in which the host computes some stages; None where there is none.
+    """Returns the fastest plan that fits in which the host computes some stages; None where there is none,
+    and where none takes less than `below_s`, by what the host has to compute alone.
 
     `recompute`: the open options; all stages of the devices take the same one.
     """
     if not _applies(request, models, cluster):
         return None
     options: list[Recompute] = [option for option in WHOLE_STAGE if option in recompute]
-    tries = sorted(_tries(request, models, cluster, options), key=attrgetter("is_full", "likely_s"))
-    made = (_of_most_room(request, models, cluster, each) for each in tries[:TRIES])
+    tries = sorted(_tries(request, models, cluster, options), key=attrgetter("is_full", "likely_s"))[:TRIES]
+    if below_s < inf and all(each.units.least_s(each.choice.microbatches) >= below_s for each in tries):
+        return None
+    made = (_of_most_room(request, models, cluster, each) for each in tries)
     fitting = list(islice(filter(None, made), ENOUGH))
     if not fitting:
         return None
@@ -211,6 +219,7 @@ class _Units:
     """Holds what decides which units go to the host: their bytes, and their work in both places."""
 
     ends: tuple[int, ...]
+    weights: np.ndarray[tuple[int], np.dtype[np.int64]]
     held: np.ndarray[tuple[int], np.dtype[np.int64]]
     on_device: UnitSeconds
     on_host: UnitSeconds
@@ -240,6 +249,7 @@ class _Units:
         room = with_usable_memory(cluster).devices[0].memory_bytes
         return cls(
             ends=between_blocks(graph),
+            weights=sizes["weights"] - sizes["buffers"],
             held=held,
             on_device=UnitSeconds.of(profile),
             on_host=_shared(whole_s, cluster, ranks),
@@ -260,6 +270,17 @@ class _Units:
     def stays_bytes(self) -> int:
         """Returns the bytes of the units that cannot go to the host."""
         return int(self.held[~self.may_go].sum())
+
+    def least_s(self, microbatches: int) -> float:
+        """Returns a lower bound of a step: the weights that have no room on the devices are computed by the
+        host, at best those that take it least for their bytes, as much of them on each rank's share.
+        """
+        left, each_s = float(self.weights.sum()) - self.ranks * self.room_bytes, 0.0
+        sizes, host_s = np.maximum(self.weights, 1), self.on_host.total
+        for unit in np.argsort(host_s / sizes, kind="stable").tolist():
+            each_s += float(host_s[unit]) * min(1.0, max(0.0, left / float(sizes[unit])))
+            left -= float(self.weights[unit])
+        return microbatches * each_s / self.ranks
 
     def likely_share(self, choice: _HostChoice) -> float:
         """Returns the share of the devices that activations leave for weights, those of the microbatches that

@@ -22,6 +22,7 @@ from outsize.ir.hardware.devices import host_link
 from outsize.ir.plan import Plan, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import Action, Kind, parse_row
+from outsize.planner.costs.host_times import HostSpeed
 from outsize.planner.search.evaluate_plan import price, timeline
 from outsize.planner.search.search import search
 from outsize.planner.strategies import host_computed
@@ -133,6 +134,28 @@ def test_few_units_are_as_fast_as_the_best_choice_of_any() -> None:
     ]
     assert len(others) > 3
     assert least_s <= min(others) * 1.01
+    assert 0 < bound_s(plan, found, where) <= min(others)
+
+
+def bound_s(plan: Plan, found: Model, where: Cluster) -> float:
+    host_s = HostSpeed.of(where, 1).unit_seconds(found[0])
+    units = host_computed._Units.of(found, where, plan.axes.pp, plan.optimizer, host_s)
+    return units.least_s(plan.microbatches)
+
+
+def test_nothing_is_priced_where_what_has_no_room_takes_the_host_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a bound that is below the steps of all plans, on several devices as well."""
+    for devices, microbatches, room in ((1, 4, 300), (2, 8, 200), (3, 6, 300)):
+        found, where = model(SIZES, FLOPS), cluster(room, devices)
+        plan = asked(found, where, microbatches, stages=devices)
+        assert plan.expected is not None
+        assert 0 <= bound_s(plan, found, where) <= plan.expected.step_s
+    slow = model(SIZES, [flop * 1000 for flop in FLOPS])
+    copied = asked(slow, cluster(1100), weights=None)
+    monkeypatch.delattr(host_computed, "_of_most_room")
+    assert asked(slow, cluster(1100), weights=None) == copied
 
 
 def test_the_hosts_memory_is_a_limit_and_ranks_share_its_speed() -> None:
