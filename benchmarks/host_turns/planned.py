@@ -5,7 +5,8 @@ Weights are on meta and nothing runs. Published are tokens a second of all devic
 weights of two bytes on the devices, sums in float16, and an optimizer that is one step behind; outsize plans
 autocast to float16 with the same sums over weights of four bytes, and the optimizer of the same step. The
 235B with adapters has bfloat16, since its frozen weights are of two bytes there as well, and copies are what
-it waits for.
+it waits for. Which layers have adapters there is not in our table: one row has them on attention, and one
+on all linear layers, which with peft are the stacks of experts as well.
 
     planned    the plan that the search picks among all axes, of kernels op by op
     compiled   the same of inductor's kernels (`compiled=True`)
@@ -62,6 +63,19 @@ def _sizes(name: str, **sizes: Any) -> Sizes:
 
 FULL: Final = outsize.Request(optimizer="adamw")
 ADAPTERS: Final = outsize.Request(optimizer="adamw", lora=outsize.Lora(32, "all-linear"))
+ON_ATTENTION: Final = outsize.Request(
+    optimizer="adamw", lora=outsize.Lora(32, ["q_proj", "k_proj", "v_proj", "o_proj"])
+)
+LARGEST: Final = _sizes(
+    "Qwen3 235B-A22B",
+    layers=94,
+    hidden=4096,
+    heads=64,
+    kv_heads=4,
+    head_size=128,
+    ffn=12288,
+    experts=(128, 8, 1536),
+)
 MODELS: Final = (
     Published(
         "Qwen3 1.7B",
@@ -100,17 +114,15 @@ MODELS: Final = (
         many=8,
     ),
     Published(
+        "Qwen3 235B-A22B, LoRA of attention",
+        LARGEST,
+        "bf16",
+        {"8xrtx4090": 1820.0, "8xa800-80gb": 1796.0},
+        ON_ATTENTION,
+    ),
+    Published(
         "Qwen3 235B-A22B, LoRA",
-        _sizes(
-            "Qwen3 235B-A22B",
-            layers=94,
-            hidden=4096,
-            heads=64,
-            kv_heads=4,
-            head_size=128,
-            ffn=12288,
-            experts=(128, 8, 1536),
-        ),
+        LARGEST,
         "bf16",
         {"8xrtx4090": 1820.0, "8xa800-80gb": 1796.0},
         ADAPTERS,

@@ -62,7 +62,8 @@ class Wrapped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The layer with the sum of both."""
         register_parametrization(self.base_layer, "weight", Sum(self.factor * 2))
-        self.base_layer.parametrizations["weight"].original.requires_grad_(True)
+        tables: Any = self.base_layer.parametrizations
+        tables["weight"].original.requires_grad_(True)
         try:
             with parametrize.cached():
                 return self.base_layer(x)

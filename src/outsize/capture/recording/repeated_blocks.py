@@ -13,7 +13,8 @@ names and metas, arguments of the same metas and aliasing, all in the same state
 before? used before?), called from the same line. Attributes in which blocks differ do not matter if no code
 reads them, or only as the index of what it fills in an argument: block 7 puts its keys into
 `cache.layers[7]`. A block is run each time when it decides on values, stores state, has hooks, draws from
-Python's generators, writes into its arguments, mentions tensors that are not its own, or returns views.
+Python's generators, writes into its arguments, mentions tensors that are not its own, or returns views. Of
+the leaves that retries make, a copy may have those that write only into what they make anew at each call.
 
 Complexity: O(instructions) per copy, no op is run. Oracle:
 tests/unit/capture/recording/test_repeated_blocks.py compares with tapes for which every block was run.

@@ -231,7 +231,8 @@ def test_what_retries_find_out_of_a_few_layers_is_known_of_all(monkeypatch: pyte
     """A retry makes leaves of what adapters of experts do in each layer; it runs a few layers alone."""
     model, recorded = Stacked(), list[int]()
     for layer in model.layers:
-        layer.gate = Wrapped(layer.gate)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        gate: Any = layer.gate
+        layer.add_module("gate", Wrapped(gate))
     expected = [case(model).captured(samples).graph for samples in (4, 2)]
     monkeypatch.setattr(shortened, "LONG", LEAST)
     run = fallbacks._run

@@ -185,7 +185,7 @@ class Refusing(nn.Module):
 
 def _wrapped(number: int) -> nn.Module:
     block = Block(number)
-    block.up = Wrapped(block.up)  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+    block.add_module("up", Wrapped(block.up))
     return block
 
 
@@ -206,7 +206,7 @@ class Listed(nn.Module):
 
 def _listed(number: int) -> nn.Module:
     block = Block(number)
-    block.up = Listed(block.up)  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+    block.add_module("up", Listed(block.up))
     return block
 
 
