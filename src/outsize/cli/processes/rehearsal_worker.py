@@ -27,7 +27,7 @@ from outsize.cli.processes.job import JobFolder
 from outsize.cli.processes.limited import end_with_caller
 from outsize.ir.base import Record
 from outsize.ir.plan import Plan
-from outsize.ops.rehearsal.judge import AGAIN, FIRST, LATER, RESTORED, RankFiles
+from outsize.ops.rehearsal.evidence import AGAIN, FIRST, LATER, RESTORED, RankFiles
 from outsize.ops.rehearsal.small_model import SmallModel
 from outsize.ops.rehearsal.witness import Witness, unseen
 from outsize.ops.training import parallelize

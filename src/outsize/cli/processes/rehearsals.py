@@ -26,7 +26,8 @@ from outsize.errors import BadOption, ModelMismatch
 from outsize.ir.answers.runs.rehearsal import Rehearsal, RehearsedWorld
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan
-from outsize.ops.rehearsal.judge import Judge, RankFiles, Reference
+from outsize.ops.rehearsal.evidence import Evidence, RankFiles, Reference
+from outsize.ops.rehearsal.judge import Judge
 from outsize.ops.rehearsal.small_model import ModelShrinker, SmallModel
 from outsize.ops.rehearsal.small_plan import kinds_of, small_layout, small_plan, walk
 from outsize.ops.rehearsal.worlds import MOST_RANKS, pairs_met, small_worlds
@@ -143,7 +144,7 @@ class RehearsedModel:
         with JobFolder.temporary() as folder:
             folder.job.write_text(job.to_json(), encoding="utf-8")
             code, said = run_limited("rehearsal_worker", folder, self.limit_s)
-            judge = Judge(
+            evidence = Evidence(
                 plan=plan,
                 built=built,
                 reference=reference,
@@ -152,7 +153,7 @@ class RehearsedModel:
                 killed=job.killed,
                 said=said if code is not None else None,
             )
-            return judge.judged(sum(map(len, rows.actions)))
+            return Judge(evidence).judged(sum(map(len, rows.actions)))
 
 
 def _insist_on_training(plan: Plan) -> None:
@@ -215,7 +216,7 @@ def _libraries(model: nn.Module) -> Iterator[str]:
     """Yields what ranks import to build the model, of installed packages: its classes' modules. A user's own
     module may start threads, which a fork would not have.
     """
-    yield from ("outsize.ops.rehearsal.judge", "outsize.ops.training")
+    yield from ("outsize.ops.rehearsal.evidence", "outsize.ops.training")
     for name in sorted({type(module).__module__ for module in model.modules()}):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None and Path(file).is_relative_to(_INSTALLED):

@@ -15,15 +15,8 @@ from outsize.axes.registry import STAGES, coordinate, number_along
 from outsize.errors import RunHung
 from outsize.ir.answers.runs.rehearsal import RehearsedWorld
 from outsize.ir.plan import Axes, Plan
-from outsize.ops.rehearsal.judge import (
-    AGAIN,
-    FIRST,
-    LATER,
-    RESTORED,
-    Judge,
-    RankFiles,
-    Reference,
-)
+from outsize.ops.rehearsal.evidence import AGAIN, FIRST, LATER, RESTORED, Evidence, RankFiles, Reference
+from outsize.ops.rehearsal.judge import Judge
 from outsize.ops.rehearsal.small_model import BuiltModel, SmallModel
 from outsize.ops.rehearsal.witness import SeenMessage, SeenMessages
 from outsize.program.objects import model_copy
@@ -65,8 +58,8 @@ class Left:
         for rank, messages in self.messages.items():
             files.of(rank, "messages").write_text(messages.to_json(), encoding="utf-8")
         files.failures.write_text("".join(f"{each.to_json()}\n" for each in self.failures), encoding="utf-8")
-        judge = Judge(self.plan, self.built, self.reference, files, 0, KILLED_RANK, "ended")
-        return judge.judged(1)
+        evidence = Evidence(self.plan, self.built, self.reference, files, 0, KILLED_RANK, "ended")
+        return Judge(evidence).judged(1)
 
     def change(self, rank: int, what: str, kind: str, name: str, by: float = 1e-3) -> None:
         """Adds to the first element of a tensor after the last of the steps, in memory of its own."""
