@@ -72,6 +72,10 @@ class WorkRecord:
     work: StageWork = field(default_factory=lambda: StageWork(-1, -1))
     noted: Noted = field(default_factory=Noted)
 
+    def name(self, part: int) -> None:
+        """Names the part that is shown next."""
+        self.part = part
+
 
 @final
 class ShownStage(StageAround[RunnableStage]):

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from outsize.ir.answers.compilation import StageGraphs
 from outsize.program.generate import name_instruction
-from outsize.program.source_line import warn_user
 from outsize.run.device_graphs.graphed_stage import DeviceGraphs
 from outsize.run.stage.base import RunnableStage
 from outsize.run.stage.batchnorm import Calls, DeferredStatistics
@@ -54,7 +53,7 @@ from outsize.train.variants.microbatch_group import GroupOutputs, PipelineInputs
 from outsize.train.variants.model_state import StructureVersions
 from outsize.train.variants.results import BatchLoss, EvalResult, rebuilt
 from outsize.train.variants.variant import RecordingOptions, Variant, Variants
-from outsize.train.verify.verification import NotVerified, Repeats, Verification
+from outsize.train.verify.verification import Repeats, Verification
 
 
 @final
@@ -185,16 +184,6 @@ class Pipelined(Executor):
         repeats = Repeats(make, of_step, nullcontext if statistics is None else statistics.paused)
         self._verification = Verification(run, repeats, every) if every else None
 
-    def _give_up_verification(self) -> None:
-        """Says that calls of the model are no steps in which ranks verify each other's work."""
-        if self._verification is not None and self._crew.global_rank == 0:
-            warn_user(
-                "the work of ranks is not verified: the loop calls the model, and verified are steps of an "
-                "engine. Next: a loss that outsize knows (loss_fn=), or verify=0",
-                NotVerified,
-            )
-        self._verification = None
-
     def prepare(self, parts: Sequence[Batch]) -> None:
         with self._programs.running():
             variants = self._find(parts, outputs=False, waits=False)
@@ -243,7 +232,8 @@ class Pipelined(Executor):
         """Runs the forwards of a call of the model, whose backward the user begins; it comes to the
         microbatches in this order of the parts, or to the last one first.
         """
-        self._give_up_verification()
+        if self._verification is not None:
+            self._verification.give_up_for_calls()
         with self._programs.running():
             variants = self._find(parts, outputs=True)
             self._ready(variants, parts)

@@ -53,7 +53,7 @@ class VerificationPrices:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Counted:
+class _HandledBytes:
     """Counts what is handled for one part: digests with their bytes, and the bytes of its packet."""
 
     digests: int
@@ -119,7 +119,7 @@ def with_prices(
     return tuple(priced)
 
 
-def _counted(divided: DividedVariant, part: int, model: nn.Module) -> _Counted:
+def _counted(divided: DividedVariant, part: int, model: nn.Module) -> _HandledBytes:
     program, tape = divided.variant.cut.programs[part], divided.variant.cut.tape
     weights = [weight_named(model, name) for name in program.weights - program.written]
     trained = [weight.nbytes for weight in weights if weight.requires_grad]
@@ -131,7 +131,7 @@ def _counted(divided: DividedVariant, part: int, model: nn.Module) -> _Counted:
     went_in = [*inputs, *buffers, *received, *back]
     noted = [*went_in, *(weight.nbytes for weight in weights), *trained, *sent, *arriving]
     packed = sum(went_in) + (sum(weight.nbytes for weight in weights) if divided.has_parts else 0)
-    return _Counted(len(noted), sum(noted), packed)
+    return _HandledBytes(len(noted), sum(noted), packed)
 
 
 def _values(program: StageProgram, model: nn.Module) -> tuple[list[int], list[int]]:

@@ -169,7 +169,7 @@ class Verification:
         self._round = round_of(run, each[0])
         microbatch, parts = shown_in_turn(run, self._turns, each)
         checks = checks_of(run, each[microbatch], microbatch, parts)
-        self._rank.record.part = parts[run.rank]
+        self._rank.record.name(parts[run.rank])
         place = self._places.get(checks)
         if place is None:
             costs = with_prices(costs_of(run), each[microbatch], run.whole, self._prices)
@@ -177,6 +177,16 @@ class Verification:
             self._places[checks] = place
         self._turns += 1
         return load._replace(verified=place)
+
+    def give_up_for_calls(self) -> None:
+        """Says once that calls of the model are no steps that are verified."""
+        if not self.off and self._mesh.rank == 0:
+            warn_user(
+                "the work of ranks is not verified: the loop calls the model, and verified are steps of an "
+                "engine. Next: a loss that outsize knows (loss_fn=), or verify=0",
+                NotVerified,
+            )
+        self.off = self.off or "the loop calls the model"
 
     def conclude(self) -> None:
         """Tells all ranks what was found, before the optimizer; a collective.
