@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from outsize.errors import OutsizeError
@@ -22,9 +23,20 @@ ALTERNATIVES: Final = 3
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """Returns the fastest candidate; of those within CLOSE of it, the first by `thrift`."""
+    """Returns the fastest candidate; of those within CLOSE of it, the first by `thrift`.
+
+    More stages on a rank must save more than that: each costs Python and messages, which prices know least.
+    """
     close_s = CLOSE * min(f.step_s for f in candidates)
-    return min((f for f in candidates if f.step_s <= close_s), key=thrift)
+    close = [f for f in candidates if f.step_s <= close_s]
+    return min(
+        (f for f in close if not any(_has_fewer_chunks(g.layout, f.layout) for g in close)), key=thrift
+    )
+
+
+def _has_fewer_chunks(one: Layout, other: Layout) -> bool:
+    """Returns whether both have several stages on a rank, and one has fewer and is the same otherwise."""
+    return 1 < one.chunks < other.chunks and replace(one, stages=other.stages) == other
 
 
 def thrift(candidate: Candidate) -> tuple[object, ...]:

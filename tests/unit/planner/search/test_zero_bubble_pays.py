@@ -124,3 +124,22 @@ def test_what_does_not_fit_for_them_is_not_taken() -> None:
     assert plain is not None
     tight = taken(measured(1e-2, 1000), round(1.05 * max(s.peak_bytes for s in plain.stages)))
     assert tight.schedule == "1f1b"
+
+
+def interleaved_on_cpus(each_s: float, count: int) -> Plan:
+    """Eight equal layers over two CPUs, by estimates."""
+    model = chain([each_s] * 8, saved_bytes=1000, value_bytes=VALUE)
+    request = PlanRequest(exact=True, batch_size=count, microbatches=count, stages=2, optimizer="sgd")
+    return search(request, {count: model}, make_cluster("2xcpu", "cpu", 1, 2, 10**9))
+
+
+def test_cpus_have_several_stages_where_these_are_longer_than_messages() -> None:
+    many, few = interleaved_on_cpus(1e-2, 4), interleaved_on_cpus(1e-6, 4)
+    assert many.schedule == "interleaved"
+    assert many.ranks == (0, 1) * 4
+    assert few.schedule != "interleaved"
+
+
+def test_of_plans_that_are_as_fast_that_with_fewer_stages_on_a_rank_is_taken() -> None:
+    """The bubbles of one, two and four stages on a rank are 1/60, 1/120 and 1/240 of the work."""
+    assert len(interleaved_on_cpus(1e-1, 60).stages) == 4
