@@ -140,7 +140,7 @@ def record(
     with uncollected(), restored_generators(), own_weight_cache(), self_seeding() as seeded:
         while True:
             attempts += 1
-            rule.found = KnownBlocks()  # Of the rule of this attempt alone.
+            rule.begin_attempt()
             try:
                 tape = _recorded(call, rule, caches, options.home)
                 _insist_on_repeatable(model, seeded)

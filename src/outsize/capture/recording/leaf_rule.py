@@ -111,6 +111,10 @@ class LeafRule:
         self.keepers.update(known)
         self.renewing.update(dict.fromkeys(known))
 
+    def begin_attempt(self) -> None:
+        """Forgets what an attempt with other leaves has found."""
+        self.found = KnownBlocks()
+
     def found_leaves(self) -> bool:
         """Notes which leaves the next recording of the model begins with; returns whether it then begins with
         the rule that this one has ended with.

@@ -265,7 +265,7 @@ class TrainingCase:
         batch = self.batch.resized(samples)
         blocks = self.blocks.setdefault(self.precision, KnownBlocks())
         if not (self.reads or blocks.recorded):
-            self._learn_from_few_layers(samples, blocks)
+            _learn_from_few_layers(self, samples, blocks)
         options = TapeOptions(live=() if self.reads else None, blocks=blocks)
         try:
             tape = record(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, options)
@@ -274,27 +274,6 @@ class TrainingCase:
             return tape
         except NotCapturable as refusal:
             return captured_by_modules(self.module, batch.args, batch.kwargs, samples, refusal)
-
-    def _learn_from_few_layers(self, samples: int, blocks: KnownBlocks) -> None:
-        """Records a few layers of a long stack first, since each retry runs all that is recorded."""
-        stacks = Stacks.in_model(self.module)
-        if not stacks.is_long:
-            return
-        # What they raise, the whole model raises as well, in its own words.
-        with stacks.shortened(self.module), suppress(OutsizeError):
-            self._shortened._recorded(samples)
-        names = (name for name, _ in self.module.named_modules()) if blocks.renewing else ()
-        likes = {name: stacks.like(name) for name in names}
-        blocks.renewing.update(
-            {name: blocks.renewing[like] for name, like in likes.items() if like in blocks.renewing}
-        )
-
-    @property
-    def _shortened(self) -> TrainingCase:
-        """Returns the case of the model while it is shortened (`Stacks.shortened`)."""
-        return dataclasses.replace(
-            self, reads=False, recordings=self.short_recordings, known=self.known_short
-        )
 
     def sized_graphs(
         self, graph_of: Callable[[Captured], ModelGraph], sizes: Sequence[int] = (), *, adds: bool = False
@@ -305,7 +284,7 @@ class TrainingCase:
         the graph that was captured. Of `sizes`, which will be asked for, some are derived from others.
         """
         stacks = Stacks.in_model(self.module)
-        short_case = self._shortened
+        short_case = _shortened(self)
         # The example may have one tensor in two places, which has no other size.
         row = [size for size in sizes if size != self.batch.size] if _in_one_piece(self) else []
         at_whole = ScaledSizes(self.captured, partial(_built, self, self.known_scaled), row).at
@@ -419,6 +398,26 @@ def bare_graph(case: TrainingCase, samples: int) -> ModelGraph:
 
 def _key(case: TrainingCase, samples: int) -> _Key:
     return case.precision, case.accelerated, case.loss_pieces, case.module_pieces, samples
+
+
+def _learn_from_few_layers(case: TrainingCase, samples: int, blocks: KnownBlocks) -> None:
+    """Records a few layers of a long stack first, since each retry runs all that is recorded."""
+    stacks = Stacks.in_model(case.module)
+    if not stacks.is_long:
+        return
+    # What they raise, the whole model raises as well, in its own words.
+    with stacks.shortened(case.module), suppress(OutsizeError):
+        _shortened(case)._recorded(samples)
+    names = (name for name, _ in case.module.named_modules()) if blocks.renewing else ()
+    likes = {name: stacks.like(name) for name in names}
+    blocks.renewing.update(
+        {name: blocks.renewing[like] for name, like in likes.items() if like in blocks.renewing}
+    )
+
+
+def _shortened(case: TrainingCase) -> TrainingCase:
+    """Returns the case of the model while it is shortened (`Stacks.shortened`)."""
+    return dataclasses.replace(case, reads=False, recordings=case.short_recordings, known=case.known_short)
 
 
 def _in_one_piece(case: TrainingCase) -> bool:
