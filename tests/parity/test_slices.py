@@ -321,11 +321,26 @@ def test_what_slices_do_not_run_with(slices: int, options: dict[str, Any], what:
         planned(MODELS["llama"](), tokens(), slices, **options)
 
 
-def test_another_length_that_does_not_divide_is_refused() -> None:
-    model, batch = MODELS["llama"](), tokens()
-    engine = outsize.parallelize(model, (), batch, plan=planned(model, batch, 4))
-    shorter: dict[str, Any] = {name: each[:, :10] for name, each in batch.items()}
-    with pytest.raises(BadOption, match="are equally long"):
-        engine.step(**shorter)
-    longer: dict[str, Any] = {name: torch.cat([each, each], 1) for name, each in batch.items()}
-    assert engine.step(**longer).loss is not None
+@pytest.mark.parametrize(("length", "slices", "padded"), [(10, 2, 0), (11, 1, 0), (32, 4, 0), (16, 1, 5)])
+def test_a_later_batch_goes_in_as_many_slices_as_it_can(length: int, slices: int, padded: int) -> None:
+    """Fewer where the plan's do not divide its tokens, and whole where its program reads a written mask."""
+    model, first = MODELS["llama"]().double(), tokens()
+    batch: dict[str, Any] = {name: torch.cat([each, each], 1)[:, :length] for name, each in first.items()}
+    if padded:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, -padded:] = 0
+    whole, in_slices = (planned(model, first, count) for count in (1, 4))
+    found = Variants(model, in_slices, None).find(Batch((), batch), outputs=False)
+    assert len(found.slices or (found,)) == slices
+    engines = [outsize.parallelize(copy.deepcopy(model), (), first, plan=plan) for plan in (whole, in_slices)]
+    expected, after = (
+        [engine.step(**each, update=False).loss for each in (first, batch, first)] for engine in engines
+    )
+    assert all(a is not None and b is not None for a, b in zip(expected, after, strict=True))
+    assert [float(a) for a in after if a is not None] == pytest.approx(
+        [float(b) for b in expected if b is not None], rel=1e-6
+    )
+    ours, theirs = (
+        {n: p.grad for n, p in engine.weights.named_parameters() if p.grad is not None} for engine in engines
+    )
+    assert distance(theirs, ours) < 1e-5

@@ -173,7 +173,8 @@ def _fastest_case(
     """Returns the plan with the shortest step."""
     cluster = kernel_stack(request.kernels).on(cluster)
     _insist_on_common_casts(request, cluster)
-    case = replace(case, slices=request.slices)
+    searched = None if request.opens_slices and len(cluster.devices) > 1 else 1
+    case = replace(case, slices=request.slices or searched)
 
     def solve(case: TrainingCase, request: PlanRequest, loses_s: float = inf) -> SearchedPlan:
         if limits.incumbents.end_search():
@@ -183,8 +184,8 @@ def _fastest_case(
                 next_step="a longer time_limit_s (--time-limit)",
             )
         models = profiler.models(case, request, cluster)
-        if request.slices > 1:
-            plan = search_in_slices(request, models, cluster, search, pricing.price)
+        if request.in_slices:
+            plan = search_in_slices(request, models, cluster, limits)
             return SearchedPlan(plan, request, models)
         smallest = functools.partial(profiler.add_smallest, models, case, request, cluster)
         plan = search(request, models, cluster, smallest, replace(limits, loses_s=loses_s))
@@ -254,7 +255,7 @@ def fit(
     check_precision(asked.precision or FP32.name)
     case, cluster = adapted_case(model, args, kwargs, options, asked), asked_cluster(asked)
     request = asked_of(case, asked)
-    is_account = fitting.is_named_pipeline(request) and request.slices == 1
+    is_account = fitting.is_named_pipeline(request) and not request.in_slices
     judged = _judged(case, request, cluster) if is_account else None
     if judged is not None and judged.fits:
         return judged
@@ -272,7 +273,7 @@ def asked_alone(case: TrainingCase, request: PlanRequest, cluster: Cluster, *, s
     Unless `searched`, a pipeline is judged by the quick account alone, which may say NO where the search
     finds a cut or an order of devices that fits.
     """
-    named = fitting.is_named_pipeline(request) and request.slices == 1
+    named = fitting.is_named_pipeline(request) and not request.in_slices
     judged = _judged(case, request, cluster, fitting.without_changes) if named else None
     # On one device the quick account knows the only cut.
     recomputes_all = request.activation_policy.recomputes_all

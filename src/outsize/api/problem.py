@@ -92,7 +92,7 @@ class Profiler:
         if self.measured is True:
             return lambda samples: case.with_lasting(graph_of(case.captured(samples)))
         parts = (1, 1, 1) if axes is None else (axes.product_parts, axes.expert_parts, axes.token_parts)
-        adds = always or bool(axes is not None and axes.used_of(PARTS))
+        adds = always or case.slices != 1 or bool(axes is not None and axes.used_of(PARTS))
         recorded = functools.cache(lambda: case.sized_graphs(graph_of, sizes, adds=adds))
         question = "styled", stack.to_json(), *parts, always, case.slices
 
@@ -272,14 +272,16 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
     """
     tp, experts, tokens = axes.product_parts, axes.expert_parts, axes.token_parts
     if captured.graph.form == "modules":
-        _insist_on_whole_modules(captured.graph, axes, case.slices)
+        _insist_on_whole_modules(captured.graph, axes, case.slices or 1)
         return captured.graph
-    if case.slices > 1:
-        in_slices(captured.tape, case.whole, case.slices)
+    slices = case.slices or 1
+    if slices > 1:
+        in_slices(captured.tape, case.whole, slices)
         captured = replace(captured, graph=with_rows(captured, case.whole, 2))
     if experts > 1:
         insist_on_experts(captured.tape, case.whole, experts * tp)
-    if tokens > 1 or (always and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS):
+    searched = always or case.slices is None
+    if tokens > 1 or (searched and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS):
         graph = with_rows(captured, case.whole, max(2, tokens))
         captured = replace(captured, graph=graph)
         if tokens > 1 and graph.rows is not None and graph.rows.refused:

@@ -445,7 +445,7 @@ def _made_plan(case: TrainingCase, asked: AskedRun, cluster: Cluster, alone: boo
         compiled, graphs = asked.compile.compiled, asked.compile.device_graphs
         stack = stack_of_run(compiled=compiled in (True, BACKEND), device_graphs=graphs is True)
         request = request.model_copy(update={"kernels": stack})
-    if alone and not (request.has_group_axes or layout.get("axes") or request.slices > 1):
+    if alone and not (request.has_group_axes or layout.get("axes") or request.in_slices):
         request = request.model_copy(update={"exact": True})
     return plan_case(case, request, cluster, Profiler.of(asked.request)).plan
 

@@ -508,7 +508,7 @@ class TuningEnd(Finding):
 # -- what was not chosen ---------------------------------------------------------------------------------
 
 
-Difference = Literal["axes", "weights", "sequence_parallel"]
+Difference = Literal["axes", "weights", "sequence_parallel", "slices"]
 
 
 @final
@@ -534,6 +534,7 @@ class NotChosen(Finding):
     as_fast: bool
     more_bytes: int
     bit_identical: bool = False
+    slices: int = 1
 
 
 @final

@@ -228,11 +228,13 @@ OUTPUT_COPIES: Final = 3
 @final
 class RowFacts(Record):
     """Says whether ranks can hold sequences by rows: `tokens` of the longest; 0 where the walk of the program
-    `refused`, with the reason.
+    `refused`, with the reason. `in_order`: no row reads a later one, so slices of sequences can be computed
+    one after the other.
     """
 
     tokens: int = 0
     refused: str = ""
+    in_order: bool = False
 
 
 @final

@@ -380,6 +380,7 @@ class Alternative(Record):
 
     schedule: ScheduleName
     microbatches: Count
+    slices: Count = 1
     axes: Axes
     chunks: Count = 1
     weights: Weights = RESIDENT.name

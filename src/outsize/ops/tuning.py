@@ -88,7 +88,7 @@ def tune(
         keep_freed_memory()  # as engines do, so that a trial's one step does not pay for new pages
     case = case_of(model, args, kwargs, options)
     request = request_of(asked.layout, case.batch.size)
-    if request.slices > 1:
+    if request.in_slices:
         raise BadOption(
             "tune tries schedules, cuts and microbatches, and none in slices of sequences",
             numbers=f"slices={request.slices}",

@@ -38,3 +38,8 @@ class SequenceSlices:
 
 
 SLICES: Final = SequenceSlices(name="slices", title="slicing sequences", part="a slice")
+
+
+def most_slices(tokens: int, slices: int) -> int:
+    """Returns into how many equal slices, at most `slices`, so many tokens can be divided."""
+    return next((n for n in range(slices, 1, -1) if tokens % n == 0), 1)

@@ -561,6 +561,8 @@ def _not_chosen(f: NotChosen) -> str:
     where += f", {weight_policy(f.weights).text or 'weights resident'}" if "weights" in f.differs else ""
     if "sequence_parallel" in f.differs:
         where += ", sequence parallel" if f.sequence_parallel else ", not sequence parallel"
+    if "slices" in f.differs:
+        where += f", {f.slices} slices of sequences" if f.slices > 1 else ", not in slices of sequences"
     name = _schedule_text((f.schedule,), f.stages_per_device, f.microbatches) + where
     bits = "; its results are bit-identical to one device's" if f.bit_identical else ""
     gain = f.chosen_step_s / f.step_s - 1 if f.step_s else 0.0

@@ -33,9 +33,11 @@ def build(name: str, stages: int, microbatches: int, ranks: int | None = None, s
     return Schedule(name, microbatches * slices, tuple(tuple(row) for row in rows), slices)
 
 
-def row_of(name: str, rank: int, stages: int, microbatches: int) -> tuple[Action, ...]:
-    """Returns one row of a schedule with a stage on each rank."""
-    return tuple(_row_builder(family_of(name))(rank, stages, microbatches, stages))
+def row_of(name: str, rank: int, stages: int, microbatches: int, slices: int = 1) -> tuple[Action, ...]:
+    """Returns one row of a schedule with a stage on each rank, as `build`."""
+    family = family_of(name)
+    row = _row_builder(family) if slices == 1 else _sliced_row_builder(family, slices)
+    return tuple(row(rank, stages, microbatches, stages))
 
 
 def planned(

@@ -1,13 +1,15 @@
-"""Adds to a captured model what context parallelism needs of it: whether ranks can hold its sequences by
-rows, and what each unit gathers or asks the others for.
+"""Adds to a captured model what context parallelism and slices of sequences need of it: whether ranks can
+hold its sequences by rows, and slices compute them in order, and what each unit gathers or asks the others
+for.
 
-It is called only where a plan may have cp, since it walks the whole tape.
+It is called only where a plan may have cp or slices, since it walks the whole tape.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -20,6 +22,7 @@ from outsize.program.sharding.axis_group import CountedGroup, collective_of
 from outsize.program.sharding.context_parallel.calls import IN_PIECES
 from outsize.program.sharding.context_parallel.row_tape import row_tape
 from outsize.program.sharding.context_parallel.rows import by_rows
+from outsize.program.sharding.context_parallel.slices import in_order
 from outsize.program.sharding.scaled_linear import SCALED
 from outsize.program.sharding.share import RankPosition
 from outsize.program.tape import Tape
@@ -74,5 +77,13 @@ def with_rows(captured: Captured, model: nn.Module, ranks: int) -> ModelGraph:
         )
         for u in graph.units
     ]
-    fields |= {"units": tuple(units), "rows": RowFacts(tokens=rows.tokens)}
+    facts = RowFacts(tokens=rows.tokens, in_order=_is_in_order(tape, model))
+    fields |= {"units": tuple(units), "rows": facts}
     return ModelGraph(**fields)
+
+
+def _is_in_order(tape: Tape, model: nn.Module) -> bool:
+    """Tells whether slices of sequences can be computed one after the other."""
+    with suppress(BadOption):
+        return bool(in_order(tape, model, 2).tokens)
+    return False

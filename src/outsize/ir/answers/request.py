@@ -90,12 +90,12 @@ class PlanRequest(AskedAxes):
     rows of a user's own schedule. `axes` "all" searches the axes that are not given, "pp" none of them.
     `exact` keeps to layouts whose results are bit-identical to one device's: pipelines, and where none fits,
     weights on the host.
-    `sequence_parallel` None prices both values. `loss_pieces` None computes the loss in pieces of rows where
-    that makes room (Plan), and `module_pieces` wide modules; `slices` are those of
-    sequences. `weights` None shards weights over dp_shard, and keeps them on the host where the devices are
-    too small for them. `objective` "cost" chooses also which
-    devices are rented. `inference` runs forwards alone: nothing is trained or saved for a backward. `loop`:
-    the model is called in a loop of the user's own (`outsize.split`), where backwards follow all forwards.
+    `sequence_parallel` None prices both values. `loss_pieces` None computes the loss in pieces of rows
+    where that makes room (Plan), and `module_pieces` wide modules; `slices` are those of sequences, and
+    None searches them with the axes. `weights` None shards weights over dp_shard, and keeps them on the
+    host where the devices are too small for them. `objective` "cost" chooses also which devices are
+    rented. `inference` runs forwards alone: nothing is trained or saved for a backward. `loop`: the model
+    is called in a loop of the user's own (`outsize.split`), where backwards follow all forwards.
     `kernels` is the stack whose seconds are asked for.
     `every_device`: none may be left out, as in a run.
     Raises BadOption for options that contradict each other.
@@ -116,7 +116,7 @@ class PlanRequest(AskedAxes):
     sequence_parallel: bool | None = None
     loss_pieces: Count | None = None
     module_pieces: Count | None = None
-    slices: Count = 1
+    slices: Count | None = None
     weights: Weights | None = None
     objective: Objective = "time"
     inference: bool = False
@@ -159,7 +159,19 @@ class PlanRequest(AskedAxes):
     @property
     def searches_axes(self) -> bool:
         """Returns whether axes are searched that are not given, where the devices leave any."""
-        return self.axes == "all" and not (self.exact or self.actions or self.slices > 1)
+        return self.axes == "all" and not (self.exact or self.actions or self.in_slices)
+
+    @property
+    def in_slices(self) -> bool:
+        """Returns whether sequences are asked to go through the stages in slices."""
+        return (self.slices or 1) > 1
+
+    @property
+    def opens_slices(self) -> bool:
+        """Returns whether slices of sequences are searched: with the axes, where nothing is asked for that
+        they do not run with.
+        """
+        return self.slices is None and self.searches_axes and not any(self._beside_slices.values())
 
     @property
     def without_axis_search(self) -> PlanRequest:
@@ -182,7 +194,7 @@ class PlanRequest(AskedAxes):
         """
         if self.inference:
             return False
-        open_request = self.axes == "all" and not (self.has_group_axes or self.actions or self.slices > 1)
+        open_request = self.axes == "all" and not (self.has_group_axes or self.actions or self.in_slices)
         return open_request and self._leaves_devices(cluster)
 
     def _leaves_devices(self, cluster: Cluster) -> bool:
@@ -225,9 +237,18 @@ class PlanRequest(AskedAxes):
 
     def _check_slices(self) -> None:
         """Checks that nothing is asked for that slices of sequences do not run with."""
-        if self.slices == 1:
-            return
-        beside = {
+        others = [what for what, is_asked in self._beside_slices.items() if is_asked]
+        if self.in_slices and others:
+            raise BadOption(
+                "slices of sequences go with stages, replicas and tp, weights on devices, an engine's steps",
+                numbers=f"slices={self.slices}, {', '.join(others)}",
+                next_step=f"leave out slices (--{SLICES.name}), or the others",
+            )
+
+    @property
+    def _beside_slices(self) -> dict[str, bool]:
+        """Returns what slices of sequences do not run with, and whether it is asked for."""
+        return {
             self.mesh(1).beside_slices: bool(self.mesh(1).beside_slices),
             "sequence_parallel": bool(self.sequence_parallel),
             "exact": self.exact,
@@ -239,13 +260,6 @@ class PlanRequest(AskedAxes):
             f"recompute={self.recompute!r}": self.activation_policy.uses_host,
             f"bn={self.bn!r}": self.bn != "micro",
         }
-        others = [what for what, is_asked in beside.items() if is_asked]
-        if others:
-            raise BadOption(
-                "slices of sequences go with stages, replicas and tp, weights on devices, an engine's steps",
-                numbers=f"slices={self.slices}, {', '.join(others)}",
-                next_step=f"leave out slices (--{SLICES.name}), or the others",
-            )
 
     def _check_chunks(self) -> None:
         """Checks that a schedule is searched, or made, whose ranks may have several stages."""

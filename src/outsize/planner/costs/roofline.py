@@ -93,15 +93,29 @@ def passes_of(unit: Unit) -> WorkPasses:
     return unit.forward, unit.backward_input, unit.backward_weight
 
 
-def attention_shares(graph: ModelGraph, device: Device) -> NDArray[np.float64]:
-    """Returns the share of each unit's forward in which attention computes, whose results may be kept."""
+def attention_shares(graph: ModelGraph, device: Device, *, backward: bool = False) -> NDArray[np.float64]:
+    """Returns the share of each unit's forward, or of its backward, in which attention computes."""
     passes, pass_of = distinct_passes(graph)
     shares = list[float]()
-    for forward, *_ in passes:
-        attention = [work for work in forward if work.family == "attention"]
-        whole_s = seconds(forward, device)
+    for forward, *gradients in passes:
+        works = [work for each in gradients for work in each] if backward else forward
+        attention = [work for work in works if work.family == "attention"]
+        whole_s = seconds(works, device)
         shares.append(seconds(attention, device) / whole_s if attention and whole_s else 0.0)
     return np.array(shares, np.float64)[pass_of]
+
+
+def late_seconds(
+    graph: ModelGraph, of_slice: UnitSeconds, device: Device, slices: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns by how much the forward and the backward of the last of so many slices are longer than a mean
+    one's, whose graph and seconds these are: attention of slice k of n reads the rows of k + 1, half of its
+    own.
+    """
+    more, waits = 1 - 1 / slices, of_slice.waits or (0.0, 0.0)
+    forward = attention_shares(graph, device) * (of_slice.forward - waits[0])
+    backward = attention_shares(graph, device, backward=True) * (of_slice.backward - waits[1])
+    return more * forward, more * backward
 
 
 def mean_ops(graph: ModelGraph, device: Device) -> float:

@@ -148,7 +148,15 @@ class Candidate:
         on the host, the optimizer's of that is played with the rest.
         """
         after_s = self.after_s if self.hosted is None else 0.0
-        return self.pipeline_s + after_s + self.update_s
+        return self.pipeline_s + after_s + self.update_s + self.late_s
+
+    @cached_property
+    def late_s(self) -> float:
+        """Returns by how much the way of the last slice of a sequence, through the stages and back to the
+        first one, is longer than a mean one's; slices of several microbatches fill each other's bubbles.
+        """
+        later = [*zip(self.cases, pairwise(self.bounds), strict=True)][1:]
+        return sum(case.late_s(run) for case, run in later)
 
     @cached_property
     def least_s(self) -> float:
@@ -157,7 +165,8 @@ class Candidate:
         """
         if self.hosted is not None or len(self.step.costs) == len(self.costs):
             return 0.0
-        return self.step.in_whole_stages(self.costs).seconds() + self.after_s + self.update_s
+        whole_s = self.step.in_whole_stages(self.costs).seconds()
+        return whole_s + self.after_s + self.update_s + self.late_s
 
     def least_beside(self, other: Candidate) -> float:
         """Returns a lower bound of `step_s` by what the step of `other`, a cut of the same layout, waits for;
@@ -165,7 +174,7 @@ class Candidate:
         """
         if self.hosted is not None or other.hosted is not None:
             return 0.0
-        return self.step.least_along(other.step) + self.after_s + self.update_s
+        return self.step.least_along(other.step) + self.after_s + self.update_s + self.late_s
 
     @property
     def bubble(self) -> float:
@@ -225,7 +234,7 @@ def _memories(
     layout, runs = pipeline.layout, tuple(pairwise(bounds))
     key = layout.schedule_key()
     if layout.chunks == 1 and not layout.actions:
-        states = states_by_stage(*key.without_actions)
+        states = states_by_stage(*key.of_single_stages)
         return tuple(_account(*of) for of in zip(cases, runs, states, strict=True))
     along = edges_along(pipeline.case, tuple(bounds)).along if layout.actions else None
     worst_states: dict[int, InFlightState] = {}

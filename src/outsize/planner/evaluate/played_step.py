@@ -415,17 +415,15 @@ def simulated_microbatches(layout: Layout, parts: int | None = None) -> int:
     """
     if layout.actions:
         return layout.microbatches
-    enough = PLAYED // layout.stages if parts is None else BLOCKS_PLAYED // parts
-    enough = max(enough, (FILLED + 1) * layout.axes.pp)
-    return layout.microbatches - max(0, layout.microbatches - enough) // layout.axes.pp * layout.axes.pp
+    enough, each = PLAYED // layout.stages if parts is None else BLOCKS_PLAYED // parts, layout.round
+    enough = max(enough, (FILLED + 1) * each)
+    return layout.microbatches - max(0, layout.microbatches - enough) // each * each
 
 
 def _window(layout: Layout, simulated: int) -> int:
-    """Returns how many of the played microbatches give the rate: rounds of p, after those that fill the
-    pipeline.
-    """
-    pp = layout.axes.pp
-    return max(min(simulated // 2, simulated - FILLED * pp) // pp, 1) * pp
+    """Returns how many of the played microbatches give the rate: rounds after those that fill a pipeline."""
+    each = layout.round
+    return max(min(simulated // 2, simulated - FILLED * each) // each, 1) * each
 
 
 # Options of stages are tried with the same cut.

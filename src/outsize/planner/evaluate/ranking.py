@@ -70,7 +70,8 @@ def alternative(batch_size: int, rival: Candidate) -> Alternative:
     saving: list[Recompute] = [c.recompute for c in rival.cases if not c.activation_policy.keeps_all]
     return Alternative(
         schedule=layout.schedule,
-        microbatches=layout.microbatches,
+        microbatches=layout.whole_microbatches,
+        slices=layout.slices,
         axes=layout.axes,
         chunks=layout.chunks,
         weights=layout.weights,
@@ -109,6 +110,7 @@ def not_chosen(
     return NotChosen(
         schedule=other.schedule,
         microbatches=other.microbatches,
+        slices=other.slices,
         stages_per_device=other.chunks,
         axes=other.axes.used,
         weights=other.weights,
@@ -150,14 +152,25 @@ def faster(given_plan: Plan, mesh: Plan) -> Plan:
     least = BITS if loses_bits else CLOSE
     mesh_wins = least * mesh.expected.step_s < given_plan.expected.step_s
     best, other = (mesh, given_plan) if mesh_wins else (given_plan, mesh)
+    # The mesh's lower bound also holds for pipelines.
+    gap = mesh.expected.gap if mesh_wins else _gap(given_plan.expected, mesh.expected)
+    return _beside(best, other, ("axes",), gap)
+
+
+def instead_of(plan: Plan, better: Plan, differs: tuple[Difference, ...]) -> Plan:
+    """Returns the better plan, to which the other one is an alternative."""
+    assert plan.expected is not None
+    assert better.expected is not None
+    return _beside(better, plan, differs, _gap(better.expected, plan.expected))
+
+
+def _beside(best: Plan, other: Plan, differs: tuple[Difference, ...], gap: float | None) -> Plan:
     assert best.expected is not None
     alternatives = sorted(
         (as_alternative(other), *best.alternatives[: ALTERNATIVES - 1]), key=lambda a: a.step_s
     )
-    # The mesh's lower bound also holds for pipelines.
-    gap = best.expected.gap if mesh_wins else _gap(given_plan.expected, mesh.expected)
     identical = other.bit_identical and not best.bit_identical
-    compared = not_chosen(as_alternative(best), as_alternative(other), ("axes",), identical)
+    compared = not_chosen(as_alternative(best), as_alternative(other), differs, identical)
     return best.model_copy(
         update={
             "expected": best.expected.model_copy(update={"gap": gap}),
@@ -193,6 +206,7 @@ def as_alternative(plan: Plan) -> Alternative:
     return Alternative(
         schedule=plan.schedule,
         microbatches=plan.microbatches,
+        slices=plan.slices,
         axes=plan.axes,
         chunks=max(1, len(plan.stages) // plan.axes.pp),
         weights=plan.weights,

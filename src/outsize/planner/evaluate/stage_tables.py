@@ -6,7 +6,7 @@ pieces (costs/coarsening.py), between which stages begin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import final
 
@@ -16,13 +16,15 @@ from outsize.ir.cluster import Device
 from outsize.ir.hardware.devices import host_link
 from outsize.planner.costs.cache import Cache, Key
 from outsize.planner.costs.coarsening import between_blocks, coarse_graph, coarse_profile, pieces
-from outsize.planner.costs.roofline import attention_shares
+from outsize.planner.costs.roofline import attention_shares, late_seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.device_groups import DeviceGroups
 from outsize.planner.evaluate.unit_prices import UnitPrices, model_key, spread_key
 from outsize.planner.layout.layout import Layout
+from outsize.planner.layout.slice_model import gradient_share, kept_bytes, most_open
+from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
-from outsize.planner.memory.range_tables import owned_gradients, owners_update
+from outsize.planner.memory.range_tables import Bytes, RangeTables, owned_gradients, owners_update
 from outsize.planner.memory.recomputed_blocks import StreamedBytes, block_ranges, streamed_ranges
 from outsize.planner.memory.sharded import GatheredBytes, KeyBytes, UnshardedBytes, WholeBytes, device_tables
 from outsize.planner.offload.host_traffic import hosted
@@ -123,12 +125,13 @@ class StageTables:
             return hosted(whole, blocks, self.ends(layout), layout, self._groups.cluster, recompute)
         if policy.keeps_all or policy.in_blocks:
             key = *spread_key(layout), layout.shards, device.kind, recompute, self._arranged_ends.get(layout)
-            key = *key, self._replicas_returned(layout)
+            key = *key, self._replicas_returned(layout), layout.slices > 1 and layout.schedule_key()
             made = self._cache.once(
                 ("case of a microbatch", *key), lambda: self._divided(layout, device, recompute)
             )
             return replace(made, microbatches=layout.microbatches)
-        return self._in_turn(layout, device, KEEP.name).with_recompute(recompute, device)
+        made = self._in_turn(layout, device, KEEP.name).with_recompute(recompute, device)
+        return self._keeping_again(made, layout) if layout.slices > 1 else made
 
     def _divided(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns the tables with what each device of a group holds of a rank's bytes."""
@@ -141,7 +144,42 @@ class StageTables:
         ranges = device_tables(whole.ranges, layout, self._keys(layout, recompute), gathered, styled)
         if self._optimizer.couples and layout.shards > 1:
             ranges = replace(ranges, update=owners_update(whole.graph, self._optimizer, layout.shards))
-        return replace(whole, ranges=ranges).with_seconds(seconds.merged(self.ends(layout)))
+        made = replace(whole, ranges=ranges).with_seconds(seconds.merged(self.ends(layout)))
+        return self._in_slices(made, layout, device) if layout.slices > 1 else made
+
+    # -- what slices of sequences have beside the bytes and seconds of as many microbatches --
+
+    def _in_slices(self, case: PricedModel, layout: Layout, device: Device) -> PricedModel:
+        """Returns the case with the gradients of keys and values of a microbatch, and with the keys where
+        units are recomputed, and the seconds by which last slices are longer.
+        """
+        graph, starts = self._units.graph(layout), self.ends(layout)[:-1]
+        kept = np.array(kept_bytes(graph.units, layout.axes.product_parts), np.int64)
+        sums = np.add.reduceat(gradient_share(graph.units) * kept, starts)
+        late = late_seconds(graph, self._units.seconds(layout, device), device, layout.slices)
+        merged = np.add.reduceat(late[0], starts), np.add.reduceat(late[1], starts)
+        lasting = _lasting(case.ranges, sums, layout.microbatches)
+        made = replace(case, ranges=lasting, late=merged, slices=layout.slices)
+        return self._keeping_again(made, layout) if made.activation_policy.recomputes else made
+
+    def _keeping_again(self, case: PricedModel, layout: Layout) -> PricedModel:
+        """Returns the case of recomputed units with the keys and values that slices read."""
+        again = np.add.reduceat(self._read_again(layout), self.ends(layout)[:-1])
+        return replace(case, ranges=_lasting(case.ranges, again, layout.microbatches))
+
+    def read_again(self, layout: Layout, units: Collection[int]) -> int:
+        """Returns the bytes for each microbatch of the keys and values that slices read of units that are
+        recomputed; these are in no activations.
+        """
+        chosen = self._read_again(layout)[sorted(units)] if layout.slices > 1 else np.zeros(1, np.int64)
+        return -(-int(chosen.sum()) // layout.microbatches)
+
+    def _read_again(self, layout: Layout) -> Bytes:
+        states = states_by_stage(*layout.schedule_key().of_single_stages)[0]
+        in_flight = max(state.in_flight for state in states)
+        count = most_open(in_flight, layout.whole_microbatches, layout.slices)
+        units = self._units.graph(layout).units
+        return count * np.array(kept_bytes(units, layout.axes.product_parts), np.int64)
 
     def _keys(self, layout: Layout, recompute: Recompute) -> KeyBytes:
         """Returns what context parallelism gathers in each piece of the model, where the layout has it."""
@@ -225,8 +263,15 @@ class StageTables:
         away, beside = StreamedBytes.of(graph), host_link(device) is not None
         left = axes.token_parts * (1 if graph.tensor is not None else axes.product_parts)
         seen = np.zeros((2, len(graph.units)))
-        for (a, b), kept_bytes in zip(away.parts, (away.kept // left).tolist(), strict=True):
-            copied_s = link.seconds(kept_bytes) if kept_bytes else 0.0
+        for (a, b), size_bytes in zip(away.parts, (away.kept // left).tolist(), strict=True):
+            copied_s = link.seconds(size_bytes) if size_bytes else 0.0
             for row, passed_s in zip(seen, (again.forward, again.backward), strict=True):
                 row[b - 1] = max(0.0, copied_s - float(passed_s[a:b].sum()) * beside)
         return again.plus(*seen)
+
+
+def _lasting(ranges: RangeTables, per_piece: Bytes, microbatches: int) -> RangeTables:
+    """Returns the tables with so many bytes of each piece for the whole step."""
+    sums = np.append(0, np.cumsum(per_piece))
+    lasting = np.triu(sums[None, :] - sums[:, None])
+    return replace(ranges, inputs=ranges.inputs + -(-lasting // microbatches))

@@ -28,7 +28,6 @@ from outsize.planner.memory.account import (
     peak_table,
     peaks_of_components,
 )
-from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.partition.feasibility import ChainFeasibility
 from outsize.planner.partition.least_full import least_full_cut
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
@@ -77,7 +76,7 @@ def _rejection(tried: Pipeline) -> DoesNotFit:
         short = shortage(cut.stage, cut.memory, tried.room.devices[cut.stage])
     return DoesNotFit(
         schedules=(layout.schedule,),
-        microbatches=layout.microbatches,
+        microbatches=layout.whole_microbatches,
         stages_per_device=layout.chunks,
         axes=layout.axes.used,
         weights=layout.weights,
@@ -251,7 +250,7 @@ def _state_bytes(case: PricedModel) -> int:
 
 def _least_full(case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> LeastFull:
     bounds = least_full_cut(case, schedule, stages, cluster)
-    states = states_by_stage(schedule, stages, case.microbatches, stages)
+    states = case.states(schedule, stages)
     first, end = bounds[:-1], bounds[1:]
     parts = component_table(case.ranges.at((np.array(first), np.array(end))), case.microbatches)
     peaks = [float(peaks_of_components(parts[:, s : s + 1], own)[0]) for s, own in enumerate(states)]

@@ -61,16 +61,21 @@ class ScheduleKey(NamedTuple):
         """Returns what a schedule is built from where its actions are not given."""
         return self[:4]
 
+    @property
+    def of_single_stages(self) -> tuple[ScheduleName, int, int, int, int]:
+        """Returns the same where each rank has one stage, through which sequences may go in slices."""
+        return *self[:4], self.slices
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Fixes everything but the cuts: `stages` in all, `microbatches` of each replica.
 
-    `captured`: the number of microbatches of the whole batch for which the model was captured. `sequence`: tp
-    also divides the activations between layers (sequence parallelism). With `slices` the microbatches of its
-    actions are slices of sequences. `turns`: a stage that waits for other ranks gives way to another
-    microbatch, where the schedule has one for it.
+    `captured`: the number of microbatches of the whole batch for which the model was captured.
+    `sequence`: tp also divides the activations between layers (sequence parallelism). With `slices`
+    microbatches are slices of sequences, so many of each one, and `captured` counts them too. `turns`: a
+    stage that waits for other ranks gives way to another microbatch, where the schedule has one for it.
     """
 
     axes: Axes
@@ -98,9 +103,26 @@ class Layout:
         """Returns the stages of a rank in ascending order."""
         return tuple(stage for stage, at in enumerate(self.ranks) if at == rank)
 
+    @property
+    def whole_microbatches(self) -> int:
+        """Returns the number of microbatches of each replica, which may go in slices."""
+        return self.microbatches // self.slices
+
+    @property
+    def round(self) -> int:
+        """Returns after how many microbatches a full pipeline repeats itself: one on each rank. Of slices
+        these are whole microbatches.
+        """
+        return -(-self.axes.pp // self.slices) * self.slices if self.slices > 1 else self.axes.pp
+
+    def in_slices(self, slices: int) -> Layout:
+        """Returns the layout whose microbatches go in so many slices."""
+        counts = {"microbatches": self.microbatches * slices, "captured": self.captured * slices}
+        return replace(self, slices=slices, **counts)
+
     def schedule_key(self, microbatches: int | None = None) -> ScheduleKey:
         """Returns the key of the schedule of `microbatches`, by default of all."""
-        count = self.microbatches if microbatches is None else microbatches
+        count = (self.microbatches if microbatches is None else microbatches) // self.slices
         return ScheduleKey(self.schedule, self.stages, count, self.axes.pp, self.actions, self.slices)
 
     @property
@@ -169,7 +191,7 @@ class Layout:
         """Returns the layout of a plan."""
         m = plan.microbatches
         layout = cls(plan.axes, len(plan.stages), plan.schedule, m, m, plan.weights, plan.actions)
-        return replace(layout, sequence=plan.sequence_parallel, slices=plan.slices)
+        return replace(layout, sequence=plan.sequence_parallel).in_slices(plan.slices)
 
 
 def pipelines(

@@ -25,18 +25,39 @@ States = tuple[InFlightState, ...]
 """Holds the states of one stage that no other state of it covers."""
 # Five microbatches of a turn are simulated; each further one behaves as the third.
 SIMULATED_TURN: Final = 5
+# So many microbatches are simulated in slices after those that fill a pipeline.
+SLICED_TURN: Final = 3
 
 
 @lru_cache(maxsize=256)
 def states_by_stage(
-    schedule: ScheduleName, stages: int, microbatches: int, ranks: int
+    schedule: ScheduleName, stages: int, microbatches: int, ranks: int, slices: int = 1
 ) -> tuple[tuple[InFlightState, ...], ...]:
-    """Returns the states of each stage in a chain; receives are at the same places for any real edges."""
+    """Returns the states of each stage in a chain; receives are at the same places for any real edges. Where
+    microbatches go in `slices`, states count these.
+    """
+    if slices > 1:
+        return _of_slices(schedule, stages, microbatches, slices)
     if family_of(schedule).like_last_stages:
         return _from_neighbours(partial(_as_shorter_pipeline, schedule, stages, microbatches), stages)
     simulated = microbatches_to_simulate(schedule, stages, microbatches, ranks)
     states = _by_stage(schedule, stages, simulated, ranks)
     return tuple(_with_batch(stage_states, microbatches) for stage_states in states)
+
+
+def _of_slices(schedule: ScheduleName, stages: int, microbatches: int, slices: int) -> tuple[States, ...]:
+    """Simulates the microbatches that fill a pipeline, and some more: where a schedule repeats itself, each
+    further one behaves as these.
+    """
+    repeats = family_of(schedule).repeats_after is not None
+    simulated = min(microbatches, -(-stages // slices) + SLICED_TURN) if repeats else microbatches
+    rows = (row_of(schedule, stage, stages, simulated, slices) for stage in range(stages))
+    chained = (in_chain(row, stages) for row in rows)
+    count = simulated * slices
+    states = (
+        peak_states(Schedule(schedule, count, (row,), slices), stage) for stage, row in enumerate(chained)
+    )
+    return tuple(_with_batch(each, microbatches * slices) for each in states)
 
 
 def _from_neighbours(simulated: Callable[[int], States], stages: int) -> tuple[States, ...]:

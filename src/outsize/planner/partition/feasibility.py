@@ -55,7 +55,7 @@ class ChainFeasibility:
     @property
     def states(self) -> tuple[tuple[InFlightState, ...], ...]:
         """Returns the in-flight states of each stage in a chain."""
-        return states_by_stage(self.schedule, self.stages, self.case.microbatches, self.stages)
+        return self.case.states(self.schedule, self.stages)
 
     def fits(self) -> bool:
         """Returns whether any cut fits; exact."""
@@ -140,7 +140,7 @@ def none_fits(
     what they have whole for a moment.
     """
     rows = [partial(_row_without_crossing, case.ranges, whole) for case in cases]
-    states = states_by_stage(schedule, len(room), cases[0].microbatches, len(room))
+    states = cases[0].states(schedule, len(room))
     return _taking_most([rows] * len(room), cases[0].units, states, room) is None
 
 

@@ -8,7 +8,6 @@ from functools import cache
 from outsize.ir.cluster import Cluster
 from outsize.ir.plan import ScheduleName
 from outsize.planner.memory.account import InFlightCounts, component_table
-from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.range_tables import Bytes, Seconds
 from outsize.planner.partition.chain_dp import Price, partition
 from outsize.planner.partition.stage_prices import PricedModel
@@ -25,8 +24,7 @@ def least_full_cut(
 
 def _fullness(case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> Price:
     """Returns the price of a stage: the share of its memory that each run takes."""
-    states = states_by_stage(schedule, stages, case.microbatches, stages)
-    in_flight = tuple(map(InFlightCounts.of, states))
+    in_flight = tuple(map(InFlightCounts.of, case.states(schedule, stages)))
     components = component_table(case.ranges, case.microbatches)
 
     @cache

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from outsize.ir.cluster import Cluster, Device, Link
 from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
+from outsize.ir.plan import ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.collectives import messages_s
@@ -40,7 +41,7 @@ from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Flow, flows
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.layout.layout import Layout
-from outsize.planner.memory.account import InFlightCounts, component_table, peaks_of_components
+from outsize.planner.memory.account import InFlightCounts, InFlightState, component_table, peaks_of_components
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
 from outsize.planner.memory.range_tables import Bytes, RangeTables, Seconds
@@ -71,7 +72,9 @@ class PricedModel:
     `update` is the work of the optimizer's step.
     `split_units`: how many units with a gradient of weights each has; None where each is one unit.
     `copies`: the link over which activations go to the host; `seconds` do not include it.
-    `pairs`: backwards run together with forwards, so that what ranks exchange may hide.
+    `pairs`: backwards run together with forwards, so that what ranks exchange may hide. `late`: by how
+    much the forward and the backward of each unit are longer in the last slice of a sequence than in a
+    mean one, where microbatches are `slices` of whole ones.
     """
 
     graph: ModelGraph
@@ -86,6 +89,8 @@ class PricedModel:
     update: UpdateWork | None = None
     split_units: Bytes | None = None
     pairs: bool = False
+    late: tuple[Seconds, Seconds] | None = None
+    slices: int = 1
 
     @classmethod
     def of(
@@ -145,6 +150,22 @@ class PricedModel:
     def least(self) -> UnitSeconds:
         """Returns the seconds below which the units of a stage never are."""
         return self.seconds.paired() if self.hides else self.seconds
+
+    def states(self, schedule: ScheduleName, stages: int) -> tuple[tuple[InFlightState, ...], ...]:
+        """Returns what each stage of a pipeline holds at its worst moments, where each is on a rank of its
+        own.
+        """
+        whole = self.microbatches // self.slices
+        return states_by_stage(schedule, stages, whole, stages, self.slices)
+
+    def late_s(self, run: tuple[int, int]) -> float:
+        """Returns by how much the last slice of a sequence takes longer in a stage than a mean one, forward
+        and back.
+        """
+        if self.late is None:
+            return 0.0
+        forward_s, backward_s = (float(each[slice(*run)].sum()) for each in self.late)
+        return backward_s + forward_s * (1 if self.activation_policy.keeps_all else 2)
 
     @property
     def profile(self) -> Profile:
@@ -353,7 +374,7 @@ class _Listing:
         self._pipeline, self._works = pipeline, works
         self.limit_s, self.runs = limit_s, runs
         layout, self._m = self._pipeline.layout, self._pipeline.case.microbatches
-        self._worst = states_by_stage(layout.schedule, layout.stages, self._m, layout.axes.pp)
+        self._worst = states_by_stage(*layout.schedule_key().of_single_stages)
         self._in_flight = tuple(map(InFlightCounts.of, self._worst))
         self._places = runs.first * (runs.units + 1) + runs.end
         self._taken: dict[int, Any] = {}

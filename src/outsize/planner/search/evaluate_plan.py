@@ -22,8 +22,8 @@ from outsize.planner.evaluate.plan_findings import shortages, step_memory
 from outsize.planner.evaluate.pricing import Pricing
 from outsize.planner.layout.layout import Layout, grouped, rank_named
 from outsize.planner.memory.memory_samples import with_memory_samples
-from outsize.planner.search import sliced
 from outsize.planner.search.caveats import with_narrow_sums
+from outsize.planner.search.sliced import model_of_slice
 from outsize.planner.strategies import host_computed, host_one_device, host_round_robin
 from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons
 from outsize.planner.strategies.selective_recompute import Units, counted, recomputing, selective_reasons
@@ -50,8 +50,6 @@ def _price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
         hosts = host_one_device.priced if plan.axes.pp == 1 else host_round_robin.priced
         return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
-    if _is_in_slices(plan):
-        return sliced.priced(plan, (graph, profile), cluster, _price)
     candidate = candidate_of(plan, graph, profile, cluster)
     chosen = _chosen(plan, graph)
     figures = counted(expected(candidate, plan.batch_size, candidate.bounds), chosen)
@@ -89,9 +87,6 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     that the plan expects; raises as `price`.
     """
     model = in_plans_order(plan, graph, profile)
-    if _is_in_slices(plan):
-        units, slices, seconds = sliced.in_units(plan, *model)
-        return timeline(units, slices, seconds, cluster)
     if plan.host_stages:
         played, stage_of = host_computed.timeline(plan, *model, cluster), tuple(range(len(plan.stages)))
     elif plan.streams:
@@ -101,11 +96,6 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
         step = candidate_of(plan, *model, cluster).step
         played, stage_of = step.timeline(), step.stage_of
     return played if plan.expected is None else with_memory_samples(played, plan.expected, stage_of)
-
-
-def _is_in_slices(plan: Plan) -> bool:
-    """Tells whether the microbatches of a plan go in slices, which are not what it calls microbatches yet."""
-    return plan.slices > 1 and not plan.actions
 
 
 def in_plans_order(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[ModelGraph, Profile]:
@@ -122,7 +112,10 @@ def candidate_of(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Clust
     """
     check_enough(plan.batch_size, plan.microbatches)
     layout, bounds = replace(Layout.of_plan(plan), turns=takes_turns(plan)), plan.bounds(graph)
-    pricing = Pricing({layout.captured: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
+    model = graph, profile
+    if plan.slices > 1:
+        model = model_of_slice(model, plan.slices, cluster)
+    pricing = Pricing({layout.captured: model}, cluster, plan.optimizer, most=len(graph.units))
     groups = grouped(cluster, layout.group)
     if groups is None:
         raise _no_groups(plan, cluster)

@@ -180,6 +180,11 @@ def _between_blocks(winner: Winner) -> Winner:
     return replace(winner, pricing=blocks, best=neat)
 
 
+def _may_use_host(winner: Winner) -> bool:
+    """Returns whether activations may wait on the host: no slice of a sequence leaves its device."""
+    return winner.request.recompute is None and winner.best.layout.slices == 1
+
+
 def _on_host(winner: Winner) -> Winner:
     # Copies that cost nothing save a second forward at most.
     most_s = MOST_AGAIN * winner.best.step_s
@@ -225,14 +230,14 @@ IMPROVEMENTS: Final[tuple[Improvement, ...]] = (
     ),
     Improvement(
         name="activations wait on the host instead of being recomputed",
-        helps=lambda winner: winner.request.recompute is None and may_offload(winner.best, winner.searched),
+        helps=lambda winner: _may_use_host(winner) and may_offload(winner.best, winner.searched),
         better=_on_host,
         reaches=_moved_or_kept_s,
         bound="none: other layouts were not cut with activations on the host",
     ),
     Improvement(
         name="what blocks keep waits on the host, and attention is computed once",
-        helps=lambda winner: winner.request.recompute is None and may_stream(winner.best, winner.searched),
+        helps=lambda winner: _may_use_host(winner) and may_stream(winner.best, winner.searched),
         better=_streamed,
         reaches=_moved_or_kept_s,
         bound="none: other layouts were not cut with blocks on the host",

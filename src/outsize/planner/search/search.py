@@ -61,6 +61,7 @@ from outsize.planner.search.improvements import improved
 from outsize.planner.search.incumbents import Incumbents, Limits
 from outsize.planner.search.layouts import MESHES, ON_HOST, PIPELINES, interleaved, no_layout, too_few_pieces
 from outsize.planner.search.relaxations import Relaxation, relaxed
+from outsize.planner.search.sliced import in_slices, or_in_slices
 from outsize.planner.search.written_plan import written_plan
 from outsize.planner.strategies.activation_offload import check_recompute, offloads
 from outsize.planner.strategies.host_computed import host_computed, no_host_stages
@@ -113,6 +114,15 @@ def search(
     """
     limits = limits or Limits()
     pricing = Pricing(candidates, cluster, request.optimizer, idle=request.may_idle)
+    plan = _of_whole_sequences(request, pricing, smallest, limits)
+    return or_in_slices(request, plan, pricing, limits)
+
+
+def _of_whole_sequences(
+    request: PlanRequest, pricing: Pricing, smallest: Callable[[], Models], limits: Limits
+) -> Plan:
+    """Returns the fastest plan that fits, in slices where these are what is relaxed; raises as `search`."""
+    candidates, cluster = pricing.units.models, pricing.cluster
     meshes = _meshes(request, pricing, limits.incumbents)
     mesh = _best_mesh(request, meshes, pricing, limits)
     if mesh is not None and limits.incumbents.end_search():
@@ -424,6 +434,14 @@ RELAXATIONS: Final[tuple[Relaxation[Attempt, Plan], ...]] = (
         answers=(NoFeasiblePlan,),
         helps=lambda _: True,
         finds=_finer,
+    ),
+    Relaxation(
+        name="slices of sequences, which hold hardly more than one microbatch",
+        relaxes=frozenset({"slices"}),
+        answers=(NoFeasiblePlan,),
+        helps=lambda attempt: attempt.request.opens_slices,
+        finds=lambda attempt: in_slices(attempt.request, attempt.pricing, attempt.limits),
+        tells_why=True,
     ),
     Relaxation(
         name="weights on the host",

@@ -1,240 +1,160 @@
-"""Problem: what does a pipeline cost whose microbatches go through the stages in slices of their sequences?
+"""Problem: is a pipeline faster whose microbatches go through the stages in slices of their sequences?
 
-A slice is to a schedule what a microbatch is. So a plan in n slices is priced as one of n times as many
-microbatches, each with 1 / n of the work and of what is saved (`in_units`), along the rows of its schedule.
-What that leaves out is added here:
+A slice is to a schedule what a microbatch is. So a layout in slices is one of n times as many microbatches of
+the model of a mean slice (layout/slice_model.py), and is cut, bounded and priced as any other one, along the
+rows of its schedule. What slices have beside that is in its tables (evaluate/stage_tables.py):
 
-    kept rows      keys and values of a microbatch in a stage that recomputes its layers, which slices read
-                   again; where layers keep their activations these are among them
-    gradients      of the keys and values of a microbatch, added up over its slices in float32
+    kept rows      keys and values of a microbatch, and the sums of their gradients
     last slices    attention of slice k reads k + 1 slices, so the last one computes nearly twice the mean.
-                   The first stage waits for it to go through all others and back: a microbatch's bubble
+                   The first stage waits for it to go through all others and back: `Candidate.late_s`
 
-Several microbatches fill each other's bubbles, so the last line is counted once. The cut is that of the
-search among microbatches of such a size. Source: SlimPipe, arXiv 2504.14519, which also moves work between
-stages so that slices cost the same; here they do not. Complexity: that of the search, for each policy of
-activations.
-Oracle: tests/unit/planner/search/test_sliced.py.
+The bounds are those of the schedule without slices: a stage of 1f1b has w = n + p - s - 1 slices in flight in
+place of p - s, and its first backward follows n forwards, so
+
+    before + n f + behind + m b + (m - w) f  =  before + (f + b) + behind + (m - 1) b + (m - (p - s)) f
+
+with m slices in all; what is kept, and the last slices, come on top.
+
+Who searches axes has slices searched too (`PlanRequest.opens_slices`), where the program is computed in order
+(`RowFacts.in_order`): in slices of LEAST_TOKENS, as few tokens as a rank of cp has, because fewer and longer
+slices only make the bubble larger. They round otherwise than whole sequences, so they are taken for more than
+BITS. Source: SlimPipe, arXiv 2504.14519. Complexity: that of the search of meshes of pp, dp_replicate and tp.
+Oracles: tests/unit/planner/search/test_sliced.py, test_sliced_unasked.py (every cut).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Final
 
 from outsize.errors import NoFeasiblePlan
-from outsize.ir.answers.request import NONE_SEARCHED, PlanRequest
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
+from outsize.ir.findings import DoesNotFit
 from outsize.ir.formatting import bytes_text
-from outsize.ir.graph import ModelGraph, ShardedFraction, Unit, Value, Work
-from outsize.ir.plan import Expected, Plan
-from outsize.ir.profile import Profile, UnitCost
-from outsize.ir.schedule import CUSTOM_NAME, Action, Kind
-from outsize.planner.costs.roofline import NARROW, seconds
-from outsize.policies.activations import Recompute, searched_for
-from outsize.policies.slices import SLICES
-from outsize.schedules.builders import planned, written
-from outsize.schedules.families import DEFAULT
+from outsize.ir.plan import Plan
+from outsize.planner.costs.context_parallel import LEAST_TOKENS
+from outsize.planner.costs.device_scaling import of_slice
+from outsize.planner.costs.kernel_stacks import takes_turns
+from outsize.planner.evaluate.pricing import Pricing
+from outsize.planner.evaluate.ranking import BITS, instead_of
+from outsize.planner.evaluate.unit_prices import Model, Models
+from outsize.planner.fit.nearest import rejections
+from outsize.planner.layout.layout import Layout
+from outsize.planner.layout.slice_model import graph_of_slice
+from outsize.planner.search.branch_and_bound import BranchAndBound
+from outsize.planner.search.improvements import improved
+from outsize.planner.search.incumbents import Limits
+from outsize.planner.search.layouts import MESHES, PIPELINES
+from outsize.planner.search.written_plan import written_plan
+from outsize.policies.activations import searched_for
+from outsize.policies.slices import SLICES, most_slices
+from outsize.schedules.families import DEFAULT, family_of
 
-Model = tuple[ModelGraph, Profile]
-Price = Callable[[Plan, ModelGraph, Profile, Cluster], Plan]
-Search = Callable[[PlanRequest, dict[int, Model], Cluster], Plan]
-_WORK: Final = ("flops", "moved_bytes", "instructions", "fused_flops", "fused_bytes", "library_bytes")
-_SENT: Final = (
-    *("saved_bytes", "forward_sum", "forward_gather", "backward_sum", "backward_gather"),
-    *("again_bytes", "begun_sum", "begun_gather"),
-)
-_OF_UNITS: Final = ("flops", "moved_bytes", "saved_bytes", "workspace_bytes", "saved_input_bytes")
-
-
-def in_units(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[Plan, ModelGraph, Profile]:
-    """Returns a plan in slices as one of as many microbatches, with the rows of its schedule, and the model
-    of a mean slice.
-    """
-    slices, microbatches = plan.slices, plan.microbatches
-    schedule = planned(plan.schedule, len(plan.stages), microbatches, plan.axes.pp, (), slices)
-    fields = {
-        "microbatches": microbatches * slices,
-        "batch_size": plan.batch_size * slices,
-        "schedule": CUSTOM_NAME,
-        "actions": written(schedule),
-    }
-    return plan.model_copy(update=fields), *of_slice(graph, profile, slices)
+_NO_LIMITS: Final = Limits()
 
 
-def of_slice(graph: ModelGraph, profile: Profile, slices: int) -> Model:
-    """Returns the model of a mean slice."""
-    units = tuple(_unit_of_slice(unit, slices) for unit in graph.units)
-    values = tuple(_value_of_slice(value, slices) for value in graph.values)
-    fields = {name: getattr(graph, name) for name in type(graph).model_fields}
-    fields |= {"units": units, "values": values}
-    fields |= {name: fields[name] // slices for name in ("output_bytes", "input_bytes")}
-    costs = tuple(_cost_of_slice(cost, slices) for cost in profile.units)
-    return ModelGraph(**fields), profile.model_copy(update={"units": costs})
-
-
-def _unit_of_slice(unit: Unit, slices: int) -> Unit:
-    sums = unit.weight_sum_bytes
-    fields: dict[str, Any] = {name: getattr(unit, name) // slices for name in _OF_UNITS}
-    fields["backward_workspace_bytes"] = (unit.backward_workspace_bytes - sums) // slices + sums
-    passes = ("forward", "backward_input", "backward_weight")
-    fields |= {name: _fraction_of_slice(getattr(unit, name), slices) for name in ("divided", "in_sequence")}
-    works = {name: tuple(_work_of_slice(w, slices) for w in getattr(unit, name)) for name in passes}
-    return unit.model_copy(update={**fields, **works})
-
-
-def _fraction_of_slice(fraction: ShardedFraction, slices: int) -> ShardedFraction:
-    return fraction.model_copy(update={name: getattr(fraction, name) // slices for name in _SENT})
-
-
-def _work_of_slice(work: Work, slices: int) -> Work:
-    return work.model_copy(update={name: getattr(work, name) // slices for name in _WORK})
-
-
-def _value_of_slice(value: Value, slices: int) -> Value:
-    fields = {name: getattr(value, name) // slices for name in ("size_bytes", "storage_bytes")}
-    return value.model_copy(update=fields)
-
-
-def _cost_of_slice(cost: UnitCost, slices: int) -> UnitCost:
-    names = ("forward_s", "backward_input_s", "backward_weight_s", "spread_s")
-    fields = {name: getattr(cost, name) / slices for name in names}
-    counted = {name: getattr(cost, name) // slices for name in ("saved_bytes", "workspace_bytes", "flops")}
-    return cost.model_copy(update=fields | counted)
-
-
-def priced(plan: Plan, model: Model, cluster: Cluster, price: Price) -> Plan:
-    """Returns a plan in slices with its figures; `price` tells those of a plan without. `model` is that of a
-    microbatch, in the plan's order.
-    """
-    graph, _ = model
-    units = price(*in_units(plan, *model), cluster)
-    assert units.expected is not None, "it has just been priced"
-    expected = _with_kept_rows(plan, graph, units.expected)
-    late_s = _last_slices_s(plan, graph, cluster)
-    step_s = expected.step_s + late_s
-    computed = (1.0 - expected.bubble) * expected.step_s
-    changes = {
-        "step_s": step_s,
-        "samples_per_s": plan.batch_size / step_s if step_s else 0.0,
-        "bubble": 1.0 - computed / step_s if step_s else 0.0,
-    }
-    return plan.model_copy(update={"expected": expected.model_copy(update=changes), "why": units.why})
-
-
-def _with_kept_rows(plan: Plan, graph: ModelGraph, expected: Expected) -> Expected:
-    """Returns the figures with what stages keep of keys and values, and of their gradients."""
-    bounds = plan.bounds(graph)
-    schedule = planned(plan.schedule, len(plan.stages), plan.microbatches, plan.axes.pp, (), plan.slices)
-    is_narrow = any(value.dtype in NARROW for value in graph.values)
-    stages = []
-    for number, (figures, (first, end)) in enumerate(zip(expected.stages, pairwise(bounds), strict=True)):
-        row = schedule.actions[plan.ranks[number]]
-        kept = sum(unit.row_gather_bytes for unit in graph.units[first:end]) // plan.axes.product_parts
-        again = 0 if plan.activation_policy(number).keeps_all else kept
-        more = again * _most_open(row, number, plan.slices) + kept * (2 if is_narrow else 1)
-        names = ("activations_bytes", "p50_bytes", "p95_bytes")
-        stages.append(figures.model_copy(update={name: getattr(figures, name) + more for name in names}))
-    return expected.model_copy(update={"stages": tuple(stages)})
-
-
-def _most_open(row: Sequence[Action], stage: int, slices: int) -> int:
-    """Returns of how many microbatches a stage has some rows at one moment, at most."""
-    most, open_now = 0, set[int]()
-    for action in row:
-        if action.stage == stage and action.kind is Kind.F:
-            open_now.add(action.microbatch // slices)
-            most = max(most, len(open_now))
-        elif action.stage == stage and action.microbatch % slices == 0:
-            open_now.discard(action.microbatch // slices)
-    return most
-
-
-def _last_slices_s(plan: Plan, graph: ModelGraph, cluster: Cluster) -> float:
-    """Returns by how many seconds the last slice's way through the stages and back is longer than a mean
-    one's.
-    """
-    device, late_s = cluster.devices[0], 0.0
-    for number, (first, end) in list(enumerate(pairwise(plan.bounds(graph))))[1:]:
-        attention = [work for unit in graph.units[first:end] for work in _attention(plan, number, unit)]
-        late_s += seconds(attention, device)
-    return late_s / plan.slices * (1 - 1 / plan.slices)
-
-
-def _attention(plan: Plan, stage: int, unit: Unit) -> Iterator[Work]:
-    """Yields the work of attention of a unit in both passes, with the second forward of one that is
-    recomputed.
-    """
-    again = () if plan.activation_policy(stage).keeps_all else unit.forward
-    works = (*unit.forward, *unit.backward_input, *unit.backward_weight, *again)
-    return (work for work in works if work.family == "attention")
+def model_of_slice(model: Model, slices: int, cluster: Cluster) -> Model:
+    """Returns the model of a mean slice, of one with costs on the first device of a cluster."""
+    return of_slice(model, graph_of_slice(model[0], slices), slices, cluster.devices[0])
 
 
 def search_in_slices(
-    request: PlanRequest, models: Mapping[int, Model], cluster: Cluster, search: Search, price: Price
+    request: PlanRequest, models: Models, cluster: Cluster, limits: Limits = _NO_LIMITS
 ) -> Plan:
-    """Returns the fastest plan in slices that fits, by policies of activations in the order of their price.
-
-    `search` finds a plan without slices. Raises NoFeasiblePlan where none fits, and as `search`.
+    """Returns the fastest plan in the slices that are asked for; raises NoFeasiblePlan where none fits, and
+    as the search of pipelines.
     """
-    slices, found, fullest = request.slices, list[Plan](), dict[str, tuple[int, int]]()
-    as_units = {count * slices: of_slice(*model, slices) for count, model in models.items()}
-    asked = request.model_copy(
-        update={
-            "slices": 1,
-            "batch_size": request.batch_size * slices,
-            "microbatches": request.microbatches and request.microbatches * slices,
-            "schedule": DEFAULT.name,
-            "axes": NONE_SEARCHED,
-        }
+    slices = request.slices or 1
+    asked = {count: models[count] for count in models if request.total_microbatches in (None, count)}
+    named = request.model_copy(update={"schedule": request.schedule or DEFAULT.name})
+    layouts = [layout.in_slices(slices) for layout in PIPELINES.layouts(named, asked, cluster)]
+    pricing = _pricing(request, asked, cluster, slices)
+    search_loop = BranchAndBound(pricing, searched_for(request.recompute), incumbents=limits.incumbents)
+    result = search_loop.run(layouts)
+    if not result.candidates:
+        raise _none_fits(slices, rejections(result.rejected), cluster)
+    return written_plan(request, result, improved(request, result, pricing, limits.incumbents), pricing)
+
+
+def or_in_slices(request: PlanRequest, plan: Plan, pricing: Pricing, limits: Limits) -> Plan:
+    """Returns the plan, or one in slices whose step is shorter by more than BITS; the other plan becomes an
+    alternative. `pricing` is that of whole sequences.
+    """
+    assert plan.expected is not None, "the search has priced it"
+    if plan.slices > 1:
+        return plan
+    most_s = min(plan.expected.step_s, BITS * limits.loses_s) / BITS
+    made = in_slices(request, pricing, replace(limits, loses_s=most_s))
+    return plan if made is None else instead_of(plan, made, ("slices",))
+
+
+def in_slices(request: PlanRequest, pricing: Pricing, limits: Limits) -> Plan | None:
+    """Returns the fastest plan in slices whose step is below `limits.loses_s`; None where there is none, or
+    none is searched.
+    """
+    cluster, models = pricing.cluster, pricing.units.models
+    slices = _searched(request, models, cluster)
+    most_s = limits.loses_s
+    layouts = [layout for layout in _layouts(request, pricing, slices) if _work_s(layout, pricing) <= most_s]
+    if not layouts or limits.incumbents.end_search():
+        return None
+    counts = {layout.captured for layout in layouts}
+    sliced = _pricing(request, {count: models[count] for count in counts}, cluster, slices)
+    options = searched_for(request.recompute)
+    search_loop = BranchAndBound(sliced, options, compares=False, most_s=most_s, incumbents=limits.incumbents)
+    result = search_loop.run([layout.in_slices(slices) for layout in layouts])
+    if not result.candidates:
+        return None
+    best = improved(request, result, sliced, limits.incumbents, most_s)
+    return written_plan(request, result, best, sliced) if best.step_s < most_s else None
+
+
+def _searched(request: PlanRequest, models: Models, cluster: Cluster) -> int:
+    """Returns in how many slices layouts are searched; 1 where none are."""
+    knows = family_of(request.schedule or DEFAULT.name).sliced_row is not None
+    runs = knows and takes_turns(request)  # Neither compiled stages nor graphs of a device have slices.
+    if not models or cluster.unequal or not request.opens_slices or not runs:
+        return 1
+    rows = [graph.rows for graph, _ in models.values()]
+    if not all(facts is not None and facts.in_order for facts in rows):
+        return 1
+    tokens = min(facts.tokens for facts in rows if facts is not None)
+    return most_slices(tokens, tokens // LEAST_TOKENS)
+
+
+def _layouts(request: PlanRequest, pricing: Pricing, slices: int) -> Iterator[Layout]:
+    """Yields the layouts of whole microbatches that may be better in slices: of several stages."""
+    if slices == 1:
+        return
+    models, cluster = pricing.units.models, pricing.cluster
+    named = request.model_copy(update={"schedule": request.schedule or DEFAULT.name})
+    family = MESHES if MESHES.helps(named, cluster) else PIPELINES
+    for layout in family.layouts(named, models, cluster):
+        resident = layout.shards == 1 and not layout.weight_policy.shards_weights
+        if layout.axes.pp > 1 and layout.chunks == 1 and resident and not layout.sequence:
+            yield from () if layout.axes.beside_slices else (layout,)
+
+
+def _work_s(layout: Layout, pricing: Pricing) -> float:
+    """Returns the seconds that all work of whole microbatches takes on all devices: slices need no less."""
+    return pricing.units.work(layout).total_s * layout.microbatches / layout.axes.pp
+
+
+def _pricing(request: PlanRequest, models: Models, cluster: Cluster, slices: int) -> Pricing:
+    """Returns the prices of the models in slices, by how many slices make a batch."""
+    of = {count * slices: model_of_slice(model, slices, cluster) for count, model in models.items()}
+    return Pricing(of, cluster, request.optimizer)
+
+
+def _none_fits(slices: int, lacking: Iterable[DoesNotFit], cluster: Cluster) -> NoFeasiblePlan:
+    short = [each.shortage for each in lacking if each.shortage is not None]
+    least = min(short, key=lambda each: each.needs_bytes, default=None)
+    return NoFeasiblePlan(
+        f"no pipeline fits these devices in {slices} slices of sequences",
+        numbers=f"cluster {cluster.name!r} has {len(cluster.devices)} devices"
+        if least is None
+        else f"at best a stage needs {bytes_text(least.needs_bytes)} of {bytes_text(least.room_bytes)}",
+        next_step=f"more slices ({SLICES.typed(2 * slices)}), or pieces of the loss (--loss-pieces 64)",
     )
-    for recompute in _policies(request):
-        try:
-            cut = search(asked.model_copy(update={"recompute": recompute}), as_units, cluster)
-        except NoFeasiblePlan:
-            continue
-        plan = _sliced(cut, request)
-        made = price(plan, *models[plan.microbatches * plan.axes.replicas], cluster)
-        if _fits(made):
-            found.append(made)
-        fullest[recompute] = _fullest(made)
-    if not found:
-        raise NoFeasiblePlan(
-            f"no pipeline fits these devices in {slices} slices of sequences",
-            numbers="; ".join(
-                f"recompute={name!r}: {bytes_text(held)} of {bytes_text(room)}"
-                for name, (held, room) in fullest.items()
-            )
-            or f"cluster {cluster.name!r} has {len(cluster.devices)} devices",
-            next_step=f"more slices ({SLICES.typed(2 * slices)}), or pieces of the loss (--loss-pieces 64)",
-        )
-    return min(found, key=lambda plan: plan.expected.step_s if plan.expected else 0.0)
-
-
-def _policies(request: PlanRequest) -> tuple[Recompute, ...]:
-    """Returns what is asked for, or else all that a search offers."""
-    return searched_for(None) if request.recompute is None else (request.recompute,)
-
-
-def _sliced(cut: Plan, request: PlanRequest) -> Plan:
-    """Returns the plan of a search among slices, whose microbatches are whole again."""
-    fields = {
-        "batch_size": request.batch_size,
-        "microbatches": cut.microbatches // request.slices,
-        "slices": request.slices,
-        "schedule": request.schedule or DEFAULT.name,
-        "alternatives": (),
-    }
-    return cut.model_copy(update=fields)
-
-
-def _fullest(plan: Plan) -> tuple[int, int]:
-    assert plan.expected is not None, "it has just been priced"
-    stages = [(stage.p95_bytes, stage.device_bytes) for stage in plan.expected.stages]
-    return max(stages, key=lambda stage: stage[0] - stage[1])
-
-
-def _fits(plan: Plan) -> bool:
-    held, room = _fullest(plan)
-    return held <= room or not room

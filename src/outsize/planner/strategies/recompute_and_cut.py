@@ -134,7 +134,7 @@ class _JointSearch:
             optimizer,
         )
         layout, n = start.layout, start.pipeline.case.units
-        self._states = states_by_stage(*layout.schedule_key().without_actions)
+        self._states = states_by_stage(*layout.schedule_key().of_single_stages)
         self._m, self._stages = layout.microbatches, range(layout.stages)
         self._saving_cases = [saving_case(start.pipeline, stage) for stage in self._stages]
         self._over = [self._excess(stage) for stage in self._stages]

@@ -224,7 +224,10 @@ def recomputing(
     for stage, units in chosen.items():
         fine = UnitLevelModel.of(pricing, pipeline, stage, optimizer)
         places[stage] = len(options[stage])
-        options[stage] = (*options[stage], fine.case(saving_case(pipeline, stage), runs[stage], units))
+        case = fine.case(saving_case(pipeline, stage), runs[stage], units)
+        if (again := pricing.stages.read_again(pipeline.layout, units)) > 0:
+            case = replace(case, ranges=replace(case.ranges, inputs=case.ranges.inputs + again))
+        options[stage] = (*options[stage], case)
     candidate = Candidate.of(replace(pipeline, options=tuple(options)), bounds, places)
     return replace(candidate, recomputed=dict(chosen))
 
@@ -240,7 +243,7 @@ def choice(pipeline: Pipeline, stage: int, run: Run, fine: UnitLevelModel) -> Ch
     """
     layout, tables = pipeline.layout, saving_case(pipeline, stage).ranges.of_run(*run)
     empty = replace(tables, **dict.fromkeys(OWN, np.zeros_like(tables.saved)))
-    states = states_by_stage(*layout.schedule_key().without_actions)
+    states = states_by_stage(*layout.schedule_key().of_single_stages)
     limits = [_limit(empty, alive) for alive in states[stage]]
     return _best(fine, run, limits, pipeline.room_bytes(stage))
 

@@ -398,6 +398,7 @@ def way_text(other: Alternative) -> str:
     parts = [other.schedule + chunks, count, f"pp {other.axes.pp}" if other.axes.pp > 1 else ""]
     parts += [other.axes.beyond_pp, weight_policy(other.weights).text]
     parts += ["sequence parallel"] if other.sequence_parallel else []
+    parts += [f"{other.slices} slices"] if other.slices > 1 else []
     policy = activation_policy(other.recompute)
     parts += ["recompute" if policy.recomputes else policy.text]
     return ", ".join(filter(None, parts))

@@ -68,7 +68,8 @@ class TrainingCase:
     `accelerated` says that its costs are those of accelerators, which have kernels that a CPU lacks.
     `inference` says that its weights are frozen and its forward has no loss. `in_loop` says that the loop is
     the user's own, which computes the loss (`outsize.split`). `loss_pieces` and `module_pieces` are those of
-    its plans (Plan), and so are `slices`, which change nothing of what is recorded. `reads` says that its
+    its plans (Plan), and so are `slices`, which change nothing of what is recorded; None: these are searched.
+    `reads` says that its
     tapes tell which Python values they depend on, as an engine wants them. `kept` has the answers about
     recordings that an earlier process has kept.
     """
@@ -83,7 +84,7 @@ class TrainingCase:
     reads: bool = False
     loss_pieces: int = 1
     module_pieces: int = 1
-    slices: int = 1
+    slices: int | None = 1
     recordings: _Recordings = field(default_factory=dict, repr=False, compare=False)
     short_recordings: _Recordings = field(default_factory=dict, repr=False, compare=False)
     blocks: dict[str, KnownBlocks] = field(default_factory=dict, repr=False, compare=False)

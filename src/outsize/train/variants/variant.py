@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -25,13 +25,15 @@ from outsize.capture.guards.check import ChangedRead, ReadGuards
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers, is_number
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.capture.recording.leaf_rule import KnownBlocks
+from outsize.errors import BadOption
 from outsize.ir.plan import Plan
+from outsize.policies.slices import most_slices
 from outsize.program.garbage import uncollected
 from outsize.program.lengths import Lengths
 from outsize.program.loss_in_pieces.rewrite import in_pieces
 from outsize.program.python_reads import LOSS, PythonRead
 from outsize.program.replaying.modes import current_modes
-from outsize.program.sharding.context_parallel.slices import slice_tapes
+from outsize.program.sharding.context_parallel.slices import in_order, slice_tapes
 from outsize.program.tape import Tape
 from outsize.program.weights.of_loss import with_loss
 from outsize.run.collectives.sequence_slices import SequenceKeeper, SequenceSlice
@@ -112,7 +114,8 @@ class Variant:
         loss = tuple(p.stage for p in self.cut.programs if p.has_loss)
         outputs = (self.cut.tape.metas[slot] for slot in self.cut.programs[-1].outputs)
         edges = forward_edges(boundaries), backward_edges(boundaries)
-        return *edges, tied, loss, self.loss_dtype, any(meta.requires_grad for meta in outputs)
+        trained = any(meta.requires_grad for meta in outputs)
+        return *edges, tied, loss, self.loss_dtype, trained, len(self.slices)
 
 
 @final
@@ -347,10 +350,8 @@ class Variants:
             planned = tape if outputs else self._in_pieces(tape)
             captured = replace(captured, tape=planned)
             own = planned if self._options.context is None else self._options.context.local(planned)
-            keeper = None if outputs or self._plan.slices == 1 else SequenceKeeper(self._plan.slices)
-            each = (own,)
-            if keeper is not None:
-                each = slice_tapes(own, self._model, keeper.slices, keeper.group)
+            is_sliced = self._plan.slices > 1 and not outputs
+            each, keeper = self._slices_of(own) if is_sliced else ((own,), None)
             each = each if tensor is None else tuple(map(tensor.local, each))
             own = each[-1]  # Of slices it is the last one whose sums are whole.
         owners = self._owners(captured)
@@ -372,7 +373,8 @@ class Variants:
             stages=len(self._plan.stages),
             homes=self._placed.homes,
         )
-        if found.dynamic is not None and own is found.tape and shares.holds_at_all_lengths:
+        at_any_length = own is found.tape and not is_sliced
+        if found.dynamic is not None and at_any_length and shares.holds_at_all_lengths:
             followed = found.dynamic.followed
             if shares.sums:
                 followed = with_ratios(followed, shares.sums, followed, shares.ratios)
@@ -389,11 +391,22 @@ class Variants:
         numbered = self._numbered(variant)
         return numbered if keeper is None else self._in_slices(numbered, cuts, keeper)
 
+    def _slices_of(self, tape: Tape) -> tuple[tuple[Tape, ...], SequenceKeeper | None]:
+        """Returns the tapes of the slices of a step, as many as the plan has or as divide its tokens, with
+        what they share. A batch whose program is not computed in order, as with a mask, goes whole.
+        """
+        with suppress(BadOption):
+            count = most_slices(in_order(tape, self._model, 2).tokens, self._plan.slices)
+            if count > 1:
+                keeper = SequenceKeeper(count)
+                return slice_tapes(tape, self._model, count, keeper.group), keeper
+        return (tape,), None
+
     def _in_slices(self, variant: Variant, cuts: Sequence[Cut], keeper: SequenceKeeper) -> Variant:
         """Returns the variant with its slices, whose numbers are below zero: ranks number what they record in
         one order, and slices are no recordings.
         """
-        first = 1 + variant.number * len(cuts)
+        first = 1 + variant.number * self._plan.slices
         slices = (
             replace(variant, number=-first - at, cut=made, slice=SequenceSlice(at, keeper))
             for at, made in enumerate(cuts)

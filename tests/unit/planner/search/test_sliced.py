@@ -31,7 +31,7 @@ def planned(slices: int, microbatches: int = 1, cluster: str = "4xcpu", **asked:
     request = PlanRequest(
         batch_size=4 * microbatches, microbatches=microbatches, stages=4, axes="pp", slices=slices
     )
-    return search_in_slices(request, {microbatches: of}, parse_cluster(cluster), search, price)
+    return search_in_slices(request, {microbatches: of}, parse_cluster(cluster))
 
 
 def step_s(plan: Plan) -> float:
@@ -53,7 +53,8 @@ def test_one_microbatch_fills_a_pipeline(slices: int) -> None:
 def test_a_plan_that_is_read_again_has_the_same_figures() -> None:
     plan = planned(4, saved_bytes=MIB, gathered=MIB)
     again = price(Plan.of_document(plan.model_dump(mode="json")), *model(MIB, MIB), FOUR)
-    assert again.expected == plan.expected
+    assert plan.expected is not None
+    assert again.expected == plan.expected.model_copy(update={"gap": None})
     played = timeline(plan, *model(MIB, MIB), FOUR)
     assert {span.action for span in played.spans} >= {"0F3", "3B0"}
 
@@ -84,4 +85,4 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     small = make_cluster("4xcpu", "cpu", 1, 4, MIB)
     request = PlanRequest(batch_size=4, microbatches=1, stages=4, axes="pp", slices=4)
     with pytest.raises(NoFeasiblePlan, match="in 4 slices of sequences"):
-        search_in_slices(request, {1: model(saved_bytes=8 * MIB, gathered=8 * MIB)}, small, search, price)
+        search_in_slices(request, {1: model(saved_bytes=8 * MIB, gathered=8 * MIB)}, small)

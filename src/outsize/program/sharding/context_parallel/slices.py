@@ -22,6 +22,7 @@ from typing import final
 from torch import nn
 
 from outsize.errors import BadOption
+from outsize.policies.slices import most_slices
 from outsize.program.liveness import live
 from outsize.program.sharding.axis_group import AxisGroup
 from outsize.program.sharding.context_parallel.calls import OverRows, ScaledOverRows
@@ -35,8 +36,24 @@ from outsize.program.tape import Instruction, Ref, Tape
 def in_slices(tape: Tape, model: nn.Module, slices: int) -> SequenceRows:
     """Returns how `slices` slices hold the values of a tape that computes a loss.
 
-    Raises BadOption where something reads later rows or keeps what a forward leaves, where sequences do not
-    divide, and where there is no loss or no sequence.
+    Raises BadOption as `in_order`, and where sequences do not divide.
+    """
+    rows = in_order(tape, model, slices)
+    if rows.tokens % slices:
+        raise BadOption(
+            "the slices of a sequence are equally long, and these tokens do not divide",
+            numbers=f"{rows.tokens} tokens, slices={slices}",
+            next_step=f"{IN_SLICES.typed(most_slices(rows.tokens, slices))}, or pad the batch to a multiple "
+            f"of {slices} tokens",
+        )
+    return rows
+
+
+def in_order(tape: Tape, model: nn.Module, slices: int) -> SequenceRows:
+    """Returns how slices, about as long as `slices` of them, hold the values of a tape that computes a loss.
+
+    Raises BadOption where something reads later rows or keeps what a forward leaves, and where there is no
+    loss or no sequence.
     """
     if tape.loss is None:
         raise BadOption(
@@ -47,13 +64,6 @@ def in_slices(tape: Tape, model: nn.Module, slices: int) -> SequenceRows:
     _LeftBehind(tape).insist()
     rows = by_rows(tape, model, slices, IN_SLICES)
     _Order(tape, rows).insist()
-    if rows.tokens % slices:
-        fitting = next(n for n in range(slices, 0, -1) if rows.tokens % n == 0)
-        raise BadOption(
-            "the slices of a sequence are equally long, and these tokens do not divide",
-            numbers=f"{rows.tokens} tokens, slices={slices}",
-            next_step=f"{IN_SLICES.typed(fitting)}, or pad the batch to a multiple of {slices} tokens",
-        )
     return rows
 
 
