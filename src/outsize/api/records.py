@@ -422,7 +422,8 @@ class Request(OptionRecord):
     MLP; by default where nothing else fits (1: never)."""
     slices: Annotated[int | None, "8"] = None
     """In so many slices the sequences of each microbatch go through the stages of a pipeline, which keep keys
-    and values for those that follow; for causal attention, and searched with the axes by default (1: never)."""
+    and values for those that follow; for causal attention, and searched with the axes by default (1:
+    never)."""
     objective: Annotated[Objective | None, "'cost'"] = None
     """"cost" takes the plan with the least money per sample, on as many devices as are to be rented for
     it, instead of the fastest one; each device needs a price (`price_per_hour`)."""

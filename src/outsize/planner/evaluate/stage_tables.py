@@ -13,6 +13,7 @@ from typing import final
 import numpy as np
 
 from outsize.ir.cluster import Device
+from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
 from outsize.planner.costs.cache import Cache, Key
 from outsize.planner.costs.coarsening import between_blocks, coarse_graph, coarse_profile, pieces
@@ -131,7 +132,11 @@ class StageTables:
             )
             return replace(made, microbatches=layout.microbatches)
         made = self._in_turn(layout, device, KEEP.name).with_recompute(recompute, device)
-        return self._keeping_again(made, layout) if layout.slices > 1 else made
+        return (
+            made
+            if layout.slices == 1
+            else _keeping_again(made, self._units.graph(layout), self.ends(layout), layout)
+        )
 
     def _divided(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns the tables with what each device of a group holds of a rank's bytes."""
@@ -145,41 +150,18 @@ class StageTables:
         if self._optimizer.couples and layout.shards > 1:
             ranges = replace(ranges, update=owners_update(whole.graph, self._optimizer, layout.shards))
         made = replace(whole, ranges=ranges).with_seconds(seconds.merged(self.ends(layout)))
-        return self._in_slices(made, layout, device) if layout.slices > 1 else made
-
-    # -- what slices of sequences have beside the bytes and seconds of as many microbatches --
-
-    def _in_slices(self, case: PricedModel, layout: Layout, device: Device) -> PricedModel:
-        """Returns the case with the gradients of keys and values of a microbatch, and with the keys where
-        units are recomputed, and the seconds by which last slices are longer.
-        """
-        graph, starts = self._units.graph(layout), self.ends(layout)[:-1]
-        kept = np.array(kept_bytes(graph.units, layout.axes.product_parts), np.int64)
-        sums = np.add.reduceat(gradient_share(graph.units) * kept, starts)
-        late = late_seconds(graph, self._units.seconds(layout, device), device, layout.slices)
-        merged = np.add.reduceat(late[0], starts), np.add.reduceat(late[1], starts)
-        lasting = _lasting(case.ranges, sums, layout.microbatches)
-        made = replace(case, ranges=lasting, late=merged, slices=layout.slices)
-        return self._keeping_again(made, layout) if made.activation_policy.recomputes else made
-
-    def _keeping_again(self, case: PricedModel, layout: Layout) -> PricedModel:
-        """Returns the case of recomputed units with the keys and values that slices read."""
-        again = np.add.reduceat(self._read_again(layout), self.ends(layout)[:-1])
-        return replace(case, ranges=_lasting(case.ranges, again, layout.microbatches))
+        return (
+            made if layout.slices == 1 else _in_slices(made, self._units, self.ends(layout), layout, device)
+        )
 
     def read_again(self, layout: Layout, units: Collection[int]) -> int:
         """Returns the bytes for each microbatch of the keys and values that slices read of units that are
         recomputed; these are in no activations.
         """
-        chosen = self._read_again(layout)[sorted(units)] if layout.slices > 1 else np.zeros(1, np.int64)
+        if layout.slices == 1:
+            return 0
+        chosen = _read_again(self._units.graph(layout), layout)[sorted(units)]
         return -(-int(chosen.sum()) // layout.microbatches)
-
-    def _read_again(self, layout: Layout) -> Bytes:
-        states = states_by_stage(*layout.schedule_key().of_single_stages)[0]
-        in_flight = max(state.in_flight for state in states)
-        count = most_open(in_flight, layout.whole_microbatches, layout.slices)
-        units = self._units.graph(layout).units
-        return count * np.array(kept_bytes(units, layout.axes.product_parts), np.int64)
 
     def _keys(self, layout: Layout, recompute: Recompute) -> KeyBytes:
         """Returns what context parallelism gathers in each piece of the model, where the layout has it."""
@@ -275,3 +257,36 @@ def _lasting(ranges: RangeTables, per_piece: Bytes, microbatches: int) -> RangeT
     sums = np.append(0, np.cumsum(per_piece))
     lasting = np.triu(sums[None, :] - sums[:, None])
     return replace(ranges, inputs=ranges.inputs + -(-lasting // microbatches))
+
+
+# -- what slices of sequences have beside the bytes and seconds of as many microbatches --
+
+
+def _in_slices(
+    case: PricedModel, units: UnitPrices, ends: Ends, layout: Layout, device: Device
+) -> PricedModel:
+    """Returns the case with the gradients of keys and values of a microbatch, and with the keys where units
+    are recomputed, and the seconds by which last slices are longer.
+    """
+    graph, starts = units.graph(layout), ends[:-1]
+    kept = np.array(kept_bytes(graph.units, layout.axes.product_parts), np.int64)
+    sums = np.add.reduceat(gradient_share(graph.units) * kept, starts)
+    late = late_seconds(graph, units.seconds(layout, device), device, layout.slices)
+    merged = np.add.reduceat(late[0], starts), np.add.reduceat(late[1], starts)
+    lasting = _lasting(case.ranges, sums, layout.microbatches)
+    made = replace(case, ranges=lasting, late=merged, slices=layout.slices)
+    return _keeping_again(made, graph, ends, layout) if made.activation_policy.recomputes else made
+
+
+def _keeping_again(case: PricedModel, graph: ModelGraph, ends: Ends, layout: Layout) -> PricedModel:
+    """Returns the case of recomputed units with the keys and values that slices read."""
+    again = np.add.reduceat(_read_again(graph, layout), ends[:-1])
+    return replace(case, ranges=_lasting(case.ranges, again, layout.microbatches))
+
+
+def _read_again(graph: ModelGraph, layout: Layout) -> Bytes:
+    """Returns the bytes of keys and values of each unit that a recomputing stage has at its worst moment."""
+    states = states_by_stage(*layout.schedule_key().of_single_stages)[0]
+    in_flight = max(state.in_flight for state in states)
+    count = most_open(in_flight, layout.whole_microbatches, layout.slices)
+    return count * np.array(kept_bytes(graph.units, layout.axes.product_parts), np.int64)
