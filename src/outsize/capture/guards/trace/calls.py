@@ -23,9 +23,9 @@ from outsize.capture.guards.symbolic_numbers import PlantedNumbers, is_symbolic
 from outsize.capture.guards.trace.reads import EntryReads
 from outsize.capture.guards.trace.shadow_stack import (
     BoundMethod,
-    Entry,
     NewIterator,
     ShadowStack,
+    StackEntry,
     is_known,
     unproxied,
 )
@@ -51,11 +51,13 @@ class CallReads:
     def __init__(self, reads: EntryReads, numbers: PlantedNumbers | None) -> None:
         self._reads, self._notes, self._numbers = reads, reads.notes, numbers
 
-    def begin(self, frame: FrameType, state: ShadowStack, callee: Entry, arguments: list[Entry]) -> None:
+    def begin(
+        self, frame: FrameType, state: ShadowStack, callee: StackEntry, arguments: list[StackEntry]
+    ) -> None:
         """Notes what a call looks into; its result is known when it returns."""
-        callee = Entry(_bound(callee.value), callee.text)
+        callee = StackEntry(_bound(callee.value), callee.text)
         value = callee.value
-        state.callee, state.returned = value, UNKNOWN
+        state.begins_call(value)
         result = self._known_call(frame, callee, arguments)
         if result is UNKNOWN and not self._passes_on(frame, callee):
             self._reads.look_into(frame, arguments)
@@ -68,11 +70,11 @@ class CallReads:
 
         def push(_offset: int) -> None:
             returned = result if result is not UNKNOWN else state.returned if follows else UNKNOWN
-            state.entries.append(Entry(returned, text))
+            state.entries.append(StackEntry(returned, text))
 
-        state.pending = push
+        state.behind_instruction(push)
 
-    def _passes_on(self, frame: FrameType, callee: Entry) -> bool:
+    def _passes_on(self, frame: FrameType, callee: StackEntry) -> bool:
         """Returns whether the call hands its arguments to code that is traced itself."""
         value = callee.value
         if value in _LOOKS_AT_NOTHING if isinstance(value, type | BuiltinFunctionType) else False:
@@ -85,7 +87,7 @@ class CallReads:
         function = value.function if isinstance(value, Method) else getattr(value, "__func__", value)
         return isinstance(function, FunctionType) and is_user_code(function.__code__)
 
-    def _known_call(self, frame: FrameType, callee: Entry, arguments: list[Entry]) -> Any:
+    def _known_call(self, frame: FrameType, callee: StackEntry, arguments: list[StackEntry]) -> Any:
         """Returns the result of a call that is a look-up or a change by itself; UNKNOWN for others."""
         value = callee.value
         if isinstance(value, BoundMethod):
@@ -100,7 +102,7 @@ class CallReads:
             return self._iterated(frame, value, arguments[0])
         return self._call_of_builtin(frame, value, arguments)
 
-    def _call_of_builtin(self, frame: FrameType, value: Any, arguments: list[Entry]) -> Any:
+    def _call_of_builtin(self, frame: FrameType, value: Any, arguments: list[StackEntry]) -> Any:
         if value is object.__getattribute__ and len(arguments) == 2:
             value = getattr
         if value is object.__setattr__:
@@ -119,7 +121,7 @@ class CallReads:
             return self._notes.attribute(arguments[0].value, "__dict__", self._reads.site(frame, "vars(...)"))
         return UNKNOWN
 
-    def _look_up(self, frame: FrameType, owner: Entry, name: Any) -> Any:
+    def _look_up(self, frame: FrameType, owner: StackEntry, name: Any) -> Any:
         """Returns what `getattr(owner, name)` is; all attributes count where the name is not known."""
         if isinstance(name, str):
             return self._notes.attribute(owner.value, name, self._reads.site(frame, f"{owner.text}.{name}"))
@@ -128,7 +130,9 @@ class CallReads:
             self._notes.items(table, self._reads.site(frame, owner.text))
         return UNKNOWN
 
-    def _insist_on_known_types(self, numbers: PlantedNumbers, callee: Any, arguments: list[Entry]) -> None:
+    def _insist_on_known_types(
+        self, numbers: PlantedNumbers, callee: Any, arguments: list[StackEntry]
+    ) -> None:
         """Checks that `type` is not asked of a symbolic number, which has a type of its own."""
         values = [argument.value for argument in arguments]
         if callee is type and len(values) == 1:
@@ -138,18 +142,18 @@ class CallReads:
         if asks:
             numbers.refuse_all()
 
-    def _got(self, frame: FrameType, getter: Any, owner: Entry) -> Any:
+    def _got(self, frame: FrameType, getter: Any, owner: StackEntry) -> Any:
         """Notes what an attrgetter or itemgetter reads, and returns it where it is one value."""
         results: list[Any] = []
         for wanted in getter.__reduce__()[1]:
             value: Any = owner.value
             steps = wanted.split(".") if isinstance(getter, operator.attrgetter) else (wanted,)
             for step in steps:
-                value = self._got_one(frame, getter, Entry(value, owner.text), step)
+                value = self._got_one(frame, getter, StackEntry(value, owner.text), step)
             results.append(value)
         return results[0] if len(results) == 1 else UNKNOWN
 
-    def _got_one(self, frame: FrameType, getter: Any, owner: Entry, step: Any) -> Any:
+    def _got_one(self, frame: FrameType, getter: Any, owner: StackEntry, step: Any) -> Any:
         if owner.value is UNKNOWN or not self._notes.old.has(owner.value):
             return UNKNOWN
         if isinstance(getter, operator.attrgetter):
@@ -158,7 +162,7 @@ class CallReads:
             return self._notes.item(owner.value, step, self._reads.site(frame, f"{owner.text}[{step!r}]"))
         return UNKNOWN
 
-    def _iterated(self, frame: FrameType, function: Any, argument: Entry) -> Any:
+    def _iterated(self, frame: FrameType, function: Any, argument: StackEntry) -> Any:
         """Returns what `iter(argument)` or `next(argument)` is."""
         value = argument.value
         if function is iter:
@@ -169,7 +173,7 @@ class CallReads:
         return UNKNOWN
 
     def _call_of_method(
-        self, frame: FrameType, method: BoundMethod, arguments: list[Entry], text: str
+        self, frame: FrameType, method: BoundMethod, arguments: list[StackEntry], text: str
     ) -> Any:
         name, container = method
         if is_consumed(container):

@@ -26,9 +26,9 @@ from outsize.capture.guards.trace.shadow_stack import (
     NULL_ENTRY,
     UNKNOWN_ENTRY,
     BoundMethod,
-    Entry,
     MadeOf,
     ShadowStack,
+    StackEntry,
     cells_of,
     is_known,
     keys_in,
@@ -65,9 +65,7 @@ class Instructions:
 
     def run(self, frame: FrameType, state: ShadowStack, offset: int) -> None:
         """Follows the instruction at `offset` of the frame, which is about to run."""
-        if state.pending is not None:
-            pending, state.pending = state.pending, None
-            pending(offset)
+        state.next_instruction(offset)
         operation = state.operations.get(offset)
         if operation is None:
             return
@@ -88,12 +86,10 @@ class Instructions:
 
     def _load_fast(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         name = operation.value
-        if state.locals is None:
-            state.locals = frame.f_locals
-        state.entries.append(Entry(state.locals.get(name, UNKNOWN), name))
+        state.entries.append(StackEntry(state.local(frame, name), name))
 
     def _load_const(self, _frame: FrameType, state: ShadowStack, operation: Operation) -> None:
-        state.entries.append(Entry(operation.value, repr(operation.value)))
+        state.entries.append(StackEntry(operation.value, repr(operation.value)))
 
     def _make_function(self, _frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         *_, code = state.pop(operation.pops or 1)
@@ -103,23 +99,23 @@ class Instructions:
 
     def _load_two_fast(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         for name in operation.value:
-            state.entries.append(Entry(frame.f_locals.get(name, UNKNOWN), name))
+            state.entries.append(StackEntry(frame.f_locals.get(name, UNKNOWN), name))
 
     def _store_load_fast(self, _frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         (entry,) = state.pop(1)
-        state.locals = None
+        state.changed_locals()
         stored, loaded = operation.value
         state.entries.append(
-            entry if stored == loaded else Entry(_frame.f_locals.get(loaded, UNKNOWN), loaded)
+            entry if stored == loaded else StackEntry(_frame.f_locals.get(loaded, UNKNOWN), loaded)
         )
 
     def _store_two_fast(self, _frame: FrameType, state: ShadowStack, _operation: Operation) -> None:
         state.pop(2)
-        state.locals = None
+        state.changed_locals()
 
     def _load_and_clear(self, _frame: FrameType, state: ShadowStack, _operation: Operation) -> None:
         state.entries.append(UNKNOWN_ENTRY)
-        state.locals = None
+        state.changed_locals()
 
     def _push_null(self, _frame: FrameType, state: ShadowStack, _operation: Operation) -> None:
         state.entries.append(NULL_ENTRY)
@@ -130,17 +126,19 @@ class Instructions:
     def _load_name(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         state.push(self._global(frame, operation.value))
 
-    def _global(self, frame: FrameType, name: str) -> Entry:
+    def _global(self, frame: FrameType, name: str) -> StackEntry:
         table = frame.f_globals
         if name in table:
-            return Entry(self._notes.read(Place("item", table, name), self._reads.site(frame, name)), name)
-        return Entry(frame.f_builtins.get(name, UNKNOWN), name)
+            return StackEntry(
+                self._notes.read(Place("item", table, name), self._reads.site(frame, name)), name
+            )
+        return StackEntry(frame.f_builtins.get(name, UNKNOWN), name)
 
     def _load_deref(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         name, value = operation.value, frame.f_locals.get(operation.value, UNKNOWN)
         for cell in cells_of(state, name):
             value = self._notes.read(Place("cell", cell, None), self._reads.site(frame, name))
-        state.entries.append(Entry(value, name))
+        state.entries.append(StackEntry(value, name))
 
     def _load_attribute(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         if LOADS_METHODS_AS_ATTRIBUTES and operation.arg & 1:
@@ -154,7 +152,7 @@ class Instructions:
         state.push(UNKNOWN_ENTRY, is_called=bool(operation.arg & 1))
 
     def _load(
-        self, frame: FrameType, state: ShadowStack, owner: Entry, name: str, *, is_called: bool = False
+        self, frame: FrameType, state: ShadowStack, owner: StackEntry, name: str, *, is_called: bool = False
     ) -> None:
         text = f"{owner.text}.{name}"
         value: Any = UNKNOWN
@@ -163,18 +161,18 @@ class Instructions:
         elif owner.value is not UNKNOWN and self._notes.old.has(owner.value):
             value = self._notes.attribute(owner.value, name, self._reads.site(frame, text))
         if value is not UNKNOWN:
-            state.push(Entry(value, text), is_called=is_called)
+            state.push(StackEntry(value, text), is_called=is_called)
             return
-        state.returned = UNKNOWN
+        state.got(UNKNOWN)
 
         def push(_offset: int) -> None:
             # A property or `__getattr__` has run as a frame of its own.
             returned = state.returned
             if returned is UNKNOWN and isinstance(owner.value, Tensor | MadeOf):
                 returned = self._reads.made_of([owner])
-            state.push(Entry(returned, text), is_called=is_called)
+            state.push(StackEntry(returned, text), is_called=is_called)
 
-        state.pending = push
+        state.behind_instruction(push)
 
     def _load_method(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         (owner,) = state.pop(1)
@@ -182,7 +180,7 @@ class Instructions:
         is_in_c = is_container(owner.value) or isinstance(owner.value, ContextVar | MappingProxyType)
         if (is_in_c or is_consumed(owner.value)) and self._notes.old.has(owner.value):
             method = BoundMethod(name, owner.value)
-            state.push(Entry(method, f"{owner.text}.{name}"), is_called=True)
+            state.push(StackEntry(method, f"{owner.text}.{name}"), is_called=True)
         else:
             self._load(frame, state, owner, name, is_called=True)
 
@@ -198,10 +196,10 @@ class Instructions:
             else:
                 value = self._notes.item(container, key.value, site)
         if value is not UNKNOWN:
-            state.entries.append(Entry(value, text))
+            state.entries.append(StackEntry(value, text))
             return
-        state.returned = UNKNOWN
-        state.pending = lambda _offset: state.entries.append(Entry(state.returned, text))
+        state.got(UNKNOWN)
+        state.behind_instruction(lambda _offset: state.entries.append(StackEntry(state.returned, text)))
 
     def _call(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         self._call_of(frame, state, state.pop(operation.arg + 2))
@@ -210,7 +208,7 @@ class Instructions:
         *entries, _names = state.pop(operation.arg + 3)
         self._call_of(frame, state, entries)
 
-    def _call_of(self, frame: FrameType, state: ShadowStack, entries: list[Entry]) -> None:
+    def _call_of(self, frame: FrameType, state: ShadowStack, entries: list[StackEntry]) -> None:
         first, second, *arguments = entries
         if CALLS_NAME_FUNCTION_FIRST:
             callee = first
@@ -236,7 +234,7 @@ class Instructions:
         self._reads.look_into(frame, [left, right])
         text = None if in_place else _computed_text(operation.arg, left.value, right.value)
         value = self._reads.made_of([left, right]) if text is None else text
-        state.entries.append(Entry(value, "?" if text is None else repr(text)))
+        state.entries.append(StackEntry(value, "?" if text is None else repr(text)))
 
     def _format(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         """Follows the parts of an f-string, which may be the name of an attribute or a key."""
@@ -244,12 +242,12 @@ class Instructions:
         self._reads.look_into(frame, popped)
         conversion = operation.arg & 3 if operation.name in ("FORMAT_VALUE", "CONVERT_VALUE") else 0
         text = _formatted(value.value, conversion, spec[0].value if spec else "")
-        state.entries.append(UNKNOWN_ENTRY if text is None else Entry(text, repr(text)))
+        state.entries.append(UNKNOWN_ENTRY if text is None else StackEntry(text, repr(text)))
 
     def _build_string(self, _frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         parts = [entry.value for entry in state.pop(operation.arg)]
         is_text = all(type(part) is str for part in parts)
-        state.entries.append(Entry("".join(parts), repr("".join(parts))) if is_text else UNKNOWN_ENTRY)
+        state.entries.append(StackEntry("".join(parts), repr("".join(parts))) if is_text else UNKNOWN_ENTRY)
 
     def _drop(self, _frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         """Takes values from the stack without a look into them."""
@@ -258,10 +256,10 @@ class Instructions:
 
     def _store_fast(self, _frame: FrameType, state: ShadowStack, _operation: Operation) -> None:
         state.pop(1)
-        state.locals = None
+        state.changed_locals()
 
     def _delete_fast(self, _frame: FrameType, state: ShadowStack, _operation: Operation) -> None:
-        state.locals = None
+        state.changed_locals()
 
     def _store_attribute(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         value, owner = state.pop(2)
@@ -301,12 +299,12 @@ class Instructions:
         if len(items) != operation.arg:
             items = [UNKNOWN] * operation.arg
         state.entries.extend(
-            Entry(item, f"{entry.text}[{n}]") for n, item in reversed(list(enumerate(items)))
+            StackEntry(item, f"{entry.text}[{n}]") for n, item in reversed(list(enumerate(items)))
         )
 
     def _get_iterator(self, frame: FrameType, state: ShadowStack, _operation: Operation) -> None:
         (entry,) = state.pop(1)
-        state.entries.append(Entry(self._reads.iterator_over(frame, entry), entry.text))
+        state.entries.append(StackEntry(self._reads.iterator_over(frame, entry), entry.text))
 
     def _match_class(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         subject, kind, names = state.pop(3)
@@ -325,7 +323,7 @@ class Instructions:
             elif not LOOPS_LEAVE_THEIR_ITERATOR:
                 state.pop(1)
 
-        state.pending = after
+        state.behind_instruction(after)
 
     def _jump_or_pop(self, frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         self._reads.look_into(frame, state.entries[-1:])
@@ -334,7 +332,7 @@ class Instructions:
             if offset != operation.value:
                 state.pop(1)
 
-        state.pending = after
+        state.behind_instruction(after)
 
     def _copy(self, _frame: FrameType, state: ShadowStack, operation: Operation) -> None:
         depth = operation.arg

@@ -173,8 +173,7 @@ class ReadTrace:
         """Forgets the shadow stack, since an exception empties the real one."""
         state = self._frames.get(frame)
         if state is not None:
-            state.entries.clear()
-            state.pending = None
+            state.clear()
 
     def on_return(self, frame: FrameType, value: Any) -> None:
         """Ends to follow a frame."""
@@ -183,12 +182,11 @@ class ReadTrace:
             self._on_return(frame, state, value)
 
     def _on_return(self, frame: FrameType, state: ShadowStack, value: Any) -> None:
-        state.entries.clear()
-        state.pending = None  # It refers to the state: a cycle would keep values alive.
+        state.clear()
         caller = self._frames.get(frame.f_back) if frame.f_back is not None else None
         is_plain = not state.code.co_flags & (0x20 | 0x80 | 0x200) and state.code.co_name != "__init__"
         if caller is not None and is_plain:
-            caller.returned = value
+            caller.got(value)
 
     def _functions_of(self, frame: FrameType, callee: Any) -> list[FunctionType]:
         """Returns the function that runs in the frame, if it lived before the recording; all that it may be

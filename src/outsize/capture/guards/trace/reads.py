@@ -12,7 +12,14 @@ from outsize.capture.guards.consumed import is_consumed
 from outsize.capture.guards.lookup import UNKNOWN, Place, table_of
 from outsize.capture.guards.noted import Key, Site
 from outsize.capture.guards.notes import Notes
-from outsize.capture.guards.trace.shadow_stack import Entry, MadeOf, NewIterator, is_known, keys_in, unproxied
+from outsize.capture.guards.trace.shadow_stack import (
+    MadeOf,
+    NewIterator,
+    StackEntry,
+    is_known,
+    keys_in,
+    unproxied,
+)
 from outsize.capture.guards.values import is_container, parts_of
 
 
@@ -29,13 +36,13 @@ class EntryReads:
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return Site(text, where, self._frame_of())
 
-    def look_into(self, frame: FrameType, entries: list[Entry]) -> None:
+    def look_into(self, frame: FrameType, entries: list[StackEntry]) -> None:
         """Notes the content of those that are containers."""
         for value, text in entries:
             if value is not UNKNOWN and is_container(value) and self.notes.old.has(value):
                 self.notes.content(value, self.site(frame, text))
 
-    def use(self, frame: FrameType, entries: list[Entry]) -> None:
+    def use(self, frame: FrameType, entries: list[StackEntry]) -> None:
         """Notes that code which is not traced uses these values. Raises Consumed."""
         for value, text in entries:
             if value is UNKNOWN or not self.notes.old.has(value):
@@ -43,17 +50,17 @@ class EntryReads:
             if is_consumed(value):
                 self.notes.use(value, self.site(frame, text))
 
-    def hand_over(self, frame: FrameType, entries: list[Entry]) -> None:
+    def hand_over(self, frame: FrameType, entries: list[StackEntry]) -> None:
         """Notes what code that is not traced may see of its arguments, and of what containers hold."""
         for value, text in entries:
             if value is UNKNOWN or not self.notes.old.has(value):
                 continue
             parts = parts_of(value) if is_container(value) else [value]
-            self.use(frame, [Entry(part, text) for part in parts])
+            self.use(frame, [StackEntry(part, text) for part in parts])
             for part in parts:
                 self.notes.attributes(part, self.site(frame, text))
 
-    def iterator_over(self, frame: FrameType, entry: Entry) -> Any:
+    def iterator_over(self, frame: FrameType, entry: StackEntry) -> Any:
         """Returns what is known of `iter(entry)`, and notes the content that it goes through."""
         value = unproxied(entry.value)
         if value is UNKNOWN or not self.notes.old.has(entry.value):
@@ -63,7 +70,7 @@ class EntryReads:
             return NewIterator(value)
         return value if is_consumed(value) else UNKNOWN
 
-    def made_of(self, entries: list[Entry]) -> Any:
+    def made_of(self, entries: list[StackEntry]) -> Any:
         """Returns what a result was made of, where that are reads."""
         keys: set[Key | None] = set()
         for value, text in entries:
@@ -74,14 +81,14 @@ class EntryReads:
         keys.discard(None)
         return MadeOf(frozenset(keys)) if keys else UNKNOWN
 
-    def set_attribute(self, frame: FrameType, owner: Entry, name: str, value: Any) -> None:
+    def set_attribute(self, frame: FrameType, owner: StackEntry, name: str, value: Any) -> None:
         """Notes that an attribute gets a value; UNKNOWN where it is deleted."""
         holder = owner.value
         if holder is not UNKNOWN and not isinstance(holder, Tensor) and self.notes.old.has(holder):
             site = self.site(frame, f"{owner.text}.{name}")
             self.notes.writes.write(table_of(holder, name), value, site, keys_in(value))
 
-    def set_item(self, frame: FrameType, owner: Entry, key: Any, value: Any) -> None:
+    def set_item(self, frame: FrameType, owner: StackEntry, key: Any, value: Any) -> None:
         """Notes that an item of a container gets a value; UNKNOWN where it is deleted."""
         holder = owner.value
         if holder is UNKNOWN or not is_container(holder) or not self.notes.old.has(holder):
