@@ -238,7 +238,7 @@ def test_real_memory_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks, expected = list[int](), list[int]()
     for slices in (1, 8):
         model = of_transformers("LlamaForCausalLM", "LlamaConfig", **config)
-        plan = planned(model, batch, slices, stages=4, microbatches=4)
+        plan = planned(model, batch, slices, stages=4, microbatches=4, chunks=1)
         engine = outsize.parallelize(model, (), batch, plan=plan)
         engine.step(**batch, update=False)
         meter.peaks, meter.live_bytes = [0] * 4, [0] * 4
