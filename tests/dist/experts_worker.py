@@ -157,7 +157,7 @@ def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
     wishes |= {"axes": {"ep": ranks // apart, **replicas, **within}, "microbatches": axes.get("pp", 1)}
     if "zb-h1" in marks:
         wishes["schedule"] = "zb-h1"
-    request = outsize.Request(sequence_parallel="sequence" in marks or None)
+    request = outsize.Request(sequence_parallel="sequence" in marks or None, chunks=1)
     how: dict[str, Any] = {"cluster": f"{ranks}xcpu", "request": request, **wishes}
     plan = planned_once(
         f"ep {ranks} {text}", model, lambda: outsize.plan(model, batch.args, batch.kwargs, **how)
