@@ -122,7 +122,7 @@ def test_flags_say_the_same() -> None:
     keys = options.QuantizeKeys(format="nf4", skip="up_proj+down_proj")
     assert options.quantize_asked(keys) == outsize.Quantize("nf4", skip=["up_proj", "down_proj"])
     lora = options.lora_asked(options.LoraKeys(r=16, targets="q_proj+v_proj"), None, None)
-    assert lora == outsize.Lora(16, ["q_proj", "v_proj"])
+    assert lora == outsize.Lora(16, ("q_proj", "v_proj"))
     assert options.lora_asked(options.NO_LORA, 8, "all-linear") == outsize.Lora(8, "all-linear")
     with pytest.raises(BadOption, match="--lora and --lora-rank both say"):
         options.lora_asked(options.LoraKeys(r=16), 8, None)
