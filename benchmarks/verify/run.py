@@ -8,25 +8,19 @@ which ranks try whether they repeat their own bits, is told apart.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final
 
-HERE: Final = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from harness import launched, saved, spread
+
 TARGET: Final = 0.01
 EVERY, USUAL = 10, 100
-_LAUNCHER: Final = (
-    "import sys; from outsize.ops.launch.launch import run_script; "
-    "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
-)
 LAYOUTS: Final = {
     "two stages": {"processes": 2, "stages": 2, "replicas": 1},
     "two replicas": {"processes": 2, "stages": 1, "replicas": 2},
@@ -77,38 +71,22 @@ def rank(options: argparse.Namespace) -> None:
 
 def measure(layout: dict[str, int], extra: list[str]) -> dict[str, Any]:
     """Launches one layout; returns medians and shares."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "laps.json"
-        command = [
-            sys.executable,
-            "-c",
-            _LAUNCHER,
-            str(layout["processes"]),
-            str(Path(__file__)),
-            "--out",
-            str(out),
-        ]
-        command += ["--stages", str(layout["stages"]), "--replicas", str(layout["replicas"]), *extra]
-        subprocess.run(command, check=True)
-        laps, expected = json.loads(out.read_text())
+    shape = ("--stages", str(layout["stages"]), "--replicas", str(layout["replicas"]))
+    laps, expected = launched(Path(__file__), layout["processes"], *shape, *extra)
     first_round = next(at for at, lap in enumerate(laps) if not lap[2])
     later = laps[first_round:]
     plain, plain_cpu = (statistics.median(lap[at] for lap in later if not lap[2]) for at in (0, 1))
     verified = [lap for lap in later if lap[2]]
-    low, median, high = statistics.quantiles([lap[0] for lap in verified], n=4)
+    seconds = spread([lap[0] for lap in verified])
     cpu = statistics.median(lap[1] for lap in verified)
     return {
         "step_ms": plain * 1e3,
-        "verified_step_ms": {
-            "median": median * 1e3,
-            "q1": low * 1e3,
-            "q3": high * 1e3,
-            "laps": len(verified),
-        },
+        "verified_step_ms": {name: 1e3 * seconds[name] for name in ("median", "q1", "q3")},
+        "verified_steps": len(verified),
         "first_step_ms": laps[0][0] * 1e3,
         "first_round": first_round,
         "cpu_ms": {"other": plain_cpu * 1e3, "verified": cpu * 1e3},
-        "share_at_100": (median / plain - 1) / USUAL,
+        "share_at_100": (seconds["median"] / plain - 1) / USUAL,
         "cpu_share_at_100": (cpu / plain_cpu - 1) / USUAL,
         "expected_share_at_100": expected,
     }
@@ -129,18 +107,8 @@ def main() -> None:
         return
     sizes = {name: getattr(options, name) for name in ("width", "layers", "rows", "microbatches", "steps")}
     extra = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    machine = f"{platform.machine()}-{platform.system().lower()}"
-    result = {
-        "date": str(datetime.date.today()),
-        "machine": machine,
-        "target": TARGET,
-        **sizes,
-        "rows_by_layout": {name: measure(layout, extra) for name, layout in LAYOUTS.items()},
-        "load": os.getloadavg()[0],
-    }
-    path = HERE / "results" / f"{result['date']}_{machine}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    rows = {name: measure(layout, extra) for name, layout in LAYOUTS.items()}
+    result = saved(Path(__file__), {"target": TARGET, **sizes, "rows_by_layout": rows})
     print(json.dumps(result) if options.json else table(result))
 
 
