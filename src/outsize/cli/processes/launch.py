@@ -27,7 +27,7 @@ _OUTCOME: TypeAdapter[RunOutcome | FinishedRun] = TypeAdapter(RunOutcome | Finis
 @final
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The processes on this machine, torchrun's options by name, and what else holds for the run."""
+    """Holds the processes on this machine, torchrun's options by name, and the other options of a launch."""
 
     nproc_per_node: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -32,7 +32,7 @@ SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NC
 @final
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What holds for a run whatever it runs, beside torchrun's options.
+    """Holds the options of a launch that are not torchrun's, whatever script or MODEL is run.
 
     `watch` are the watchdog's options; None: the environment's. `on_oom` is passed to `parallelize`.
     `peer_copies` is how often the run copies itself into memory, as checkpoint/interval.py reads it.

@@ -45,7 +45,7 @@ _NARROWER: Final = 4
 @final
 @dataclass(frozen=True)
 class RankFiles:
-    """The files that the ranks of a world leave in a folder."""
+    """Names the files that the ranks of a world leave in a folder."""
 
     folder: Path
 
@@ -101,7 +101,7 @@ class RankFiles:
 @final
 @dataclass(frozen=True)
 class Reference:
-    """The small model as it was recorded, once for all worlds, and what finds a microbatch's tape: its own
+    """Keeps the small model as recorded, once for all worlds, and what finds a microbatch's tape: its own
     where guards select another path, as in an engine.
     """
 

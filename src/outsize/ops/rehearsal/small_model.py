@@ -88,7 +88,7 @@ class SmallModel:
 @final
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model with its example batch and its loss; `bare` is the model without adapters."""
+    """Holds a model with its example batch and its loss; `bare` is the model without adapters."""
 
     model: nn.Module
     args: tuple[Any, ...]

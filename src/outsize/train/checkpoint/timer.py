@@ -96,7 +96,7 @@ class StepCopier:
 
 @final
 class _Agreed(NamedTuple):
-    """What follows a step on all ranks: the number of a signal that one has received (or 0), copy, save."""
+    """Says what all ranks do after a step: end by a signal (its number, or 0), copy, save."""
 
     signal: int
     copies: int

@@ -37,8 +37,8 @@ UNPRICED: Final = StageCost(1.0, 2.0)
 @final
 @dataclass(frozen=True, eq=False)
 class VerifyingRank:
-    """What a rank does in turns of verification: it makes a stage of a divided variant for the step, shows
-    and verifies. `divided` returns the divided variant of a microbatch of the running step.
+    """Lets a rank take part in turns of verification: make a stage of a divided variant for the step, show
+    and verify. `divided` returns the divided variant of a microbatch of the running step.
     """
 
     make: Callable[[Variant, int], RunnableStage]

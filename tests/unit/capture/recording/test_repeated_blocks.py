@@ -6,7 +6,7 @@ from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ class Named(Block):
 class Counting(Block):
     """A counter of all blocks decides."""
 
-    calls: list[int] = []  # noqa: RUF012
+    calls: ClassVar[list[int]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """A sigmoid in every second call."""
@@ -192,7 +192,7 @@ def _wrapped(number: int) -> nn.Module:
 class Listed(nn.Module):
     """Keeps its results in one list of all blocks."""
 
-    seen: list[Any] = []  # noqa: RUF012
+    seen: ClassVar[list[Any]] = []
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The values on the stack of a frame, as far as they are known: a suffix of the real stack."""
+"""Keeps the values on the stack of a frame as far as they are known: a suffix of the real stack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outsize.capture.guards.trace.opcodes import CALLS_NAME_FUNCTION_FIRST, oper
 
 @final
 class StackEntry(NamedTuple):
-    """A value on the shadow stack, and the expression that gave it."""
+    """Holds a value on the shadow stack, and the expression that gave it."""
 
     value: Any
     text: str
@@ -23,7 +23,7 @@ class StackEntry(NamedTuple):
 
 @final
 class BoundMethod(NamedTuple):
-    """A method of an old object that is written in C."""
+    """Stands for a method of an old object that is written in C."""
 
     name: str
     owner: Any
@@ -32,7 +32,7 @@ class BoundMethod(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class NewIterator:
-    """An iterator that the recording has made over an old container."""
+    """Stands for an iterator that the recording has made over an old container."""
 
     container: Any
 
@@ -40,7 +40,7 @@ class NewIterator:
 @final
 @dataclass(frozen=True, slots=True)
 class MadeOf:
-    """A value that was computed of what these reads gave, and of nothing else that lived before."""
+    """Stands for a value that was computed of these reads, and of nothing else that lived before."""
 
     keys: frozenset[Key | None]
 
@@ -52,7 +52,7 @@ NULL_ENTRY: Final = StackEntry(NULL, "")
 
 @final
 class ShadowStack:
-    """The shadow stack of one frame."""
+    """Keeps the shadow stack of one frame."""
 
     __slots__ = ("_locals", "_pending", "callee", "code", "entries", "functions", "operations", "returned")
 

@@ -38,7 +38,7 @@ _TRANSPARENT_FILES: Final = tuple(
 
 
 def is_torchs(code: CodeType) -> bool:
-    """Whether a function is one of torch's modules, whose weak references are to their own weights.
+    """Tells whether a function is one of torch's modules, whose weak references are to their own weights.
 
     An exchanged weight is seen by the check of modules and parameters; that the former one was freed since,
     at a moment that the garbage collector chooses, changes nothing.
