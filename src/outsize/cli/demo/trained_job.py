@@ -110,7 +110,7 @@ def plan_check_and_train(job: DemoJob, screen: DemoScreen, folder: Path, *, quic
     with screen.working(f"checking {CHECKED_STEPS} steps against the plain loop, bit by bit"):
         verdict = _check(job, model, plan)
     screen.show(check_table(verdict))
-    screen.begin(f"training {job.recipe.steps} steps over {len(plan.stages)} processes")
+    screen.begin(f"training {job.recipe.steps} steps over {plan.axes.world_size} processes")
     history, measured = _train(job, plan, folder, quick=quick)
     used = utilisation(measured, plan, [stage.device for stage in plan.stages])
     whole_s = median(step.step_s for step in history.steps)
@@ -153,7 +153,7 @@ def _check(job: DemoJob, model: nn.Module, plan: Plan) -> Verdict:
 def _train(job: DemoJob, plan: Plan, folder: Path, *, quick: bool) -> tuple[RecordedRun, Timeline]:
     """Returns what was recorded of all steps, and the timeline of one of the last."""
     script = ["outsize.cli.demo.training", "quick" if quick else "full", job.name, str(folder)]
-    code = run_script(script, len(plan.stages), module=True)
+    code = run_script(script, plan.axes.world_size, module=True)
     if code:
         raise RankFailed(
             f"training {job.title} failed",
