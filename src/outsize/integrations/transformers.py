@@ -624,7 +624,7 @@ class Trainer(transformers.Trainer, ABC):
 
     def models(self) -> list[nn.Module]:
         """Returns the models that are split: the trained one, and those that the trainer holds beside it."""
-        stages = len(self._engine.plan.stages) if self._engine is not None else stages_in(self._options)
+        stages = self._engine.plan.axes.pp if self._engine is not None else stages_in(self._options)
         return [self._whole_model, *models_beside(self, self._whole_model, stages or self._processes)]
 
     def engine_of(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:

@@ -48,7 +48,7 @@ def stages_in(options: Mapping[str, Any]) -> int | None:
     """Returns how many stages these options ask for; None where they do not say it."""
     plan = options.get("plan")
     if isinstance(plan, Plan):
-        return len(plan.stages)
+        return plan.axes.pp
     return options.get("stages") or Request.of(plan, "plan").stages
 
 
@@ -57,7 +57,7 @@ def beside(options: Mapping[str, Any]) -> dict[str, Any]:
     plan = options.get("plan")
     if not isinstance(plan, Plan):
         return dict(options)
-    layout = {"stages": len(plan.stages), "microbatches": plan.microbatches}
+    layout = {"stages": plan.axes.pp, "microbatches": plan.microbatches}
     return {name: value for name, value in options.items() if name != "plan"} | layout
 
 
